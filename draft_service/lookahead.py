@@ -184,7 +184,8 @@ class LookAhead:
             if not self._recover(wanted, error):
                 raise
         else:
-            for now, rows in zip(read, self._likely_rows(read, logits), strict=True):
+            likely = self._likely_rows(read, logits) if read else []
+            for now, rows in zip(read, likely, strict=True):
                 now.is_read = True
                 self._begin_outcomes(now, rows)
                 self._drop_basis(now)
@@ -303,22 +304,17 @@ class LookAhead:
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
         """Returns the likely tokens of each round's rows, or None if a row is no distribution."""
-        groups: dict[SamplingParams, list[int]] = {}
-        for index, now in enumerate(rounds):
-            groups.setdefault(now.sampling, []).append(index)
-        found: dict[int, LikelyTokens | None] = {}
-        for sampling, indices in groups.items():
-            parts = [logits[index] for index in indices]
-            try:
-                rows = likely_tokens(joined_rows(parts), sampling, self._drafter.vocabulary)
-            except OutriderError as error:
+        sizes = [*map(len, logits)]
+        params = [now.sampling for now, num in zip(rounds, sizes, strict=True) for _ in range(num)]
+        try:
+            rows = likely_tokens(joined_rows(logits), params, self._drafter.vocabulary)
+        except OutriderError as error:
+            if len(rounds) == 1:
                 _log.debug("the outcomes of a round cannot be predicted: %s", error)
-                for index in indices:
-                    alone = ([rounds[index]], [logits[index]])
-                    found[index] = None if len(indices) == 1 else self._likely_rows(*alone)[0]
-            else:
-                found |= zip(indices, rows.split([*map(len, parts)]), strict=True)
-        return [found[index] for index in range(len(rounds))]
+                return [None]
+            alone = zip(rounds, logits, strict=True)
+            return [self._likely_rows([now], [own])[0] for now, own in alone]
+        return [*rows.split(sizes)]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
         """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has

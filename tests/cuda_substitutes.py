@@ -60,10 +60,10 @@ def _weigh(
 
 
 def _settle(
-    weights: torch.Tensor, found: torch.Tensor, words: torch.Tensor, sent: torch.Tensor, stride: int
+    weights: torch.Tensor, found: torch.Tensor, words: torch.Tensor, sent: torch.Tensor
 ) -> None:
     """Computes what `settle_rows` computes if it judges no draft token."""
-    judged = sent.as_strided((len(weights), 6), (stride, 1)).numpy()
+    judged = sent.numpy()
     assert (judged[:, 5] == -1).all()
     found[-1] = torch.from_numpy(race(weights, judged[:, :5].view(np.uint64)))
 
@@ -72,7 +72,7 @@ def _send_rows(logits: torch.Tensor, transforms: Sequence[Transforms], *rest: An
     """Computes what `change_rows` computes, and sends the other words."""
     rows = zip(torch.split(logits, 1), transforms, strict=True)
     changed = torch.cat(
-        [adjusted_logits(row, params, history) for row, (params, history, _) in rows]
+        [adjusted_logits(row, params, history, rest[-1]) for row, (params, history, _) in rows]
     )
     others = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     kept = [replace(params, logit_bias=(), **others) for params, _, _ in transforms]

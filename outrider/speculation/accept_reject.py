@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
-from outrider.errors import InvariantError, check
+from outrider.errors import check
 from outrider.speculation.sampling_params import Rule
 from outrider.values import value
 
@@ -40,12 +40,7 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
     2). The other rules accept the tokens before the first failure."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
-    num = 0
-    for passed in passes:
-        if not passed:
-            break
-        num += 1
-    return num
+    return sum(takewhile(bool, passes))
 
 
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
@@ -62,15 +57,14 @@ def decide(
     """Accepts or rejects draft tokens, and adds the token that follows the accepted ones. Draft
     token i passes iff uniforms[i] <= verdict.accept_probability[i]. `uniforms` [K] are in (0, 1).
     Raises `InvariantError` if the lengths of verdict and proposal do not match."""
-    num_draft_tokens, accept = len(proposal_ids), verdict.accept_probability
-    if len(accept) != num_draft_tokens or len(verdict.correction) != num_draft_tokens + 1:
-        raise InvariantError(
-            f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and "
-            f"one correction more; got {len(accept)} and {len(verdict.correction)}"
-        )
-    num = count_accepted(rule, _passes(accept, uniforms))
-    last = Origin.BONUS if num == num_draft_tokens else Origin.CORRECTION
-    return Outcome((*proposal_ids[:num], verdict.correction[num]), (*[Origin.ACCEPTED] * num, last))
+    num, accept = len(proposal_ids), verdict.accept_probability
+    fits = len(accept) == num and len(verdict.correction) == num + 1
+    check(fits, f"a verdict on {len(accept)} draft tokens does not fit {num} draft tokens")
+    passes = (uniform <= chance for chance, uniform in zip(accept, uniforms, strict=True))
+    num_accepted = count_accepted(rule, passes)
+    last = Origin.BONUS if num_accepted == num else Origin.CORRECTION
+    token_ids = (*proposal_ids[:num_accepted], verdict.correction[num_accepted])
+    return Outcome(token_ids, (*[Origin.ACCEPTED] * num_accepted, last))
 
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
@@ -82,14 +76,6 @@ def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verd
     correction = list(verdict.correction)
     correction[index] = proposal_ids[index]
     return Verdict(tuple(accept), tuple(correction))
-
-
-def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterator[bool]:
-    numbers = iter(uniforms)
-    for probability in probabilities:
-        uniform = next(numbers, 0.0)
-        check(0.0 < uniform < 1.0, "each draft token needs a uniform strictly between 0 and 1")
-        yield uniform <= probability
 
 
 @value(frozen=True, slots=True)

@@ -15,7 +15,12 @@ from torch import Tensor
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.gumbel_max import BLOCK, IntArray
-from outrider.speculation.logits_processing import TokenHistory, changed_tokens, check_maxima
+from outrider.speculation.logits_processing import (
+    DraftVocabulary,
+    TokenHistory,
+    changed_tokens,
+    check_maxima,
+)
 from outrider.speculation.proposal import ENTRY_BYTES
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.sampling_params import SamplingParams
@@ -65,7 +70,7 @@ def judge_by_kernels(
         weights = torch.empty_like(logits, dtype=torch.float32) if is_same else changed
         weigh(weights, found, changed, words)
         # The host prepares the last kernel's arguments while the device runs the first kernels.
-        settle(weights, found, words, send(_judged(rows), device), JUDGED_WORDS)
+        settle(weights, found, words, send(_judged(rows), device))
     maxima, _, _, behind, left, drawn = found.cpu().numpy()
     if not np.isfinite(maxima).all():
         for part in np.split(maxima, rows.ends[:-1]):
@@ -79,11 +84,13 @@ def send_rows(
     sizes: IntArray,
     drafted: IntArray | int,
     extra: IntArray,
+    vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sends what the kernels read of each row of `logits` [R, V], float32 or narrower. `transforms`
-    and `sizes`, the numbers of rows, are by session. `drafted` are the draft tokens that the rows
-    judge, or -1. Returns the words [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and
-    the logits after masks, biases and penalties. Runs `change_rows` on the current device."""
+    """Sends what the kernels read of each row of `logits`, [R, V], or [R, N] with a `vocabulary`,
+    float32 or narrower. `transforms` and `sizes`, the numbers of rows, are by session. `drafted`
+    are the draft tokens that the rows judge, or -1. Returns the words [R, `ROW_WORDS`] and the
+    `extra` words [R, E] on the device, and the logits after masks, biases and penalties. Runs
+    `change_rows` on the current device."""
     num_rows, width = logits.shape
     words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
     kept = np.array([filters(sampling) for sampling, _, _ in transforms])
@@ -91,7 +98,7 @@ def send_rows(
     words[:, 3] = kept[:, 3].repeat(sizes)
     words[:, 4] = drafted
     end = words.nbytes + extra.nbytes
-    changes = _changes(transforms, sizes, words, width, end)
+    changes = _changes(transforms, sizes, words, width, end, vocabulary)
     sent = send([words, extra, *changes], logits.device)
     if changes:
         from outrider.speculation.triton_kernels import change_rows
@@ -130,12 +137,12 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
     num_rows, width = logits.shape
     weigh_rows[(num_rows,)](
-        weights, found, logits, logits.stride(0), words, words.stride(0), width,
+        weights, found, logits, logits.stride(0), words, width,
         BLOCK=_BLOCK, num_warps=_WEIGHING_WARPS,
     )  # fmt: skip
 
 
-def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: int) -> None:
+def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
     """Runs `settle_rows` on the current device."""
     from outrider.speculation.triton_kernels import settle_rows
 
@@ -143,14 +150,19 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: 
     row_waits = 1 << (-(-width // BLOCK) - 1).bit_length()
     races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=weights.device)
     settle_rows[(num_rows,)](
-        weights, found, words, words.stride(0), sent.view(torch.uint8), stride, races, width,
+        weights, found, words, sent.view(torch.uint8), races, width,
         ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
         ROW_WAITS=row_waits, num_warps=_WARPS,
     )  # fmt: skip
 
 
 def _changes(
-    transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int, end: int
+    transforms: Sequence[Transforms],
+    sizes: IntArray,
+    words: IntArray,
+    width: int,
+    end: int,
+    vocabulary: DraftVocabulary | None,
 ) -> list[npt.NDArray[Any]]:
     """Returns the arrays to send after the first `end` bytes: tables of tokens with biases or
     penalties, and then masks. Writes the offsets of these arrays into `words`."""
@@ -161,7 +173,7 @@ def _changes(
     for (sampling, history, row_masks), size in zip(transforms, sizes.tolist(), strict=True):
         start, at = at, at + size
         if sampling.penalised or sampling.logit_bias:
-            tables.append(changed_tokens(sampling, history, width))
+            tables.append(changed_tokens(sampling, history, width, vocabulary))
             penalties = (
                 sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
             )  # fmt: skip

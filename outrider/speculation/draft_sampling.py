@@ -24,6 +24,7 @@ from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.cuda_verdicts import (
     FOUND,
+    JUDGED_WORDS,
     filters,
     has_kernels,
     on_device,
@@ -107,19 +108,13 @@ def draw_from_logits(
         return [], []
     rules = [noise.rule for noise in noises]
     transforms = [*zip(params, histories or [NO_HISTORY] * len(rules), strict=True)]
-    if vocabulary is not None:
-        transforms = [vocabulary.transform(*each) for each in transforms]
-    drawn_from: list[LikelyTokens | None] = [None] * len(rules)
-    if set(rules) == {Rule.GREEDY}:
-        found = _read(logits, transforms, rules, _NO_KEYS, vocabulary)
-        return [(token_id, None) for token_id in found.tokens.tolist()], drawn_from
     keys = draft_keys(noises, indices)
     found = _read(logits, transforms, rules, keys, vocabulary)
     tokens: list[DraftedToken] = [(token_id, None) for token_id in found.tokens.tolist()]
+    if set(rules) == {Rule.GREEDY}:
+        return tokens, [None] * len(rules)
     likely = found.likely(params)
-    for index, rule in enumerate(rules):
-        if rule is not Rule.GREEDY:
-            drawn_from[index] = likely.row(index)
+    rows = [None if rule is Rule.GREEDY else likely.row(i) for i, rule in enumerate(rules)]
     quantised = [index for index, rule in enumerate(rules) if rule.needs_q]
     if quantised:
         levels, ids = count_levels(likely.mass[quantised]), likely.ids[quantised]
@@ -129,23 +124,22 @@ def draw_from_logits(
         for index, row, own, place in zip(quantised, ids, levels, places, strict=True):
             q = _as_distribution(row, own)
             tokens[index] = int(row[place]), q if len(q.token_ids) > 1 else None
-    return tokens, drawn_from
+    return tokens, rows
 
 
 def likely_tokens(
-    logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
+    logits: Tensor, params: Sequence[SamplingParams], vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
-    [R, N] with a `vocabulary`. If `params` are greedy, their masses are those of temperature 1.
-    Raises `InvariantError` for penalties, and for rows that `target_probabilities` refuses."""
-    check(not params.penalised, "penalties would count draft tokens")
-    if params.greedy:
-        params = SamplingParams(logit_bias=params.logit_bias)
-    num_rows = len(logits)
-    columns = params if vocabulary is None else vocabulary.params(params)
-    transforms = [(columns, NO_HISTORY)] * num_rows
-    found = _read(logits, transforms, [Rule.TOKEN] * num_rows, _NO_KEYS, vocabulary)
-    return found.likely([params] * num_rows)
+    [R, N] with a `vocabulary`. `params` are by row. For greedy ones, the masses are those of
+    temperature 1. Raises `InvariantError` for penalties, and for rows that `target_probabilities`
+    refuses."""
+    check(not any(each.penalised for each in params), "penalties would count draft tokens")
+    params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
+    transforms = [(each, NO_HISTORY) for each in params]
+    no_keys = np.zeros((len(params), 5), dtype=np.uint64)
+    found = _read(logits, transforms, [Rule.TOKEN] * len(params), no_keys, vocabulary)
+    return found.likely(params)
 
 
 class _Rows(NamedTuple):
@@ -165,7 +159,6 @@ class _Rows(NamedTuple):
         return LikelyTokens(self.ids, np.exp((self.values - self.maxima[:, None]) / temperatures))
 
 
-_NO_KEYS: RowKeys = np.zeros((0, 5), dtype=np.uint64)
 _Transforms = Sequence[tuple[SamplingParams, TokenHistory]]
 
 
@@ -176,7 +169,7 @@ def _read(
     keys: RowKeys,
     vocabulary: DraftVocabulary | None,
 ) -> _Rows:
-    """Reads each row of `logits`. The ids in `transforms` are columns. Only races need `keys`."""
+    """Reads each row of `logits`. Only races need `keys`."""
     by_kernels = has_kernels(logits.device) and logits.dtype != torch.float64
     way = _read_by_kernels if by_kernels else _read_on_host
     found = way(logits, transforms, rules, keys, vocabulary)
@@ -195,7 +188,7 @@ def _read_on_host(
     rows = logits if logits.dtype == torch.float64 else logits.float()
     if _any_changed(transforms):
         parts = zip(torch.split(rows, 1), transforms, strict=True)
-        rows = torch.cat([adjusted_logits(row, *each) for row, each in parts])
+        rows = torch.cat([adjusted_logits(row, *each, vocabulary) for row, each in parts])
     groups: dict[tuple[Rule, SamplingParams], list[int]] = {}
     for index, (rule, (params, _)) in enumerate(zip(rules, transforms, strict=True)):
         groups.setdefault((rule, params), []).append(index)
@@ -233,10 +226,10 @@ def _read_by_kernels(
     any_coupled, any_filtered = Rule.COUPLED in rules, any(one.filtered for one, _ in transforms)
     with on_device(logits.device):
         if any_coupled or any_filtered or _any_changed(transforms):
-            judged = np.full((len(rules), 6), -1, dtype=np.int64)
-            judged[:, :5] = keys.view(np.int64) if any_coupled else 0
+            judged = np.full((len(rules), JUDGED_WORDS), -1, dtype=np.int64)
+            judged[:, :5] = keys.view(np.int64)
             asked, ones = [(*each, ()) for each in transforms], np.ones(len(rules), dtype=np.int64)
-            words, judged_words, logits = send_rows(logits, asked, ones, -1, judged)
+            words, judged_words, logits = send_rows(logits, asked, ones, -1, judged, vocabulary)
         maxima, likeliest = logits.max(dim=1, keepdim=True)
         parts = [likeliest, maxima.double(), likeliest]
         if any_coupled or any_filtered:
@@ -246,7 +239,7 @@ def _read_by_kernels(
         if any_filtered:
             logits = logits.masked_fill(weights == 0, float("-inf"))
         if any_coupled:
-            settle(_spread(weights, vocabulary), found, words, judged_words, 6)
+            settle(_spread(weights, vocabulary), found, words, judged_words)
             parts[2] = found[-1, :, None]
         if set(rules) != {Rule.GREEDY}:
             values, columns = largest(logits, DRAFT_SUPPORT_ENTRIES)

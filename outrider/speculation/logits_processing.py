@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +23,8 @@ from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
-_HEAD_ENTRIES = 64
-"""Top-p first searches only this number of largest weights."""
-_BUCKETS = {
-    np.dtype(np.float32): (np.int32, 0x3F800000, 17),
-    np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
-}
-"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. The
-shift leaves the exponent of a float and six bits of its fraction. So the weights between two
-neighbouring powers of 2 are in 64 buckets."""
-_NUM_BUCKETS = 64 * 64
-"""The buckets of weights from 1 down to 2^-64. Smaller weights share the last bucket."""
+_HEADS = (64, 1024, 16_384)
+"""Top-p searches these numbers of largest weights, one after the other, and at last all weights."""
 _BLOCK = 64
 """`largest` compares the maxima of blocks of this size first."""
 
@@ -135,18 +125,21 @@ def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def adjusted_logits(
-    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
+    logits: Tensor,
+    params: SamplingParams,
+    history: TokenHistory = NO_HISTORY,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """`logits` [R, V] after bias and penalties, as a CPU copy, in float64 if `logits` are, or
-    else in float32. Without bias and penalties, returns `logits` itself. For tokens of the prompt
-    and the output, the repetition penalty divides positive logits, and multiplies negative ones
-    (Keskar et al. 2019). For tokens of the output, presence and frequency penalties are
-    subtracted."""
+    """`logits`, [R, V], or [1, N] with a `vocabulary`, after bias and penalties, as a CPU copy, in
+    float64 if `logits` are, or else in float32. Without bias and penalties, returns `logits`
+    itself. For tokens of the prompt and the output, the repetition penalty divides positive logits,
+    and multiplies negative ones (Keskar et al. 2019). For tokens of the output, presence and
+    frequency penalties are subtracted."""
     if not (params.logit_bias or params.penalised):
         return logits
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     adjusted = logits.to("cpu", dtype, copy=True)
-    table = changed_tokens(params, history, logits.shape[1])
+    table = changed_tokens(params, history, logits.shape[1], vocabulary)
     ids, biases = torch.from_numpy(table[:, 0]), torch.from_numpy(table[:, 1].view(np.float64))
     counted = np.repeat(table[None, :, 2] >> 1, len(logits), axis=0)
     for row, token_id in enumerate(history.drafted_ids[: len(logits) - 1], start=1):
@@ -164,18 +157,22 @@ def adjusted_logits(
 
 
 def changed_tokens(
-    params: SamplingParams, history: TokenHistory, vocab_size: int
+    params: SamplingParams,
+    history: TokenHistory,
+    width: int,
+    vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:
-    """The E tokens that have a bias or that penalties count: [E, 3]. A row has the id, the bits of
-    the bias as a float64, and twice the count in the output, plus 1 if the prompt has the token."""
+    """The E tokens with a logit that have a bias or that penalties count: [E, 3]. A row has the
+    index of the logit, the bits of the bias as a float64, and twice the count in the output, plus 1
+    if the prompt has the token. A row of logits has `width` columns."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
-    known = prompt.union(biases, output, history.drafted_ids)
-    ids = sorted(token_id for token_id in known if token_id < vocab_size)
+    ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
+    ids, columns = (ids[ids < width],) * 2 if vocabulary is None else vocabulary.columns(ids)
     table = np.empty((len(ids), 3), dtype=np.int64)
-    table[:, 0] = ids
-    table.view(np.float64)[:, 1] = [biases.get(token_id, 0.0) for token_id in ids]
-    table[:, 2] = [2 * output[token_id] + (token_id in prompt) for token_id in ids]
+    table[:, 0] = columns
+    table.view(np.float64)[:, 1] = [biases.get(token_id, 0.0) for token_id in ids.tolist()]
+    table[:, 2] = [2 * output[token_id] + (token_id in prompt) for token_id in ids.tolist()]
     return table
 
 
@@ -236,22 +233,18 @@ def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     is_cut = 0 < top_k < len(row)
     if not is_cut and top_p >= 1.0:
         return
-    ranked = largest(row[None], max(_HEAD_ENTRIES, top_k if is_cut else 0))[0][0].numpy()
+    for count in (top_k,) if is_cut else (*_HEADS, len(row)):
+        ranked = largest(row[None], count)[0][0].numpy()
+        mass = ranked.cumsum(dtype=np.float64)
+        goal = top_p * float(mass[-1] if is_cut else row_sums(row[None]))
+        if mass[-1] >= goal:
+            break
     if math.isnan(ranked[0]):
         return
-    ranked = ranked[: top_k if is_cut else None]
-    num_kept = len(ranked)
-    goal = 0.0
+    num_kept = int(np.count_nonzero(ranked))
     if top_p < 1.0:
-        mass = ranked.cumsum(dtype=np.float64)
-        goal = top_p * (float(mass[-1]) if is_cut else float(row_sums(row[None])))
-        num_kept = int(mass.searchsorted(goal)) + 1
-    if num_kept <= len(ranked) or is_cut or len(ranked) == len(row):
-        num_kept = min(num_kept, int(np.count_nonzero(ranked)))
-        threshold = float(ranked[num_kept - 1]) if num_kept else 0.0
-    else:
-        threshold, num_kept = _long_head_end(row.numpy(), goal)
-    _keep_from(row, threshold)
+        num_kept = min(num_kept, int(mass.searchsorted(goal)) + 1)
+    _keep_from(row, float(ranked[num_kept - 1]) if num_kept else 0.0)
     _drop_last_ties(row, int(np.count_nonzero(row.numpy())) - num_kept)
 
 
@@ -287,22 +280,6 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return found.values, block * _BLOCK + found.indices % _BLOCK
 
 
-def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
-    """Adds the weights of `row` [V], largest first, until their sum reaches `goal`. Returns the
-    last weight added, and how many were added. The leading bits of the floats divide the weights
-    into buckets by size. Sorts only the bucket in which the sum reaches the goal."""
-    integers, bits_of_one, shift = _BUCKETS[row.dtype]
-    buckets = (bits_of_one - row.view(integers)) >> shift
-    np.minimum(buckets, _NUM_BUCKETS - 1, out=buckets)
-    mass = np.bincount(buckets, weights=row, minlength=_NUM_BUCKETS).cumsum()
-    end = min(int(mass.searchsorted(goal)), int(buckets.max()))
-    values = np.sort(row[buckets == end])[::-1]
-    before = float(mass[end - 1]) if end > 0 else 0.0
-    reached = values.cumsum(dtype=np.float64) + before
-    last = min(int(reached.searchsorted(goal)), len(values) - 1)
-    return float(values[last]), int(np.count_nonzero(buckets < end)) + last + 1
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
     """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
@@ -327,35 +304,13 @@ class DraftVocabulary:
         return self._tables[device]
 
     def columns(
-        self, token_ids: Sequence[int]
+        self, token_ids: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The indices of those `token_ids` that have a column, and their columns."""
-        wanted = np.asarray(token_ids, dtype=np.int64)
-        places = self.token_ids.searchsorted(wanted)
+        """Those `token_ids` that have a column, and their columns."""
+        places = self.token_ids.searchsorted(token_ids)
         places[places == len(self.token_ids)] = 0
-        known = np.flatnonzero(self.token_ids[places] == wanted)
-        return known, places[known]
-
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with columns in place of ids. Tokens without a column are dropped."""
-        if not params.logit_bias:
-            return params
-        known, columns = self.columns([token_id for token_id, _ in params.logit_bias])
-        biases = (params.logit_bias[index][1] for index in known.tolist())
-        return replace(params, logit_bias=tuple(zip(columns.tolist(), biases, strict=True)))
-
-    def transform(
-        self, params: SamplingParams, history: TokenHistory
-    ) -> tuple[SamplingParams, TokenHistory]:
-        """The parameters and the history with columns in place of ids."""
-        return self.params(params), self.history(history) if params.penalised else history
-
-    def history(self, history: TokenHistory) -> TokenHistory:
-        """The history with columns in place of ids. Tokens without a column are dropped."""
-        parts = (history.prompt_ids, history.output_ids)
-        prompt, output = (tuple(self.columns(part)[1].tolist()) for part in parts)
-        check(not history.drafted_ids, "a drafter counts what it has drafted as output")
-        return TokenHistory(prompt, output)
+        is_known = self.token_ids[places] == token_ids
+        return token_ids[is_known], places[is_known]
 
 
 def masked_logits(

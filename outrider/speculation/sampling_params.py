@@ -2,9 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from itertools import chain
 
 from outrider.errors import BadRequest
 from outrider.limits import (
@@ -67,22 +67,15 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
-    def tempered_alone(self) -> bool:
-        """Whether the temperature is the only transform."""
-        return not (self.filtered or self.logit_bias or self.penalised)
-
-    @property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p drops unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
         """A 64-bit hash that is the same in every process, and the same for 1 as for 1.0."""
-        floats: dict[str, Any] = {name: float(getattr(self, name)) for name, *_ in _RANGES}
-        biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
-        whole = {name: int(getattr(self, name)) for name in ("top_k", "min_tokens")}
-        ends = tuple(map(int, self.stop_token_ids))
-        named = repr(replace(self, logit_bias=biases, stop_token_ids=ends, **whole, **floats))
+        *numbers, biases, min_tokens, ends = (getattr(self, each.name) for each in fields(self))
+        parts = ([*numbers, min_tokens], chain.from_iterable(sorted(biases)), ends)
+        named = repr([[*map(float, part)] for part in parts])
         return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little")
 
 

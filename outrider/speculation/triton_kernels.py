@@ -173,21 +173,20 @@ def change_rows(
         tl.store(row + token, logit.to(tl.float32), mask=is_here)
 
 
-@triton.jit(do_not_specialize=["words_stride"])
+@triton.jit
 def weigh_rows(
     weights,  # [R, width], float32
     found,  # [6, R], float64
     logits,  # [R, width], or `weights` with changed ones
     logits_stride,
-    words,  # [R, words_stride], the first five of ROW_WORDS or all
-    words_stride,
+    words,  # [R, ROW_WORDS]
     width,
     BLOCK: tl.constexpr,
 ):
     """See the module's docstring. The grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
-    words += at * words_stride
+    words += at * ROW_WORDS
     temperature = _real(words).to(tl.float32)
     min_p = _real(words + 1).to(tl.float32)
     top_p = _real(words + 2)
@@ -274,14 +273,12 @@ def _exponential(bits):
     return -tl.log((fraction.to(tl.float64) + 0.5) * 2.220446049250313e-16)
 
 
-@triton.jit(do_not_specialize=["words_stride", "judged_stride"])
+@triton.jit
 def settle_rows(
     weights,  # [R, width]; the rows of draft tokens become the weights of corrections
     found,  # as in `weigh_rows`
     words,  # as in `weigh_rows`
-    words_stride,
-    sent,  # bytes: [R, judged_stride], int64, the first six of JUDGED_WORDS or all; then each q
-    judged_stride,
+    sent,  # bytes: [R, JUDGED_WORDS], int64; then each q
     races,  # [2, R, ROW_WAITS], float64
     width,
     ENTRIES: tl.constexpr,
@@ -296,18 +293,18 @@ def settle_rows(
     wait = tl.arange(0, WAITS).to(tl.int64)
     token = tl.arange(0, WAIT_TOKENS).to(tl.int64)
     total = tl.load(found + TOTAL * num_rows + at)
-    judged = sent.to(tl.pointer_type(tl.int64)) + at * judged_stride
+    judged = sent.to(tl.pointer_type(tl.int64)) + at * JUDGED_WORDS
     num_before = tl.load(judged + 5)
     behind = tl.full((), 0.0, tl.float64)
     remains = tl.full((), 0.0, tl.float64)
     if num_before >= 0:
-        own = words + at * words_stride + 4
+        own = words + at * ROW_WORDS + 4
         p = found + DRAFTED * num_rows + at
         log_pi = tl.full((), 0.0, tl.float64)
         if tl.load(judged + 6) > 0:
             for back in range(num_before, 0, -1):
-                earlier = tl.load(own - back * words_stride)
-                _, _, drafted = _draft_q(earlier, sent, judged - back * judged_stride, ENTRIES)
+                earlier = tl.load(own - back * ROW_WORDS)
+                _, _, drafted = _draft_q(earlier, sent, judged - back * JUDGED_WORDS, ENTRIES)
                 log_pi = tl.minimum(log_pi + _log_ratio(p - back, drafted), 0.0)
         pi = tl.exp(log_pi)
         listed, count, drafted = _draft_q(tl.load(own), sent, judged, ENTRIES)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import InvariantError, check
+from outrider.errors import check
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
@@ -163,14 +163,11 @@ def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
     """Raises `InvariantError` if rows, proposal and rule do not fit together."""
-    num_rows, shape = len(proposal.token_ids) + 1, rows.shape
-    if len(shape) != 2 or shape[1] == 0 or shape[0] != num_rows:
-        raise InvariantError(
-            f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
-            f"{tuple(shape)}"
-        )
-    if rule.needs_q and len(proposal.q) != len(proposal):
-        raise InvariantError(f"rule {rule.value} needs q for each of {len(proposal)} tokens")
+    num = len(proposal)
+    fits = rows.dim() == 2 and len(rows) == num + 1 and rows.shape[1] > 0
+    check(fits, f"{num} draft tokens do not fit rows of shape {tuple(rows.shape)}")
+    has_q = not rule.needs_q or len(proposal.q) == num
+    check(has_q, f"rule {rule.value} needs q for each of {num} tokens")
 
 
 def judge_by_weights(weights: Tensor, sums: RealArray, rows: ProposalRows) -> JudgedRows:

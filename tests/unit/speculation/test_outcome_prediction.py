@@ -32,6 +32,12 @@ def logits(seed: int = 0) -> torch.Tensor:
     return torch.randn(K + 1, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def likely(
+    rows: torch.Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
+) -> LikelyTokens:
+    return likely_tokens(rows, [params] * len(rows), vocabulary)
+
+
 def waits(noise: RoundNoise, index: int, stream: Stream) -> np.ndarray:
     """The waits of the tokens at one position."""
     keys = row_keys(noise.seed, [noise.place(index)], [stream])
@@ -42,7 +48,7 @@ def waits(noise: RoundNoise, index: int, stream: Stream) -> np.ndarray:
 @pytest.mark.parametrize("params", [HOT, SamplingParams(temperature=0.7, top_k=20)])
 def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: SamplingParams) -> None:
     noise = RoundNoise(5, rule, 40)
-    found = guess_outcomes(likely_tokens(logits(), params), params, noise, DRAFTED)
+    found = guess_outcomes(likely(logits(), params), params, noise, DRAFTED)
     q = target_probabilities(logits(), params, NO_HISTORY).numpy()
     for n in range(K + 1):
         stream = noise.draft_stream.TARGET if n == K else noise.residual_stream
@@ -68,7 +74,7 @@ def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
         scores.append(row if rule is Rule.GREEDY else row - late)
     order = [np.argsort(-row) for row in scores]
     drafted = (int(order[0][0]), int(order[1][2]), int(order[2][-1]))
-    found = guess_outcomes(likely_tokens(logits(), params), params, noise, drafted)
+    found = guess_outcomes(likely(logits(), params), params, noise, drafted)
     first = scores[0][order[0][0]] - scores[0][order[0][1]]
     second = scores[1][order[1][2]] - scores[1][order[1][0]]
     np.testing.assert_allclose(found.evidence, [first, second, -EVIDENCE_MAX], atol=1e-4)
@@ -76,7 +82,7 @@ def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
 
 def test_greedy_guesses_are_the_likeliest_tokens() -> None:
     params, noise = SamplingParams(temperature=0.0), RoundNoise(5, Rule.GREEDY, 40)
-    ranked = guess_outcomes(likely_tokens(logits(), params), params, noise, DRAFTED).corrections
+    ranked = guess_outcomes(likely(logits(), params), params, noise, DRAFTED).corrections
     for n, row in enumerate(logits().tolist()):
         order = sorted(range(V), key=lambda v: -row[v])
         assert ranked[n] == [v for v in order if n == K or v != DRAFTED[n]][:RANKS_MAX]
@@ -90,8 +96,8 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
     for rule in (Rule.TOKEN, Rule.COUPLED, Rule.GREEDY):
         params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else HOT
         noise = RoundNoise(5, rule, 40)
-        narrow = guess_outcomes(likely_tokens(logits(), params, vocabulary), params, noise, DRAFTED)
-        full = guess_outcomes(likely_tokens(wide, params), params, noise, DRAFTED)
+        narrow = guess_outcomes(likely(logits(), params, vocabulary), params, noise, DRAFTED)
+        full = guess_outcomes(likely(wide, params), params, noise, DRAFTED)
         assert narrow.corrections == full.corrections
         np.testing.assert_allclose(narrow.scores, full.scores)
         np.testing.assert_allclose(narrow.evidence, full.evidence)
@@ -100,8 +106,8 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
 def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
     noise = RoundNoise(5, rule, 40)
-    whole = guess_outcomes(likely_tokens(logits(), HOT), HOT, noise, DRAFTED)
-    *seen, bonus = likely_tokens(logits(), HOT).split([1] * (K + 1))
+    whole = guess_outcomes(likely(logits(), HOT), HOT, noise, DRAFTED)
+    *seen, bonus = likely(logits(), HOT).split([1] * (K + 1))
     refusals = guess_outcomes(LikelyTokens.joined(seen), HOT, noise, DRAFTED)
     assert refusals.corrections == whole.corrections[:K]
     assert refusals.rank(K, whole.corrections[K][0]) is None
