@@ -16,12 +16,11 @@ from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import PairLayer, pair_shape
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
-from outrider.errors import BadRequest, InvariantError, OutriderError
+from outrider.errors import BadRequest, InvariantError
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, page_bytes_of, pages_in
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
-from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
@@ -73,12 +72,6 @@ def _last(held: HeldSequence) -> HeldSequence:
     return HeldSequence(step, held.length + len(before), held.pages)
 
 
-class _HeadDraft(AutoregressiveDraft):
-    carried: Tensor
-    """[D]: the head's output of the last pass. The next pass reads this output in place of a
-    feature that the target has not computed yet."""
-
-
 class FeatureDrafter(ModelDrafter):
     """A `ModelDrafter` with a head. If features of committed tokens are missing, drafts nothing."""
 
@@ -90,24 +83,21 @@ class FeatureDrafter(ModelDrafter):
         super().__init__(engine)  # type: ignore[arg-type]
         self._head = head.module
 
-    def propose(
-        self, requests: Sequence[DraftRequest | AutoregressiveDraft]
-    ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Like `ModelDrafter.propose`. The engine then holds no draft tokens of finished proposals,
+    def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
+        """Like `ModelDrafter.extend`. The engine then holds no draft tokens of whole drafts,
         because the head ran them on guessed features."""
-        found = super().propose(requests)
-        for request, result in zip(requests, found, strict=True):
-            if not isinstance(result, AutoregressiveDraft):
-                asked = request.request if isinstance(request, AutoregressiveDraft) else request
-                self.engine.keep(asked.session_id, len(asked.token_ids))
-        return found
+        super().extend(branches)
+        for branch in branches:
+            if branch.is_whole:
+                self.engine.keep(branch.sequence_id, len(branch.request.token_ids))
 
-    def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
+    def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Like `ModelDrafter.begin`. The draft runs the committed tokens whose features are known,
         and draws only if all are known. Raises `BadRequest` if features do not fit the head."""
         draft, features = super().begin(request), request.features
-        if draft is None or features is None:
-            return None
+        nothing = AutoregressiveDraft(request, 0)
+        if features is None or not draft.unseen:
+            return nothing
         held = self.engine.length(request.session_id)
         width, length = self._head.width, request.noise.committed_length
         if features.width != width:
@@ -118,9 +108,9 @@ class FeatureDrafter(ModelDrafter):
             )
         unseen = draft.unseen[: max(0, features.end + 1 - held)]
         if not unseen or features.first >= max(1, held):
-            return None
+            return nothing
         num_wanted = draft.num_wanted if len(unseen) == len(draft.unseen) else 0
-        return _HeadDraft(request, num_wanted, unseen)
+        return AutoregressiveDraft(request, num_wanted, unseen)
 
     def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
         fresh = [branch for branch in branches if not branch.token_ids]

@@ -269,7 +269,7 @@ class LookAhead:
                 taken.num_wanted = min(taken.num_wanted, num_held)
         info = self._engine.info
         branch = taken or self._drafter.begin(now.request(now.session_id, now.committed, info))
-        if branch is None or branch.num_wanted == 0:
+        if branch.num_wanted == 0:
             if taken is not None:
                 self._release([taken])
             return [self._answer(now, NOTHING_SEALED)]
@@ -351,7 +351,7 @@ class LookAhead:
         self._engine.keep(name, len(now.committed) + len(outcome) - 1)
         request = now.request(name, (*now.committed, *outcome), self._engine.info)
         branch = self._drafter.begin(request)
-        if branch is None or branch.num_wanted == 0:
+        if branch.num_wanted == 0:
             self._engine.release(name)
         else:
             now.outcomes[outcome] = branch

@@ -9,21 +9,19 @@ from torch import Tensor
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.errors import OutriderError, check
+from outrider.errors import check
 from outrider.speculation.logits_processing import DraftVocabulary
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 
 logger = logging.getLogger(__name__)
 
 
 class ModelDrafter:
-    """Drafts with a model. After `propose`, the engine holds the committed tokens and all draft
+    """Drafts with a model. After `extend`, the engine holds the committed tokens and all draft
     tokens except the last one, which was drawn but never run.
 
-    If the prefix has a token outside the model's vocabulary, or is longer than `max_model_len`, the
-    proposal is empty. A proposal has fewer tokens than requested if more would exceed
-    `max_model_len`, or if its time limit is over. If a pass fails after the first draw, the drawn
-    tokens are still proposed (`AutoregressiveDraft.end` says why)."""
+    A proposal has fewer tokens than requested if more would exceed `max_model_len`, or if its time
+    limit is over. If a pass fails after the first draw, the drawn tokens are still proposed
+    (`AutoregressiveDraft.end` says why)."""
 
     looks_ahead = True
     """Whether look-ahead works with this drafter."""
@@ -38,41 +36,32 @@ class ModelDrafter:
         """The tokens of the logits' columns. None = all tokens."""
         self._sampler = DraftSampler(self.vocabulary)
         self.num_passes = 0
-        """Number of passes in the last call of `propose`."""
+        """Number of passes in the last call of `extend`."""
 
-    def propose(
-        self, requests: Sequence[DraftRequest | AutoregressiveDraft]
-    ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Returns a result for each request. No two requests are for the same session. If nothing
-        could be drawn for a session, the result is an error. If a finished proposal has no time
-        left, the call ends early, and the other results are unfinished drafts. To continue a draft,
-        pass it to the next call in place of a request.
+    def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
+        """Draws the tokens of drafts of distinct sessions. If a whole draft has no time left, the
+        call ends early, and other drafts with tokens stay unfinished. The next call continues them.
 
-        For a request, the engine must hold a proper prefix of the committed tokens. For an
-        unfinished draft, it must hold all tokens that were run. A request for no tokens also runs
-        the prefix. If the first pass fails and none of its drafts has tokens, raises the error."""
-        kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
-        for branch in kept:
-            if not self.holds(branch):
+        The engine must hold all tokens of a draft but the `unseen` ones. If it has lost some of
+        them, a draft with tokens ends. A draft of no tokens also runs its prefix. If the first pass
+        fails and none of its drafts has tokens, raises the error."""
+        for branch in branches:
+            if branch.token_ids and not self.holds(branch):
                 branch.stop()
-        branches = [
-            one if isinstance(one, AutoregressiveDraft) else self.begin(one) for one in requests
-        ]
-        active = [branch for branch in branches if branch is not None]
-        growing = [branch for branch in kept if branch.goes_on()]
-        growing += [branch for branch in active if branch not in kept]
         self.num_passes = 0
         with torch.inference_mode():
-            self._grow(growing, active)
-        return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
+            growing = [one for one in branches if (one.goes_on() if one.token_ids else one.unseen)]
+            self._grow(growing, branches)
 
     def holds(self, branch: AutoregressiveDraft) -> bool:
         """Whether the engine still holds all tokens that were run for a branch."""
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self.engine.length(branch.sequence_id) == length
 
-    def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """Returns a draft without tokens. If the model cannot continue the prefix, returns None."""
+    def begin(self, request: DraftRequest) -> AutoregressiveDraft:
+        """Returns a draft without tokens. The engine must hold a proper prefix of the committed
+        tokens. If these have a token outside the model's vocabulary, or are more than
+        `max_model_len`, the draft is whole, and runs nothing."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
@@ -81,7 +70,7 @@ class ModelDrafter:
         num_wanted = min(request.num_draft_tokens, info.max_model_len - len(committed) + 1)
         unseen = tuple(committed[held:])
         if len(committed) > info.max_model_len or max(unseen) >= info.vocab_size:
-            return None
+            return AutoregressiveDraft(request, 0)
         return AutoregressiveDraft(request, num_wanted, unseen)
 
     def advance(
@@ -157,10 +146,3 @@ class ModelDrafter:
         if branch.token_ids:
             length = len(branch.request.token_ids) + len(branch.token_ids) - 1
             self.engine.keep(branch.sequence_id, length)
-
-
-def _result(branch: AutoregressiveDraft) -> Proposal | OutriderError | AutoregressiveDraft:
-    if branch.token_ids and not branch.is_whole:
-        branch.unseen = (branch.token_ids[-1],)
-        return branch
-    return branch.error or branch.proposal

@@ -6,14 +6,14 @@ from typing import Any
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
-from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
-from outrider.errors import Incompatible, OutriderError
+from outrider.drafters.drafter import NO_DEADLINE
+from outrider.errors import Incompatible
 from outrider.grammar.compiler import Grammars
 from outrider.messages import DraftItem, ProposalReply
 from outrider.replica.step_request import Answers, Unfinished, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
 
 from .lookahead import LookAhead
@@ -26,9 +26,7 @@ class _Drafting(Work):
 
     item: DraftItem
     sampling: SamplingParams
-    request: DraftRequest
-    draft: AutoregressiveDraft | None = None
-    """The unfinished draft. If there is one, the drafter gets it in place of `request`."""
+    draft: AutoregressiveDraft
     num_held: int
     """How many of the session's tokens the engine held before the item's first step."""
     is_whole: bool
@@ -53,9 +51,6 @@ class _Drafting(Work):
         num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
         num_rows = 1 + num_extra if self._drafter.in_one_pass else 1
         return SlotDemand(item.head, num_extra, num_rows)
-
-
-_Found = Proposal | OutriderError | AutoregressiveDraft
 
 
 class Proposer(StepWorker):
@@ -104,11 +99,11 @@ class Proposer(StepWorker):
         if work is not None:
             # Drops the draft tokens of an earlier item. A head has run them on guessed features, so
             # they cannot be kept even if the same tokens were committed.
-            self._engine.keep(name, len(work.request.token_ids))
+            self._engine.keep(name, len(work.draft.request.token_ids))
         return _Drafting(item, self._drafter)
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
-        new = [work for work in works if not hasattr(work, "request")]
+        new = [work for work in works if not hasattr(work, "draft")]
         self._admit(new)
         for work in new:
             if work.answer is Unfinished.WAITS:
@@ -144,37 +139,38 @@ class Proposer(StepWorker):
             except Incompatible as error:
                 logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
-        work.request = draft_request(
+        request = draft_request(
             work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
             features=item.features, **asked,
         )  # fmt: skip
+        work.draft = self._drafter.begin(request)
 
-    def _pass(self, works: Sequence[_Drafting]) -> Sequence[_Found]:
-        asked: list[Any] = [work.draft or work.request for work in works]
-        found = self._drafter.propose(asked)
+    def _pass(self, works: Sequence[_Drafting]) -> Sequence[AutoregressiveDraft]:
+        drafts = [work.draft for work in works]
+        self._drafter.extend(drafts)
         self._budget.note_passes(max(1, self._drafter.num_passes))
-        return found
+        return drafts
 
     def _undo(self, work: _Drafting) -> None:
-        if not work.draft:
+        if not work.draft.token_ids:
             self._engine.keep(work.head.session_id, work.num_held)
 
-    def _finish(self, works: Sequence[_Drafting], found: Sequence[_Found]) -> None:
-        for work, proposal in zip(works, found, strict=True):
-            if isinstance(proposal, OutriderError):
-                self._fail(work, proposal)
-            elif isinstance(proposal, AutoregressiveDraft):
-                work.draft = proposal
+    def _finish(self, works: Sequence[_Drafting], found: Sequence[AutoregressiveDraft]) -> None:
+        for work, draft in zip(works, found, strict=True):
+            if draft.error is not None:
+                self._fail(work, draft.error)
+            elif draft.is_whole:
+                self._answer(work)
+            else:
                 self._unfinished[work.head.session_id] = work
                 work.answer = Unfinished.CONTINUES
-            else:
-                self._answer(work, proposal)
 
-    def _answer(self, work: _Drafting, proposal: Proposal) -> None:
+    def _answer(self, work: _Drafting) -> None:
         key, deadline = work.head.key, work.item.deadline
         held = self._engine.length(work.head.session_id)
-        if work.is_whole or held < len(work.request.token_ids):
-            sealed, length = SealedProposal.of(proposal), work.head.committed_length
+        if work.is_whole or held < len(work.draft.request.token_ids):
+            sealed = SealedProposal.of(work.draft.proposal)
+            length = work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
             work.answer = Answers((undrawn(key),), more=True)

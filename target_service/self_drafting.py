@@ -1,7 +1,7 @@
 """Drafts the next round's proposal on the target, right after a verdict."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,49 +38,31 @@ class SelfDrafter:
         pass fails, or if no token can be drawn from the pass's logits, the tokens drawn so far are
         proposed. Dropping these tokens could bias the output, because the failure may depend on
         their values."""
-        drafts = [AutoregressiveDraft(request) for request in requests]
-        features, engine = list(hidden_states), self.engine
+        drafts, engine = [AutoregressiveDraft(request) for request in requests], self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        # If the engine holds another number of tokens, the features are of another token.
-        for draft in drafts:
+        for draft, row in zip(drafts, hidden_states, strict=True):
+            draft.carried = row
+            # If the engine holds another number of tokens, the row is of another token.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
-
         try:
-            while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
-                if steps := self._fitting(drafts, active):
-                    logits = self._logits(steps, features)
-                    self._sampler.draw([drafts[index] for index in steps], torch.split(logits, 1))
+            while active := [draft for draft in drafts if draft.goes_on()]:
+                self._draw(active)
         except Exception:
             logger.exception("drafts of %d sessions end early", len(drafts))
         for name, length in lengths.items():
             engine.keep(name, length)
         return [draft.proposal for draft in drafts]
 
-    def _fitting(
-        self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
-    ) -> dict[int, SequenceStep]:
-        """Returns steps of the `active` drafts for which there are pages. Ends the other active
-        drafts."""
-        steps = {
-            index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
-            for index in active
-        }
-        if self.engine.can_hold([*steps.values()]):
-            return steps
-        fitting: dict[int, SequenceStep] = {}
-        for index, step in steps.items():
-            if self.engine.can_hold([*fitting.values(), step]):
-                fitting[index] = step
-            else:
-                drafts[index].stop()
-        return fitting
-
-    def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
-        """Returns the logits [R, N] after R steps. The keys of `steps` are indices of drafts.
-        Replaces the `features` of these drafts by the features for the next steps."""
-        given = [features[index] for index in steps]
-        hidden = self.engine.forward_draft([*steps.values()], given)
-        for index, row in zip(steps, self._head.carry(hidden), strict=True):
-            features[index] = row
-        return self._head.logits(hidden)
+    def _draw(self, drafts: list[AutoregressiveDraft]) -> None:
+        """Draws a token for each draft. If pages are short, ends the last drafts instead."""
+        steps = [SequenceStep(draft.sequence_id, (draft.newest,), 1) for draft in drafts]
+        while not self.engine.can_hold(steps):
+            steps.pop()
+            drafts.pop().stop()
+        if not drafts:
+            return
+        hidden = self.engine.forward_draft(steps, [draft.carried for draft in drafts])
+        for draft, row in zip(drafts, self._head.carry(hidden), strict=True):
+            draft.carried = row
+        self._sampler.draw(drafts, torch.split(self._head.logits(hidden), 1))

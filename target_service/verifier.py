@@ -64,9 +64,6 @@ class _Round(Work):
     step: SequenceStep
     """The item's part of the forward pass. A step without logits runs only a part of the prefix."""
     question: Question
-    features: Tensor
-    """[K+1, D]: the target's features, one row for each row of logits. Set only with a
-    self-drafter."""
     history = NO_HISTORY
     """The tokens to which penalties apply."""
     allowed: Allowed | None = None
@@ -162,11 +159,7 @@ class Verifier(StepWorker):
         if not admitted.is_whole:
             one.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
             return
-        try:
-            one.allowed = self._allowed(head, aligned)
-        except OutriderError as error:
-            self._fail(one, error)
-            return
+        one.allowed = self._allowed(head, aligned)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids)
         one.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)
@@ -249,9 +242,8 @@ class Verifier(StepWorker):
         features: list[Tensor] = []
         try:
             for one, rows in zip(rounds, drafter.engine.features(), strict=True):
-                one.features = rows
-            for one in _answered(rounds):
-                if not one.item.num_next_draft_tokens:
+                is_answered = isinstance(one.answer, VerdictReply)
+                if not (is_answered and one.item.num_next_draft_tokens):
                     continue
                 outcome = one.outcome(one.answer.verdict)
                 request = self._next_request(one, outcome)
@@ -261,7 +253,7 @@ class Verifier(StepWorker):
                 one.answer = replace(one.answer, cached_length=held)
                 wanting.append(one)
                 requests.append(request)
-                features.append(one.features[outcome.num_accepted])
+                features.append(rows[outcome.num_accepted])
             if not requests:
                 return
             began = self._clock()
@@ -297,19 +289,15 @@ class Verifier(StepWorker):
         )  # fmt: skip
 
 
-def _answered(rounds: Sequence[_Round]) -> list[_Round]:
-    return [one for one in rounds if isinstance(one.answer, VerdictReply)]
-
-
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
     positions. A message and a step have a limited number of rows. Rounds that lack the fewest rows
     come first, because a draft proposes only when it lacks no rows. Later verdicts bring the
     missing rows."""
     lacking: list[tuple[_Round, int, int]] = []
-    for one in _answered(rounds):
+    for one in rounds:
         first = one.item.features_from
-        if first is None:
+        if first is None or not isinstance(one.answer, VerdictReply):
             continue
         # The correction has not run yet, so it has no features.
         end = one.head.committed_length + one.outcome(one.answer.verdict).num_accepted

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation.draft_sampling import DraftedToken, LikelyTokens, draw_from_logits
+from outrider.speculation.draft_sampling import LikelyTokens, draw_from_logits
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 class AutoregressiveDraft:
     """A proposal whose tokens are being drawn."""
+
+    carried: Tensor
+    """[D]: the head's output of its last pass, if a head drafts. Its next pass reads this output in
+    place of a feature that the target has not computed yet."""
 
     def __init__(
         self, request: DraftRequest, num_wanted: int | None = None, unseen: tuple[int, ...] = ()
@@ -174,7 +178,14 @@ class DraftSampler:
         ]
         logits = joined_rows(rows)
         try:
-            tokens, drawn_from = self._drawn(by_row, depths, logits)
+            tokens, drawn_from = draw_from_logits(
+                logits,
+                [draft.request.sampling for draft in by_row],
+                [draft.request.noise for draft in by_row],
+                depths,
+                [draft.history for draft in by_row],
+                self.vocabulary,
+            )
         except OutriderError as error:
             if len(by_row) == 1:
                 drafts[0].end(error)
@@ -188,16 +199,3 @@ class DraftSampler:
             draft.unseen = (token_id,)
             if likely is not None:
                 draft.rows.append(likely)
-
-    def _drawn(
-        self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
-    ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-        """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row."""
-        return draw_from_logits(
-            logits,
-            [draft.request.sampling for draft in drafts],
-            [draft.request.noise for draft in drafts],
-            depths,
-            [draft.history for draft in drafts],
-            self.vocabulary,
-        )

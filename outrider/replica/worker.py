@@ -256,7 +256,10 @@ class StepWorker(Admissions):
         admissions = self.admit([work.demand for work in valid])
         for work, admission in zip(valid, admissions, strict=True):
             if isinstance(admission, Admitted):
-                self._prepare(work, admission)
+                try:
+                    self._prepare(work, admission)
+                except OutriderError as error:
+                    self._fail(work, error)
             elif isinstance(admission, OutriderError):
                 work.answer = refusal(work.head.key, admission)
             else:
@@ -267,7 +270,8 @@ class StepWorker(Admissions):
         raise NotImplementedError
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:
-        """Prepares an admitted item for the pass, or answers it."""
+        """Prepares an admitted item for the pass, or answers it. Raises the error with which the
+        item is refused."""
         raise NotImplementedError
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:

@@ -106,7 +106,7 @@ class CheckedHead(FeatureDrafter):
         )  # fmt: skip
         super().__init__(head, engine)
 
-    def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
+    def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         features = request.features
         if features is not None:
             rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)

@@ -18,6 +18,7 @@ from pages import check_pages
 from stack import Stack, running_stack
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
@@ -168,10 +169,10 @@ class CountedHead(FeatureDrafter):
 
     num_tokens = 0
 
-    def propose(self, requests: Sequence[Any]) -> list[Any]:
-        found = super().propose(requests)
-        self.num_tokens += sum(len(one) for one in found if isinstance(one, Proposal))
-        return found
+    def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
+        before = sum(len(one.token_ids) for one in branches)
+        super().extend(branches)
+        self.num_tokens += sum(len(one.token_ids) for one in branches) - before
 
 
 TINY_VOCAB = 24

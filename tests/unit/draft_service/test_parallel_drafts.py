@@ -27,7 +27,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.logits_processing import TokenHistory, masked_logits, target_probabilities
-from outrider.speculation.proposal import DraftDistribution
+from outrider.speculation.proposal import DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -74,6 +74,12 @@ def expected(
     return tokens, q if asked.rule.needs_q else []
 
 
+def proposals(drafter: ParallelDrafter, asked: Sequence[DraftRequest]) -> list[Proposal]:
+    drafts = [*map(drafter.begin, asked)]
+    drafter.extend(drafts)
+    return [draft.proposal for draft in drafts]
+
+
 def counts(q: DraftDistribution | None) -> dict[int, int]:
     return {} if q is None else dict(zip(q.token_ids, q.counts, strict=True))
 
@@ -105,7 +111,7 @@ def test_proposals_are_those_of_the_whole_input() -> None:
                     zip(texts.items(), kinds, strict=True)
                 )
             ]
-            for one, found in zip(asked, drafter.propose(asked), strict=True):
+            for one, found in zip(asked, proposals(drafter, asked), strict=True):
                 count = min(one.num_draft_tokens, MAX_MODEL_LEN + 1 - len(one.token_ids))
                 tokens, q = expected(one, count, rows_behind)
                 assert list(found.token_ids) == tokens
@@ -158,7 +164,7 @@ def test_tokens_before_a_row_that_cannot_be_drawn_from_are_proposed() -> None:
 
     drafter = ParallelDrafter(Broken(TOY_VOCAB, salt=2), TOY_MASK)
     asked = [request(name, (1, 2, 3), 4, Rule.TOKEN, SamplingParams()) for name in ("a", "bb")]
-    for one, found, length in zip(asked, drafter.propose(asked), (2, 4), strict=True):
+    for one, found, length in zip(asked, proposals(drafter, asked), (2, 4), strict=True):
         assert list(found.token_ids) == expected(one, 4, toy_rows)[0][:length]
         assert drafter.engine.length(one.session_id) == 3
 
@@ -173,7 +179,7 @@ def test_there_is_time_for_all_draws_or_for_each(ends_at: float, lengths: list[i
     for sampling in (SamplingParams(), PENALISED):
         deadline = DraftDeadline(ends_at, counting(1).__next__)
         asked = request("s", (1, 2, 3), 4, Rule.TOKEN, sampling, deadline=deadline)
-        found += drafter.propose([asked])
+        found += proposals(drafter, [asked])
         assert drafter.engine.length("s") == 3
         drafter.engine.release("s")
     assert [*map(len, found)] == lengths

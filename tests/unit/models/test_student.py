@@ -91,8 +91,10 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     noise = RoundNoise(1, Rule.GREEDY, len(PROMPT))
     greedy = SamplingParams(temperature=0.0)
     asked = DraftRequest("d", "", PROMPT, 1, 1, greedy, Rule.GREEDY, noise)
-    [proposal] = ModelDrafter(engine).propose([asked])
-    assert proposal.token_ids == (TOKEN_IDS[int(logits[-1].argmax())],)
+    drafter = ModelDrafter(engine)
+    draft = drafter.begin(asked)
+    drafter.extend([draft])
+    assert draft.token_ids == [TOKEN_IDS[int(logits[-1].argmax())]]
 
 
 def test_another_target_and_ranks_are_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
