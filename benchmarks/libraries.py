@@ -46,12 +46,11 @@ Setting = Mapping[str, Any]
 class TargetInputs:
     """The target's model and the prompts, as all libraries get them."""
 
-    target: TargetConfig
-    """The target, whose `directory` has safetensors."""
-    gguf: str = ""
-    """A GGUF file with the same weights as float16; empty if the target is not from a GGUF file."""
-    context_tokens: int
-    batch: int = 1
+    setup: Mapping[str, Any]
+    """What each library's process gets first: the number of tokens of a context, the number of
+    prompts at a time, the `directory` with the target's safetensors, and the target's settings.
+    `gguf` is a GGUF file with the same weights as float16; empty if the target is not from a GGUF
+    file."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Tokens of each prompt by its text, with the chat template unless `--raw`."""
@@ -64,9 +63,12 @@ class TargetInputs:
         target: TargetConfig,
         prompts: Sequence[BenchPrompt],
         options: PromptOptions,
-        **named: Any,
+        *,
+        gguf: str = "",
+        batch: int = 1,
+        environments: Path = Path(),
     ) -> TargetInputs:
-        """Tokenizes the prompts as Outrider does. `named` has further fields."""
+        """Tokenizes the prompts as Outrider does. `target` has a directory with safetensors."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.tokenizer import TokenizerText
 
@@ -77,19 +79,14 @@ class TargetInputs:
         token_ids = {one.text: encode(one.text) for one in asked}
         completion = max(options.max_tokens, SWEEP_TOKENS) + SPARE_TOKENS
         context = max(map(len, token_ids.values())) + completion
-        return cls(
-            target=target, context_tokens=-(-context // CONTEXT_STEP) * CONTEXT_STEP,
-            eos_token_ids=stated_eos_token_ids(directory, load_tokenizer(directory)),
-            token_ids=token_ids, **named,
-        )  # fmt: skip
-
-    def setup(self) -> dict[str, Any]:
-        shared = "dtype", "device", "num_threads", "trust_remote_code"
-        own = "gguf", "context_tokens", "batch"
-        return {name: getattr(self, name) for name in own} | {
-            "directory": self.target.directory,
-            "target": {name: getattr(self.target, name) for name in shared},
-        }
+        shared = ("dtype", "device", "num_threads", "trust_remote_code")
+        setup = {
+            "gguf": gguf, "batch": batch, "directory": target.directory,
+            "context_tokens": -(-context // CONTEXT_STEP) * CONTEXT_STEP,
+            "target": {name: getattr(target, name) for name in shared},
+        }  # fmt: skip
+        eos = stated_eos_token_ids(directory, load_tokenizer(directory))
+        return cls(setup=setup, eos_token_ids=eos, token_ids=token_ids, environments=environments)
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:
@@ -185,7 +182,7 @@ class LibraryProcess(Process, BenchClient):
             if library.is_ours
             else (library.interpreter(inputs.environments), "-I", str(_PROGRAM))
         )
-        setup = {"library": library.name, "options": setting, **inputs.setup()}
+        setup = {"library": library.name, "options": setting, **inputs.setup}
         super().__init__(command, library.name, setup, library.environment(inputs.environments))
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -224,7 +221,8 @@ async def fastest_settings(
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
-    key = {"model": inputs.target.directory, "threads": inputs.target.num_threads}
+    setup = inputs.setup
+    key = {"model": setup["directory"], "threads": setup["target"]["num_threads"]}
     if not again and path.exists():
         kept = json.loads(path.read_text("utf-8"))
         if kept["of"] == key:

@@ -123,7 +123,7 @@ async def start_peers(
         try:
             if not peer.is_installed(options.environments):
                 raise Unavailable("not installed; `make peers` installs it")
-            if peer.needs_gguf and not inputs.gguf:
+            if peer.needs_gguf and not gguf:
                 raise Unavailable("the target does not come from a GGUF file")
             found = await fastest_settings(peer, inputs, progress, again=options.sweep)
             for mode, setting in found.items():

@@ -147,9 +147,8 @@ def report(values: Mapping[str, Any]) -> Report:
     )
     groups = values["categories"] | {"all": values}
     names = values["categories"][next(iter(groups))]
-    heads = {n: "median_speedup" if n == "speedup" and not several else n for n in names}
     rows = [
-        {"prompts": group} | {head: found[n] for n, head in heads.items()}
+        {"prompts": group} | {name: found[name] for name in names}
         for group, found in groups.items()
     ]
     shown: list[Any] = [table(title, rows)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.libraries import TargetInputs
-from outrider.config import TargetConfig
 
 EOS: Final = 40
 _VLLM: Final = """
@@ -79,8 +78,9 @@ def notes(path: Path) -> list[dict[str, Any]]:
 
 def inputs(environments: Path, **named: Any) -> TargetInputs:
     """Inputs of a library, for a target that no process loads."""
-    known: dict[str, Any] = {"gguf": "/model.gguf", "token_ids": {}} | named
-    return TargetInputs(
-        target=TargetConfig(directory="/model", dtype="bfloat16", device="cpu", num_threads=1),
-        context_tokens=77, eos_token_ids=(EOS,), environments=environments, **known,
-    )  # fmt: skip
+    setup = {
+        "gguf": "/model.gguf", "directory": "/model", "context_tokens": 77, "batch": 2,
+        "target": {"num_threads": 1},
+    }  # fmt: skip
+    known: dict[str, Any] = {"token_ids": {}} | named
+    return TargetInputs(setup=setup, eos_token_ids=(EOS,), environments=environments, **known)

@@ -59,7 +59,7 @@ async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
 ) -> None:
     """After a failed request, the next one is answered. Two requests run at a time."""
     library = BY_NAME["vllm"]
-    told = inputs(environments, token_ids=TOKEN_IDS, batch=2)
+    told = inputs(environments, token_ids=TOKEN_IDS)
     async with LibraryProcess(library, library.bindings[0], told) as process:
         with pytest.raises(ConfigError, match=r"vllm: .*an empty prompt"):
             await process.generate(bench_request("", 4))
@@ -132,7 +132,7 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     }  # fmt: skip
     lookup = TRANSFORMERS.drafting[0]
     sides = [
-        DECODERS[name](setup.setup() | {"options": options})
+        DECODERS[name]({**setup.setup, "options": options})
         for name, options in (("engine", {}), ("transformers", {}), ("transformers", lookup))
     ]
     with pytest.raises(BadRequest):
