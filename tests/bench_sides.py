@@ -24,15 +24,14 @@ Script = Callable[[GenerateRequest], tuple[int, float]]
 
 
 class ScriptedSide(BenchClient):
-    """Records every call, and the most calls that ran at a time. Of two requests that run together,
-    the one that takes fewer seconds ends first, whichever was sent first."""
+    """Records every call and its time, and the most calls that ran at a time. Its tests run on a
+    virtual clock."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.calls: list[GenerateRequest] = []
-        self.running = 0
-        self.most_running = 0
-        self.now = 0.0
+        self.starts: list[float] = []
+        self.running = self.most_running = 0
 
     @property
     def log(self) -> list[tuple[str, str]]:
@@ -41,18 +40,16 @@ class ScriptedSide(BenchClient):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.calls.append(request)
+        self.starts.append(started_s := asyncio.get_running_loop().time())
         num_tokens, seconds = self.script(request)
-        started = self.now
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        for _ in range(round(seconds)):
-            await asyncio.sleep(0)
+        await asyncio.sleep(seconds)
         self.running -= 1
-        self.now = max(self.now, started + seconds)
         drafted = 4 * num_tokens if request.num_draft_tokens else 0
         return Completion(
             token_ids=tuple(range(num_tokens)),
-            started_s=started,
+            started_s=started_s,
             seconds=seconds,
             num_rounds=num_tokens // 2 if request.num_draft_tokens else num_tokens,
             num_draft_tokens=drafted,

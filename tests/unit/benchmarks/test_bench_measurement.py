@@ -1,6 +1,7 @@
 """The turns of sides, their results, and requests by gRPC. `HttpClient` is tested with `bench
 serve`."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 
+pytestmark = pytest.mark.virtual
 PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
 WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)
 
@@ -113,7 +115,9 @@ class RecordingClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         self.requests.append(request)
+        await asyncio.sleep(0.5)
         yield Tokens(0, (5, 6), "", (Origin.BONUS,) * 2, ())
+        await asyncio.sleep(0.25)
         yield Tokens(2, (7,), "", (Origin.BONUS,), ())
         yield Finished(self.finish_reason, Usage(4, 3), Metrics(2, 9, 1, 1.5, 3.0, 100.0))
 
@@ -128,7 +132,7 @@ async def test_a_request_is_sent_as_a_chat_unless_raw(raw: bool) -> None:
     assert client.requests == [asked if raw else chat]
     assert (done.token_ids, done.prompt_tokens) == ((5, 6, 7), 4)
     assert (done.num_rounds, done.num_draft_tokens, done.num_accepted_draft_tokens) == (2, 9, 1)
-    assert 0 < done.chunk_s[0] < done.chunk_s[1] < done.seconds
+    assert (*done.chunk_s, done.seconds) == pytest.approx((0.5, 0.75, 0.75))
     client = RecordingClient(FinishReason.DEADLINE)
     with pytest.raises(Unavailable, match="deadline"):
         await GrpcClient(client, raw=True).generate(asked)

@@ -19,6 +19,8 @@ from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.models.sources import resolve_model
 
+pytestmark = pytest.mark.virtual
+
 
 def result(*pairs: tuple[int, float]) -> SideResult:
     """Completions of (tokens, seconds). The first token comes after a tenth of the time."""

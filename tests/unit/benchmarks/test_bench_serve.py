@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_sides import ScriptedSide
 from command_lines import refusal, reported
 from openai_server import OpenAiServer, Reply, serving
 from stack import VOCAB, running_stack, toy_text
 from toy_engine import ToyEngine
 
-from benchmarks.measurement import BenchClient, Completion
+from benchmarks.measurement import Completion
 from benchmarks.serve import Load, ServeOptions, arrival_times, measure, report
 from deploy.cli.main import main
-from outrider.clock import run_virtually
 from outrider.errors import Unavailable
 from outrider.request import GenerateRequest
 
@@ -38,62 +38,51 @@ def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tai
     assert abs(found.var() - variance) < 5 * variance * math.sqrt((tail + 2) / NUMBER)
 
 
-class ScriptedServer(BenchClient):
-    """Answers with four tokens, one a second, or with the script's error."""
+def server_of(fails: Callable[[GenerateRequest], bool] = lambda _: False) -> ScriptedSide:
+    """A server that answers with four tokens after 4 s, or refuses a request."""
 
-    def __init__(self, fails: Callable[[int], str] = lambda _: "") -> None:
-        self.fails = fails
-        self.asked: list[tuple[float, GenerateRequest]] = []
-        self.running = self.most_running = 0
+    def script(request: GenerateRequest) -> tuple[int, float]:
+        if fails(request):
+            raise Unavailable("no room")
+        return 4, 4.0
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        error, started_s = self.fails(len(self.asked)), asyncio.get_running_loop().time()
-        self.asked.append((started_s, request))
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(4.0)
-        self.running -= 1
-        if error:
-            raise Unavailable(error)
-        return Completion((1, 2, 3, 4), started_s, 4.0, chunk_s=(1.0, 2.0, 3.0, 4.0))
+    return ScriptedSide(script)
 
 
-def play(options: ServeOptions, server: ScriptedServer) -> Load:
-    found: list[Load] = []
-
-    async def run() -> None:
-        found.append(await measure(options, server, lambda line: None))
-
-    run_virtually(run())
-    return found[0]
+async def play(options: ServeOptions, server: ScriptedSide) -> Load:
+    return await measure(options, server, lambda line: None)
 
 
-def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.virtual
+async def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Path) -> None:
     """A prompt's own `max_tokens` replaces the option's."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
-    server = ScriptedServer(fails=lambda index: "no room" if index == 1 else "")
-    load = play(ServeOptions(prompts=file, max_tokens=9, num_prompts=100), server)
-    assert [at for at, _ in server.asked] == [0.0] * 100
-    assert server.most_running == load.most_running == 100
+    server = server_of(lambda _: len(server.calls) == 2)
+    load = await play(ServeOptions(prompts=file, max_tokens=9, num_prompts=100), server)
+    assert set(server.starts) == {server.starts[0]}
+    assert server.most_running == load.most_running == 99
     assert load.duration_s == pytest.approx(4.0)
     assert (len(load.completed), load.errors) == (99, {"no room": 1})
-    assert {one.prompt: one.max_tokens for _, one in server.asked} == {"a": 7, "b": 9}
+    assert {one.prompt: one.max_tokens for one in server.calls} == {"a": 7, "b": 9}
 
 
-def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
-    server = ScriptedServer()
-    load = play(ServeOptions(num_prompts=10, max_concurrency=3), server)
+@pytest.mark.virtual
+async def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
+    server = server_of()
+    load = await play(ServeOptions(num_prompts=10, max_concurrency=3), server)
     assert server.most_running == 3
     assert load.duration_s == pytest.approx(16.0)
 
 
-def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
+@pytest.mark.virtual
+async def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
     """A request arrives each second and takes 4 s, so later requests wait in the client."""
     options = ServeOptions(num_prompts=5, request_rate=1.0, burstiness=math.inf, max_concurrency=1)
-    server = ScriptedServer()
-    load = play(options, server)
-    assert [at for at, _ in server.asked] == pytest.approx([1.0, 5.0, 9.0, 13.0, 17.0])
+    server = server_of()
+    began_s = asyncio.get_running_loop().time()
+    load = await play(options, server)
+    assert server.starts == pytest.approx([began_s + at for at in (1.0, 5.0, 9.0, 13.0, 17.0)])
     found = report(options, options.settings("b", "s", "m"), load).values
     assert (found["mean_e2el_ms"], found["duration"]) == pytest.approx((4e3, 21.0))
 

@@ -14,6 +14,8 @@ from outrider.errors import ConfigError
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule
 
+pytestmark = pytest.mark.virtual
+
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
     """Drafts make the category `rewrite` three times as fast, and no other category faster."""
