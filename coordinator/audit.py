@@ -35,7 +35,7 @@ class Auditor:
     def __init__(
         self, config: CoordinatorConfig, sessions: OwnedSessions, observation: Observation
     ) -> None:
-        self._share = config.audit_share if config.telemetry and observation.listens else 0.0
+        self._share = config.audit_share if config.telemetry else 0.0
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)

@@ -6,6 +6,7 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, NoDrafts
@@ -96,9 +97,11 @@ class _ModelDrafts(Drafts):
     is_lookup = False
 
     def __init__(
-        self, context: SessionContext, lookup: LookupDrafter, config: CoordinatorConfig
+        self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
     ) -> None:
-        super().__init__(lookup, context)
+        """`route` leads to the replica that drafts."""
+        super().__init__(lookup, route.context)
+        self._route = route
         hybrid = config.lookup
         self._is_hybrid = hybrid.drafter.lookup is not None
         self._confident = hybrid.hybrid_min_score if self._is_hybrid else math.inf
@@ -107,9 +110,31 @@ class _ModelDrafts(Drafts):
             hybrid.hybrid_model_tokens if self._is_hybrid else limits.NUM_DRAFT_TOKENS_MAX
         )
         """Largest number of draft tokens that a round asks of the model."""
-        of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
+        of_request_ms = route.context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
         """Time limit of drafting. When it ends, the draft answers with the tokens drawn so far."""
+
+    @property
+    def on_trial(self) -> bool | None:
+        return self._route.on_trial
+
+    def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
+        """Raises an error if a proposal is longer than asked for, or lacks q."""
+        if len(proposal) > num_draft_tokens:
+            raise InvariantError(
+                f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
+            )
+        require_q(proposal, self._session.record.rule)
+
+    def _is_fit(
+        self, proposal: SealedProposal, num_draft_tokens: int = limits.NUM_DRAFT_TOKENS_MAX
+    ) -> bool:
+        try:
+            self._check(proposal, num_draft_tokens)
+        except OutriderError as error:
+            _log.warning("a proposal cannot be used: %s", error)
+            return False
+        return True
 
 
 class DraftClient(_ModelDrafts):
@@ -122,9 +147,8 @@ class DraftClient(_ModelDrafts):
         lookup: LookupDrafter,
         config: CoordinatorConfig,
     ) -> None:
-        super().__init__(context, lookup, config)
+        super().__init__(SessionRoute[DraftItem, DraftAnswer](pool, context), lookup, config)
         self._clock = asyncio.get_running_loop().time
-        self._route: SessionRoute[DraftItem, DraftAnswer] = SessionRoute(pool, context)
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
@@ -153,10 +177,6 @@ class DraftClient(_ModelDrafts):
     @property
     def cache_state(self) -> CacheState | None:
         return self._route.cache_state
-
-    @property
-    def on_trial(self) -> bool | None:
-        return self._route.on_trial
 
     def prefill(self, num_draft_tokens: int) -> None:
         if self._reads_features:
@@ -219,7 +239,7 @@ class DraftClient(_ModelDrafts):
             and self._pushed.expects(number)
         )  # fmt: skip
         pushed = self._pushed.begin(number, self._session.tokens)
-        is_ahead = pushed is not None and self._is_fit(pushed)
+        is_ahead = pushed is not None and self._is_fit(pushed.proposal)
         if is_ahead:
             self._held = pushed
         else:
@@ -275,12 +295,11 @@ class DraftClient(_ModelDrafts):
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
-            check_wanted(answer.proposal, num_wanted)
+            self._check(answer.proposal, num_wanted)
             if answer.base_length != (committed := self._session.length):
                 raise InvariantError(
                     f"the proposal extends {answer.base_length} tokens, not {committed}"
                 )
-            require_q(answer.proposal, self._session.record.rule)
         except (TimeoutError, OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
             self._lose(error)
@@ -318,14 +337,6 @@ class DraftClient(_ModelDrafts):
     def close(self) -> None:
         super().close()
         self._route.close()
-
-    def _is_fit(self, pushed: ProposalReply) -> bool:
-        try:
-            require_q(pushed.proposal, self._session.record.rule)
-        except OutriderError as error:
-            _log.warning("a proposal drafted ahead cannot be used: %s", error)
-            return False
-        return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
         """Sends this round's proposal to the draft, for look-ahead. Waits for two turns of the
@@ -439,8 +450,7 @@ class SelfDraftClient(_ModelDrafts):
         lookup: LookupDrafter,
         config: CoordinatorConfig,
     ) -> None:
-        super().__init__(target.context, lookup, config)
-        self._target = target
+        super().__init__(target, lookup, config)
         self._wanted = NOTHING_WANTED
         """The newest result of `next_wanted`."""
         self._next_max = 0
@@ -449,10 +459,6 @@ class SelfDraftClient(_ModelDrafts):
         """Whether `reject` was called."""
         self._reply: VerdictReply | None = None
         """The newest verdict; None if its proposal is missing, invalid or used."""
-
-    @property
-    def on_trial(self) -> bool | None:
-        return self._target.on_trial
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns the proposal of the newest verdict, or one of the look-up. The choice does not
@@ -488,29 +494,12 @@ class SelfDraftClient(_ModelDrafts):
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
-        self._reply = None
-        proposal = reply.next_proposal
-        if not proposal or self._is_rejected:
-            return
-        try:
-            check_wanted(proposal, self._wanted.num_draft_tokens)
-            require_q(proposal, self._session.record.rule)
-        except OutriderError as error:
-            _log.warning("a target's own proposal cannot be used: %s", error)
-            return
-        self._reply = reply
+        proposal, num_wanted = reply.next_proposal, self._wanted.num_draft_tokens
+        self._reply = reply if proposal and self._is_fit(proposal, num_wanted) else None
 
     def reject(self) -> None:
         """From now on, only the look-up proposes."""
         self._is_rejected, self._reply, self._wanted = True, None, NOTHING_WANTED
-
-
-def check_wanted(proposal: SealedProposal, num_draft_tokens: int) -> None:
-    """Raises `InvariantError` if a proposal is longer than asked for."""
-    if len(proposal) > num_draft_tokens:
-        raise InvariantError(
-            f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
-        )
 
 
 def open_drafts(

@@ -74,16 +74,17 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         target refuses the session, and `Unavailable` if no target can be reached for
         `target_gone_ms`.
 
-        If the target cannot read the proposal's q, the client tries to read it. The client cuts the
-        proposal before the first unreadable q, and asks again. If the client can read all of q, or
-        if the target refuses the cut proposal, too, the client drops the whole proposal.
-        Afterwards, `verified` is the proposal that was verified."""
+        If the target cannot read the proposal's q, the client cuts the proposal before the first q
+        that the client cannot read, and asks again. If the client can read all of q, or if the
+        target refuses the cut proposal, too, the client drops the proposal. Sets `verified`."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
-        ask = len(proposal) > 0 or self.was_lost or self._must_ask(number, run_ahead)
+        # Without a proposal, a round needs no message if the target may run enough rounds after it.
+        is_covered = self._asked_until - number >= run_ahead // 2
+        ask = len(proposal) > 0 or self.was_lost or not is_covered
         self.was_asked = False
         while True:
             try:
@@ -111,7 +112,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     return _checked(answer, proposal)
                 if isinstance(answer, Resync):
                     self.resync(answer)
-                elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
+                elif (
+                    isinstance(refused := error_from_code(answer.code, answer.message), BadRequest)
+                    and refused.field == "proposal.q"
+                ):
                     num_refusals += 1
                     # The second refusal is ignored: it may answer a message from before the cut.
                     ask = len(proposal) > 0 and num_refusals != 2
@@ -138,12 +142,6 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         if is_moved:
             self._asked_until = -1
         return is_moved
-
-    def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether a round without a proposal needs a message. It needs none if the target may run
-        at least `run_ahead // 2` rounds after it without another request."""
-        left = self._asked_until - number
-        return left < 0 or left < run_ahead // 2
 
     def _ask(
         self, number: int, proposal: SealedProposal, run_ahead: int, wanted: NextWanted
@@ -176,10 +174,6 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))
-
-
-def _is_about_q(error: OutriderError) -> bool:
-    return isinstance(error, BadRequest) and error.field == "proposal.q"
 
 
 def _checked(reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:

@@ -4,7 +4,7 @@ With telemetry, `ObservedRequests` handles the events. Without telemetry, each e
 call, and OpenTelemetry is not imported."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
@@ -44,8 +44,6 @@ Readings = Callable[[], Mapping[str, Mapping[str, float]]]
 class Observation:
     """Makes an observer for each request, which ignores all events. The subclass `ObservedRequests`
     makes observers that handle the events."""
-
-    listens: ClassVar[bool] = False
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
         """Begins to observe a request."""

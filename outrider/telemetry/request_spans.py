@@ -48,8 +48,6 @@ TRACED_ROUNDS = 2
 class ObservedRequests(Observation):
     """Traces and measures every request."""
 
-    listens = True
-
     def __init__(self, tracer: Tracer, meter: Meter, config: CoordinatorConfig) -> None:
         self.tracer = tracer
         self.config = config

@@ -37,8 +37,6 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.2)
 
 
 class Heard(Observation):
-    listens = True
-
     def __init__(self) -> None:
         self.sums: dict[str, AuditSums] = {}
         self.outcomes: list[AuditOutcome] = []
