@@ -320,8 +320,11 @@ class LengthControl:
         length, run_ahead = self._next or self._taken(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
-        self._next = self._plan()
-        following, _ = self._next
+        if self._plain_left > 0:
+            self._plan_plain()
+        elif self._drafted_left == 0:
+            self._choose_again()
+        self._next = following, _ = self._taken(self._choice or _FIRST)
         num_asked = min(length.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
         self._num_asked = num_asked
@@ -370,14 +373,6 @@ class LengthControl:
     def close(self) -> None:
         """Ends the session."""
         self._controls.close(self._seed)
-
-    def _plan(self) -> tuple[_Option, int]:
-        """Plans and returns the next round, and how many plain rounds certainly follow it."""
-        if self._plain_left > 0:
-            self._plan_plain()
-        elif self._drafted_left == 0:
-            self._choose_again()
-        return self._taken(self._choice or _FIRST)
 
     def _taken(self, drafted: _Option) -> tuple[_Option, int]:
         """Returns the next round, and how many plain rounds certainly follow it. If the plain phase

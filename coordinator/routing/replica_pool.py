@@ -326,11 +326,6 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     return max(roomy, key=lambda name: blake2b(name.encode(), key=key).digest())
 
 
-def _place(session_id: str) -> float:
-    """Hashes a session id to [0, 1). Every coordinator gets the same number."""
-    return int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
-
-
 @dataclass(frozen=True, eq=False)
 class SessionContext:
     """A session, with its parameters, deadline and observer."""
@@ -621,7 +616,8 @@ class SessionRoute(Generic[Item, Answer]):
         found = [replica for replica in fitting if replica.is_open]
         if not found and without == [None]:
             found = fitting
-        place = _place(session_id)
+        # A hash of the session's id in [0, 1), the same at every coordinator.
+        place = int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
         def rank(one: ReplicaConnection) -> tuple[bool, ...]:
             is_alike = self._numerics in ("", one.description.numerics)
