@@ -13,10 +13,11 @@ A key file is a JSON object. Its fields are the names of keys:
 import hashlib
 import re
 import secrets
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -147,34 +148,32 @@ def _read(path: Path) -> dict[str, _StoredKey]:
         raise ConfigError(f"{path}: {place}{reason}") from None
 
 
-def _locked(path: Path) -> AbstractContextManager[IO[str]]:
-    """Locks a key file. All symbolic links to the file have the same lock."""
+@contextmanager
+def _changing(path: Path, creates: bool = False) -> Iterator[dict[str, _StoredKey]]:
+    """Reads the keys of a file, and writes them at the end. Meanwhile the file is locked. All
+    symbolic links to the file have the same lock. If it `creates`, the file may be missing."""
     file = without_links(path)
-    return locked(file.with_name(f"{file.name}.lock"))
-
-
-def _write(path: Path, stored: dict[str, _StoredKey]) -> None:
-    write_whole(path, _FILE.dump_json(stored, indent=2, exclude_defaults=True).decode() + "\n")
+    with locked(file.with_name(f"{file.name}.lock")):
+        stored = {} if creates and not path.exists() else _read(path)
+        yield stored
+        text = _FILE.dump_json(stored, indent=2, exclude_defaults=True).decode()
+        write_whole(path, text + "\n")
 
 
 def add_key(path: Path, caller: Caller) -> str:
     """Makes a key, adds its hash to the file, and returns the key. Only the owner of a new file can
     read the file. Raises `ConfigError` if the file is invalid or already has the name."""
-    with _locked(path):
-        stored = _read(path) if path.exists() else {}
+    key = new_key()
+    own = {key: value for key, value in asdict(caller).items() if value and key != "name"}
+    with _changing(path, creates=True) as stored:
         if caller.name in stored:
             raise ConfigError(f"{path}: there is a key {caller.name!r} already")
-        key = new_key()
-        own = {key: value for key, value in asdict(caller).items() if value and key != "name"}
         stored[caller.name] = _StoredKey(hash=key_hash(key), **own)
-        _write(path, stored)
     return key
 
 
 def remove_key(path: Path, name: str) -> None:
     """Removes a key. Raises `ConfigError` if the file is invalid or has no such key."""
-    with _locked(path):
-        stored = _read(path)
+    with _changing(path) as stored:
         if stored.pop(name, None) is None:
             raise ConfigError(f"{path}: there is no key {name!r}")
-        _write(path, stored)

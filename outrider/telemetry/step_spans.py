@@ -64,7 +64,7 @@ class ObservedSteps:
             self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
         )
         for name, (attribute, about) in _FIGURES.items():
-            read = partial(_read, figures, attrgetter(attribute))
+            read = partial(lambda value: {"": float(value(figures()))}, attrgetter(attribute))
             watch(self._meter, name, read, about, grows=not name.startswith("kv_cache"))
 
     def stale(self) -> None:
@@ -124,7 +124,3 @@ def _kind(answer: Any) -> str:
     if isinstance(answer, Unfinished):
         return answer.value
     return "refused" if isinstance(answer, Refused) else "answered"
-
-
-def _read(figures: Callable[[], StepFigures], value: "attrgetter[float]") -> dict[str, float]:
-    return {"": float(value(figures()))}
