@@ -206,10 +206,11 @@ class Reconciler(PlacedActor):
         await self._ready()
         async with self._changing:
             (before, tried), fleet = self._changes, self._fleet
-            if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
+            only_bounds = values.keys() <= {*BOUND_SETTINGS}
+            if fleet.trial is not None and not only_bounds:
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             changes = before | values
-            if values.keys() <= {*BOUND_SETTINGS}:  # The files of models are not looked up again.
+            if only_bounds:  # The files of models are not looked up again.
                 given = changed(self._original.given, changes)
                 config = replace(fleet.spec.config, autoscale=given.autoscale)
                 spec = replace(fleet.spec, given=given, config=config)
@@ -220,10 +221,9 @@ class Reconciler(PlacedActor):
                 for count in bounds if f"autoscale_{role}s" in values else ():
                     spec.check_count(role, count)
             fleet.settled(spec)
-            if "draft_model" in values and "draft" in spec.demands:
-                wanted = await self._registry.wanted()
-                if not wanted.get("draft"):  # The old settings had no draft replicas.
-                    await self._registry.want({"draft": spec.counts["draft"]})
+            begins_drafting = "draft" in spec.demands and not fleet.wanted["draft"]
+            if begins_drafting and "draft_model" in values:
+                await self._registry.want({"draft": spec.counts["draft"]})
             await self._adopt_spec(spec, (changes, tried))
             _log.info("changed settings: %s", ", ".join(values))
 
