@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -274,50 +274,35 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if on_terminal and not progress.quiet:
             _say(f"{serves.model} at {connection.address}; /help lists the commands")
-        talk = Chat(client, Printer(connection.tokenizer_directory), arguments, fields, on_terminal)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, talk.interrupt)
-        try:
-            with _restored_terminal(on_terminal):
-                return await talk.run()
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+        printer = Printer(connection.tokenizer_directory)
+        with _restored_terminal(on_terminal):
+            return await Chat(client, printer, arguments, fields, on_terminal).run()
 
 
+@dataclass(frozen=True)
 class Chat:
     """A conversation. A question without an answer does not become part of the conversation."""
 
-    def __init__(
-        self,
-        client: Client,
-        printer: Printer,
-        arguments: Arguments,
-        fields: dict[str, Any],
-        on_terminal: bool,
-    ) -> None:
-        self._client = client
-        self._printer = printer
-        self._arguments = arguments
-        self._fields = fields
-        self._on_terminal = on_terminal
-        self._turns: list[ChatMessage] = []
-        self._answers: list[Completion] = []
-        """All complete answers, including those before a reset."""
-        self._turn: asyncio.Task[bool] | None = None
-        """The task that reads a line and receives its answer."""
-
-    def interrupt(self) -> None:
-        """Stops the current answer. Between answers, or without a terminal, ends the chat."""
-        if self._turn is not None:
-            self._turn.cancel()
+    client: Client
+    printer: Printer
+    arguments: Arguments
+    fields: dict[str, Any]
+    on_terminal: bool
+    turns: list[ChatMessage] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
+    """All complete answers, including those before a reset."""
 
     async def run(self) -> int:
-        """Runs until the end of input, `/exit` or an interrupt. Returns the exit code."""
+        """Runs until the end of input, `/exit` or an interrupt. An interrupt of an answer on a
+        terminal stops only the answer. Returns the exit code."""
+        loop = asyncio.get_running_loop()
         while True:
-            self._turn = turn = asyncio.create_task(self._take_turn())
+            turn = asyncio.create_task(self._take_turn())
+            loop.add_signal_handler(signal.SIGINT, turn.cancel)
             try:
                 await asyncio.wait((turn,))
             finally:
+                loop.remove_signal_handler(signal.SIGINT)
                 turn.cancel()  # The turn still runs if the chat's own task was cancelled.
             if turn.cancelled():
                 return 128 + signal.SIGINT
@@ -328,9 +313,9 @@ class Chat:
         """Reads a line, and answers it. Returns False at the end of the chat."""
         line = None
         try:
-            line = await _read_line(self._on_terminal)
+            line = await _read_line(self.on_terminal)
         finally:
-            if line is None and self._on_terminal:
+            if line is None and self.on_terminal:
                 print()  # Ctrl-D and Ctrl-C leave the cursor in the line of the `> ` prompt.
         if line is None or line.strip() == "/exit":
             return False
@@ -342,12 +327,12 @@ class Chat:
 
     def _run_command(self, command: str) -> None:
         if command == "/reset":
-            self._turns.clear()
+            self.turns.clear()
             _say("new conversation")
         elif command == "/stats":
-            for answer in self._answers:
+            for answer in self.answers:
                 _say(figures(answer))
-            _say(f"{len(self._answers)} complete answers, {len(self._turns)} messages")
+            _say(f"{len(self.answers)} complete answers, {len(self.turns)} messages")
         else:
             if command != "/help":
                 _say(f"{command}: no such command")
@@ -358,11 +343,11 @@ class Chat:
         from outrider.client import CompletionBuilder
 
         builder = CompletionBuilder()
-        self._printer.begin()
+        self.printer.begin()
         try:
-            request = GenerateRequest(self._prompt(question), **self._fields)
-            await receive(self._client, request, builder, self._printer.show)
-            self._answers.append(builder.build())
+            request = GenerateRequest(self._prompt(question), **self.fields)
+            await receive(self.client, request, builder, self.printer.show)
+            self.answers.append(builder.build())
             self._keep(question, builder.text)
             print(flush=True)
         except asyncio.CancelledError:
@@ -370,23 +355,23 @@ class Chat:
                 self._keep(question, builder.text)
             print(flush=True)
             _say("interrupted")
-            if not self._on_terminal:
+            if not self.on_terminal:
                 raise
         except OutriderError as error:
-            if not self._on_terminal:
+            if not self.on_terminal:
                 raise
             print(flush=True)
-            why = error_line(error, self._arguments)
+            why = error_line(error, self.arguments)
             _say(f"error: {why} (your message is not part of the conversation)")
 
     def _prompt(self, question: str) -> Prompt:
-        system = self._arguments.system
+        system = self.arguments.system
         first = [] if system is None else [ChatMessage("system", system)]
-        turns = (*first, *self._turns, ChatMessage("user", question))
-        return "\n".join(turn.content for turn in turns) if self._arguments.raw else turns
+        turns = (*first, *self.turns, ChatMessage("user", question))
+        return "\n".join(turn.content for turn in turns) if self.arguments.raw else turns
 
     def _keep(self, question: str, answer: str) -> None:
-        self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
+        self.turns.extend((ChatMessage("user", question), ChatMessage("assistant", answer)))
 
 
 def _say(line: str) -> None:
