@@ -14,9 +14,7 @@ it waits for the running requests.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import resource
 import socket
 import ssl
@@ -47,7 +45,7 @@ from outrider.limits import (
     HTTP_LAST_REQUEST_S,
     HTTP_STUCK_WRITE_S,
 )
-from outrider.transport.server import is_taken
+from outrider.transport.server import check_port
 
 if TYPE_CHECKING:
     from outrider.telemetry.metrics import HttpTimes
@@ -429,8 +427,8 @@ def _in_url(host: str) -> str:
 def _bind(options: HttpOptions) -> socket.socket:
     host, port = options.host, options.port
     try:
-        if port and not options.takes_over and is_taken(host, port):
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        if port and not options.takes_over:
+            check_port(host, port)
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )

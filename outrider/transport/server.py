@@ -105,13 +105,13 @@ class RpcServer:
         options = self._options
         address = _join(options.host, options.port)
         try:
-            if options.port and not options.takes_over and is_taken(options.host, options.port):
-                raise RuntimeError("the port is in use")
+            if options.port and not options.takes_over:
+                check_port(options.host, options.port)
             if options.credentials is None:
                 self._port = self._server.add_insecure_port(address)
             else:
                 self._port = self._server.add_secure_port(address, options.credentials)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise ConfigError(
                 f"cannot listen on {address}: the port is taken (0 = any free one), or the host "
                 "is not an address of this machine"
@@ -246,14 +246,14 @@ def _decode(kind: Callable[[], Message], data: bytes) -> Message:
     return message
 
 
-def is_taken(host: str, port: int) -> bool:
-    """Whether another server listens on `port` at an address of `host`. Tries to bind each address
-    for a moment without SO_REUSEPORT, because two servers that both set this option share a port
-    without an error. Returns False if binding fails for another reason."""
+def check_port(host: str, port: int) -> None:
+    """Raises `OSError` if another server listens on `port` at an address of `host`. Tries to bind
+    each address for a moment without SO_REUSEPORT, because two servers that both set this option
+    share a port without an error. Ignores other reasons why binding fails."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
-        return False
+        return
     for family, *_, address in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -262,5 +262,4 @@ def is_taken(host: str, port: int) -> bool:
                 probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return True
-    return False
+                raise

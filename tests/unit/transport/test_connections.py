@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
-from outrider.transport.server import RpcServer, ServerOptions, Serving, is_taken
+from outrider.transport.server import RpcServer, ServerOptions, Serving, check_port
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty SETTINGS frame."""
@@ -104,7 +104,7 @@ async def test_a_port_that_another_process_holds_is_never_shared() -> None:
         with pytest.raises(BlockingIOError):
             other.accept()
     began = time.monotonic()
-    assert not is_taken("192.0.2.1", port)
+    check_port("192.0.2.1", port)
     assert time.monotonic() - began < 0.5
 
 
