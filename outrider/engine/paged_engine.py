@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, find_layers
-from outrider.engine.batch import HeldStep, shipped
+from outrider.engine.batch import HeldStep, shipped, slots_at
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
@@ -141,11 +142,13 @@ class PagedEngine(PagedSequences):
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
         self._use_pages(num_pages)
-        self.info = replace(
-            info,
-            max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE),
-            numerics=self._numerics() if self.rows_are_equal else "",
-        )
+        self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
+        if self.rows_are_equal:
+            numerics = numerics_fingerprint(
+                self._device, self._dtype, self.kernels_name, self._span_tokens,
+                self._thread_counts, self._layers[0].query_heads, PAGE_SIZE,
+            )  # fmt: skip
+            self.info = replace(self.info, numerics=numerics)
         _log.info(
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
             info.name, num_pages, PAGE_SIZE, self.kv_cache_bytes / 2**20,
@@ -203,12 +206,6 @@ class PagedEngine(PagedSequences):
             f"model {self.info.name}: on this machine the logits of a token depend on how many "
             f"others are in a step (they differ in a step of {num_rows} tokens)",
         )
-
-    def _numerics(self) -> str:
-        return numerics_fingerprint(
-            self._device, self._dtype, self.kernels_name, self._span_tokens,
-            self._thread_counts, self._layers[0].query_heads, PAGE_SIZE,
-        )  # fmt: skip
 
     def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
         """Runs the trial with fused kernels or with the device's attention kernels, if there are
@@ -283,9 +280,12 @@ class PagedEngine(PagedSequences):
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
         if self._draft is None or not self.feature_width:
             raise InvariantError("this engine keeps no features")
-        slots = self._slots(ranges)
+        slots = []
+        for name, first, end in ranges:
+            check(0 <= first <= end <= self.length(name), f"{name} does not hold {first}..{end}")
+            slots.append(slots_at(self._pool.pages(name), np.arange(first, end), PAGE_SIZE))
         with torch.inference_mode():
-            return self._draft.features_at(*shipped([slots], self._device))
+            return self._draft.features_at(*shipped([np.concatenate(slots)], self._device))
 
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True

@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import HeldSequence, HeldStep, slots_at
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import DraftLayer, PairLayer
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import InvariantError, StepUndone, check
@@ -93,15 +91,6 @@ class PagedSequences:
         """Takes slots for these steps without computing anything. If rank 0 of a model runs a draft
         step, the other ranks call this method, because all ranks must hold the same pages."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
-
-    def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
-        """Returns [n]: the numbers of the slots first..end - 1 of each (sequence id, first,
-        end)."""
-        found = []
-        for name, first, end in ranges:
-            check(0 <= first <= end <= self.length(name), f"{name} does not hold {first}..{end}")
-            found.append(slots_at(self._pool.pages(name), np.arange(first, end), self._page_size))
-        return np.concatenate(found)
 
     @contextmanager
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import JUDGED_SUPPORT_MIN, EmulatedSpec
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep, take_stated_seconds
 from outrider.errors import ConfigError
 
@@ -110,16 +110,6 @@ def test_draft_tokens_are_judged_in_the_step_of_their_prompt() -> None:
     p = probabilities(EmulatedEngine(never, "target").forward(steps)[1])
     assert p[[0, 1, 2], [10, 20, 30]].tolist() == [0, 0, 0]
     assert (p > 0).sum(-1).tolist() == [63, 63, 63, 64]
-
-
-def test_behind_a_refused_token_another_is_left() -> None:
-    spec = EmulatedSpec(vocab_size=4, support=JUDGED_SUPPORT_MIN, acceptance_rates=(0.0,))
-    engine = EmulatedEngine(spec, "target")
-    for token_id in range(4):
-        p = probabilities(rows(engine, (1, token_id), 2))
-        engine.release("s")
-        assert p[0, token_id] == 0
-        assert p.sum(-1).tolist() == pytest.approx([1, 1])
 
 
 def test_stated_times() -> None:

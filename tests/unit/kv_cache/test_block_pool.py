@@ -2,6 +2,7 @@
 pool is compared with a model that remembers what was written to each slot."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -95,6 +96,9 @@ IDS = st.integers(1, 7).flatmap(
     lambda num: st.sampled_from([[0] * num, [0] * num, [1] * num, [0] * (num - 1) + [1]])
 )
 """Most are alike, so that prefixes are shared."""
+STEPS = st.lists(
+    st.tuples(st.sampled_from(NAMES), IDS), min_size=1, max_size=3, unique_by=lambda step: step[0]
+)
 
 Value = tuple[Any, ...]
 """What keys and values depend on: a salt, and the ids of all slots attended to, its own last."""
@@ -149,14 +153,7 @@ class PoolAndModel(RuleBasedStateMachine):
         held = {name: (pool.tokens(name).since(0), list(pool.pages(name))) for name in NAMES}
         return held, self.pool.counts(), list(self.pool._remembered)
 
-    @rule(
-        data=st.lists(
-            st.tuples(st.sampled_from(NAMES), IDS),
-            min_size=1,
-            max_size=3,
-            unique_by=lambda step: step[0],
-        )
-    )
+    @rule(data=STEPS)
     def append(self, data: list[tuple[str, list[int]]]) -> None:
         steps = [step(name, *ids) for name, ids in data]
         before = self.state()
@@ -187,6 +184,16 @@ class PoolAndModel(RuleBasedStateMachine):
             for s in steps
         )
         assert len(pages) + new > NUM_PAGES
+
+    @rule(data=STEPS, leaving=st.sets(st.sampled_from(NAMES)))
+    def can_hold_without(self, data: list[tuple[str, list[int]]], leaving: set[str]) -> None:
+        """Pages are counted as if the sequences in `leaving` were released first."""
+        steps = [step(name, *ids) for name, ids in data if name not in leaving]
+        after = deepcopy(self.pool)
+        for name in leaving:
+            after.release(name)
+        assert self.pool.can_hold(steps, leaving) == after.can_hold(steps)
+        assert self.pool._num_missing(steps, leaving) == after._num_missing(steps, ())
 
     @rule(
         name=st.sampled_from(NAMES),

@@ -1,19 +1,15 @@
 """Which sessions continue when pages are short: the older ones first."""
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from pages import check_pages
 from rounds import make_head, session_name
-from toy_engine import PAGE_SIZE, ToyEngine
+from toy_engine import ToyEngine
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.kv_cache.block_pool import BlockPool
 from outrider.messages import Resync
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
@@ -118,58 +114,6 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     assert at.step(first, second) == [22, 22]
     counts = at.engine.page_counts()
     assert (counts.prefix_queries, counts.prefix_hits) == (300, 128)
-
-
-LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
-
-
-@given(
-    lengths=LENGTHS,
-    cuts=st.dictionaries(st.integers(0, 5), st.integers(0, 12)),
-    ended=st.sets(st.integers(0, 5)),
-    leaving=st.sets(st.integers(0, 5)),
-    steps=st.dictionaries(st.integers(0, 8), st.integers(1, 12), min_size=1),
-    num_pages=st.integers(1, 16),
-    shared=st.booleans(),
-)
-@example([1, 4, 4, 1], {2: 4, 0: 1, 1: 0, 3: 0}, set(), {0, 1, 2}, {4: 1}, 3, True)
-def test_pages_that_would_come_free_are_counted_right(
-    lengths: list[int],
-    cuts: dict[int, int],
-    ended: set[int],
-    leaving: set[int],
-    steps: dict[int, int],
-    num_pages: int,
-    shared: bool,
-) -> None:
-    """`can_hold(steps, without)` equals `can_hold(steps)` after releasing those; and so does the
-    number of missing pages."""
-    pool = BlockPool(num_pages, PAGE_SIZE)
-    for number, length in enumerate(lengths):
-        tokens = [0 if shared else number] * length
-        held = pool.attach(str(number), tokens)
-        step = SequenceStep(str(number), tuple(tokens[held:]), 0)
-        if pool.can_hold([step]):
-            pool.append([step])
-        length = pool.length(str(number))
-        pool.keep(str(number), length)
-        pool.keep(str(number), min(length, cuts.get(number, length)))
-    for number in ended:
-        pool.release(str(number))
-    wanted = [
-        SequenceStep(str(number), (9,) * length, 0)
-        for number, length in steps.items()
-        if number not in leaving
-    ]
-    for step in wanted:
-        if not pool.length(step.sequence_id):
-            pool.attach(step.sequence_id, [0] * 13)
-    after = deepcopy(pool)
-    for number in leaving:
-        after.release(str(number))
-    without = {str(number) for number in leaving}
-    assert pool.can_hold(wanted, without) == after.can_hold(wanted)
-    assert pool._num_missing(wanted, without) == after._num_missing(wanted, ())
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
