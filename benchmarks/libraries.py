@@ -113,9 +113,6 @@ class Library:
     """Shared objects that the library's manual asks to preload. Each is named by its file in the
     virtual environment, or as the system's linker finds it."""
 
-    def interpreter(self, environments: Path) -> str:
-        return str(environments.absolute() / self.name / "bin" / "python")
-
     def is_installed(self, environments: Path) -> bool:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
@@ -176,12 +173,11 @@ class LibraryProcess(Process, BenchClient):
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
         self._inputs = inputs
-        # With -I, the library's Python ignores PYTHONPATH and the modules of this repository.
-        command = (
-            (sys.executable, "-m", "benchmarks.library_process")
-            if library.is_ours
-            else (library.interpreter(inputs.environments), "-I", str(_PROGRAM))
-        )
+        command = [sys.executable, "-m", "benchmarks.library_process"]
+        if not library.is_ours:
+            python = inputs.environments.absolute() / library.name / "bin" / "python"
+            # With -I, this Python ignores PYTHONPATH and the modules of this repository.
+            command = [str(python), "-I", str(_PROGRAM)]
         setup = {"library": library.name, "options": setting, **inputs.setup}
         super().__init__(command, library.name, setup, library.environment(inputs.environments))
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,13 +150,9 @@ class LlamaCpp:
         self._server = llama.Server(params)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        emits = [partial(emit, index) for index in range(len(prompts))]
         with ThreadPoolExecutor(request["concurrency"]) as pool:
-            running = [
-                pool.submit(self._complete, token_ids, request, partial(emit, index))
-                for index, token_ids in enumerate(prompts)
-            ]
-        for each in running:
-            each.result()
+            list(pool.map(self._complete, prompts, repeat(request), emits))  # Raises their errors.
 
     def _complete(
         self, token_ids: list[int], request: dict[str, Any], emit: Callable[[list[int]], None]
