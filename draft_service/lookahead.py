@@ -87,11 +87,6 @@ class RoundAhead:
         return self.item.head.params()
 
     @property
-    def seen(self) -> Sequence[LikelyTokens]:
-        """For each x_i, the likely tokens of its distribution. Empty if there is no `basis`."""
-        return () if self.basis is None else self.basis.rows[: len(self.drafted)]
-
-    @property
     def to_read(self) -> tuple[int, ...]:
         """The tokens that the session's own sequence must run to read the round."""
         if self.basis is not None and self.basis.sequence_id == self.session_id:
@@ -319,7 +314,8 @@ class LookAhead:
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
         """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has
         the rows of the pass that read the round. Before that pass, it is None."""
-        parts = [*now.seen]
+        # For each x_i, the likely tokens of its distribution.
+        parts = [] if now.basis is None else now.basis.rows[: len(now.drafted)]
         if read is not None:
             parts.append(read)
         if not parts:

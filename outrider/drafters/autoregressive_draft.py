@@ -18,7 +18,7 @@ from outrider.speculation.logits_processing import (
     joined_rows,
     masked_logits,
 )
-from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
+from outrider.speculation.proposal import DraftDistribution, Proposal
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,6 @@ class AutoregressiveDraft:
 
     @property
     def proposal(self) -> Proposal:
-        if not self.token_ids:
-            return EMPTY_PROPOSAL
         q = tuple(self.q) if self.request.rule.needs_q else ()
         return Proposal(tuple(self.token_ids), q)
 

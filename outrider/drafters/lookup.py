@@ -10,7 +10,7 @@ from typing import Any
 from outrider.drafters.drafter import DraftRequest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.proposal import Proposal
 from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
 
@@ -24,8 +24,6 @@ class Guess:
 
     def proposal(self, request: DraftRequest) -> Proposal:
         """The guess as a proposal in which the draft gives each token the probability 1."""
-        if not self.token_ids:
-            return EMPTY_PROPOSAL
         return Proposal(self.token_ids, (None,) * len(self.token_ids) * request.rule.needs_q)
 
 

@@ -292,15 +292,6 @@ async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
     assert own_tokens(answers) == own_tokens(alone)
 
 
-async def test_another_past_with_the_same_last_token_is_no_extension(setting: Replica) -> None:
-    """The digest of the prefix differs, so the replica asks for what it lacks."""
-    wanted = await plain_tokens(2)
-    other = (wanted[3] + 1) % 8
-    await setting.send(ask_round(PROMPT, 0, 0, 4))
-    [answer] = await setting.send(ask_round((*PROMPT, other, wanted[4]), 4, 2, 1))
-    assert isinstance(answer, Resync)
-
-
 async def test_it_stops_at_the_models_length() -> None:
     """There is room for 6 tokens. Rounds end when the prefix is full, without a refusal; the next
     one is refused when it is asked for."""
