@@ -77,7 +77,6 @@ class Machines:
         self.actors: list[Sitter] = []
         self.removed: list[str] = []
         self.groups: set[str] = set()
-        """Names of the placed replicas."""
         self.placing, self.loading = asyncio.Event(), asyncio.Event()
         """Whether places are available and models load."""
         self.placing.set()
@@ -120,7 +119,6 @@ class Machines:
         self.groups &= {*kept}
 
     def _there(self) -> list[Sitter]:
-        """Actors whose processes run."""
         return [one for one in self.actors if one.name not in self.removed and not one.end.done()]
 
     async def replicas(self) -> dict[str, list[Actor]]:
@@ -195,7 +193,6 @@ class World:
 
 @asynccontextmanager
 async def playing(**settings: Any) -> AsyncIterator[World]:
-    """Runs a test in a world."""
     world = World(**settings)
     try:
         await world.start()

@@ -116,7 +116,6 @@ async def until(holds: Callable[[], object], within_s: float = CHANGE_S) -> None
 
 
 async def until_serving(deployment: Deployment, without: str = "", **counts: int) -> None:
-    """Waits until there are so many replicas of each of these roles."""
     await until(
         lambda: all(
             len(serving(deployment, role) - {without}) == number  # type: ignore[arg-type]

@@ -65,7 +65,6 @@ def render(files: Sequence[Path] = (), values: Sequence[str] = ()) -> list[Manif
 
 
 def render_variant(name: str) -> list[Manifest]:
-    """The manifests of a variant."""
     return render(*VARIANTS[name])
 
 
@@ -77,12 +76,10 @@ def refusal(*values: str) -> str:
 
 
 def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
-    """The objects of a kind, by name."""
     return {found["metadata"]["name"]: found for found in manifests if found["kind"] == kind}
 
 
 def ray_cluster(manifests: Sequence[Manifest]) -> Manifest:
-    """The only RayCluster."""
     (found,) = of_kind(manifests, "RayCluster").values()
     return found
 
@@ -106,7 +103,6 @@ def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
 
 
 def container(template: Manifest, name: str) -> Manifest:
-    """A container of a pod template, by name."""
     (found,) = (each for each in template["spec"]["containers"] if each["name"] == name)
     return found
 
@@ -124,7 +120,6 @@ def settings_file(manifests: Sequence[Manifest]) -> str:
 
 
 def settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """The settings in that file."""
     found: dict[str, Any] = yaml.safe_load(settings_file(manifests))
     return found
 

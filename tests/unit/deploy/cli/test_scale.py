@@ -55,7 +55,6 @@ class Fleet:
         """Reports of a trial, one entry for each call of `overview`; the last entry stays."""
 
     def run(self, *words: str, code: int = 0) -> tuple[str, str]:
-        """What a command prints to standard output and to standard error."""
         assert main(words) == code
         return self._capsys.readouterr()
 

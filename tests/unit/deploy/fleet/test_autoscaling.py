@@ -40,7 +40,6 @@ class Fleet:
         }
 
     def look(self, now: float) -> dict[Role, int]:
-        """The changes that the autoscaler has decided."""
         records: dict[Role, list[ReplicaRecord]] = {
             role: [record(role, **self.says[role]) for _ in range(count)]
             for role, count in (self.wanted | self.there).items()
