@@ -169,6 +169,7 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
     await desk.service.close()
 
 
+@pytest.mark.virtual
 async def test_expired_work_is_refused_without_a_step(desk: Desk) -> None:
     desk.submit(1)
     await desk.gated.entered.wait()
@@ -330,6 +331,7 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
     assert desk.frames[-1][0].code == Unavailable.grpc_code
 
 
+@pytest.mark.virtual
 async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     """Only after something has changed, here that a session is parked."""
     desk = Desk(2, step_s=0.001)
@@ -349,6 +351,7 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     await desk.service.close()
 
 
+@pytest.mark.virtual
 async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session_parked() -> None:
     desk = Desk(2, step_s=0.02)
     desk.worker.left[session_name(1)] = 1000
