@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Computes the attention of N pairs (see `DraftHead`). Each pair attends to itself and to all
 earlier pairs. Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv
 heads, value width]. Returns [N, heads, value width]."""
+ATTENTION = "outrider_head"
+"""The attention function of transformers with this name calls its argument `attend`, an `Attend`
+for pairs [B, L]."""
 OUTPUT = -1
 """This entry of `DraftHead.layer_ids` means the output of the norm after the target's last
 layer."""
@@ -32,6 +36,7 @@ class DraftHead(nn.Module):
     """The target's layers whose inputs are the taps, counted from 0. An entry that equals the
     number of layers means the input of the norm after the last layer. If the only entry is
     `OUTPUT`, the tap is the output of that norm."""
+    rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any
     carries_normed = True
@@ -57,7 +62,15 @@ class DraftHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the rotated keys [.., kv heads, key width] and the values [.., kv heads, value
         width] of the pairs of features [.., D] and token ids [..], at rotary positions [..]."""
-        raise NotImplementedError
+        found: list[Tensor] = []
+
+        def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            found.extend((keys, values))
+            return queries.new_zeros(*queries.shape[:-1], values.shape[-1])
+
+        self._attended(features, token_ids, positions, note)
+        keys, values = found
+        return keys, values
 
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
@@ -65,6 +78,27 @@ class DraftHead(nn.Module):
         """Returns the hidden states h [.., D] of pairs. The pairs are given as for
         `keys_and_values`."""
         raise NotImplementedError
+
+    def _attended(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Runs the layer up to its attention. The pairs are given as for `keys_and_values`."""
+        raise NotImplementedError
+
+    def _call(self, block: Any, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Returns the output [.., D] of an attention or layer of transformers with the attention
+        function `ATTENTION`, for rows [.., W] at rotary positions [..]."""
+
+        def attend_rows(*heads: Tensor) -> Tensor:
+            return attend(*(each.view(*positions.shape, *each.shape[-2:]) for each in heads))
+
+        flat = rows.view(-1, *rows.shape[-2:])
+        found = block(
+            hidden_states=flat, attention_mask=None, attend=attend_rows,
+            position_embeddings=self.rotary_emb(flat, positions.view(-1, positions.shape[-1])),
+        )  # fmt: skip
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output.view(*positions.shape, -1)
 
     def carry(self, hidden: Tensor) -> Tensor:
         """Returns the feature [.., D] of the next drafted pair, from h [.., D] of this pair."""
@@ -105,6 +139,17 @@ class LoadedDraftHead:
     """The target's token id of each logit [draft vocabulary], in ascending order."""
     note: str = ""
     """A warning about how the head reads its target; empty if there is no warning."""
+
+
+def _attention(
+    block: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, attend: Attend, **__: Any
+) -> tuple[Tensor, None]:
+    """Calls `attend` with [B, L, heads, width] in place of [B, heads, L, width]."""
+    heads = (rows.transpose(1, 2).contiguous() for rows in (query, key, value))
+    return attend(*heads), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -30,13 +30,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
+from outrider.models.draft_head import ATTENTION, Attend, DraftHead, LoadedDraftHead
 from outrider.models.loading import WEIGHTS_FILE, parameters_on_meta, put_weights, refusing
 from outrider.models.published_drafters import read_config, read_tensors
 from outrider.models.sources import CONFIG_FILE
@@ -88,22 +89,14 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
         """Does nothing. The base class would raise an error for other widths."""
 
 
-class _Attention(nn.Module):
-    """The projections of the layer's attention, which `Eagle3Head` calls one by one."""
-
-    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
-        super().__init__()
-        width, bias = config.hidden_size, config.attention_bias
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * width, queries, bias=bias)
-        self.k_proj = nn.Linear(2 * width, keys, bias=bias)
-        self.v_proj = nn.Linear(2 * width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, width, bias=bias)
-        eps = config.rms_norm_eps
-        self.q_norm, self.k_norm = (
-            LlamaRMSNorm(config.head_dim, eps) if qk_norm else nn.Identity() for _ in range(2)
-        )
+def _attention(config: LlamaConfig, qk_norm: bool) -> nn.Module:
+    """Returns attention for x of the formulas above, which has twice the layer's width."""
+    config._attn_implementation = ATTENTION
+    attention: nn.Module = (Qwen3Attention if qk_norm else LlamaAttention)(config, layer_idx=0)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        rows, bias = getattr(attention, name).out_features, config.attention_bias
+        setattr(attention, name, nn.Linear(2 * config.hidden_size, rows, bias=bias))
+    return attention
 
 
 class _Layer(nn.Module):
@@ -112,7 +105,7 @@ class _Layer(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(width, eps)
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        self.self_attn = _Attention(config, qk_norm)
+        self.self_attn = _attention(config, qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps)
         self.mlp = LlamaMLP(config)
 
@@ -176,57 +169,23 @@ class Eagle3Head(DraftHead):
         fused: Tensor = self.fc(hidden)
         return fused
 
-    def keys_and_values(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        joined, _ = self._join(features, token_ids)
-        return self._keys_and_values(joined, self._angles(joined, positions))
-
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        joined, residual = self._join(features, token_ids)
-        angles = self._angles(joined, positions)
-        attention = self._layer.self_attn
-        queries = attention.q_proj(joined).unflatten(-1, (-1, self.head_dim))
-        queries = _rotated(attention.q_norm(queries), angles)
-        mixed = attend(queries, *self._keys_and_values(joined, angles))
-        y = residual + attention.o_proj(mixed.flatten(-2))
-        hidden: Tensor = y + self._layer.mlp(self._layer.post_attention_layernorm(y))
+        layer: Any = self.layers[0]
+        y = self._attended(features, token_ids, positions, attend)
+        hidden: Tensor = y + layer.mlp(layer.post_attention_layernorm(y))
         return hidden
 
-    @property
-    def _layer(self) -> Any:
-        return self.layers[0]
-
-    def _join(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x [.., 2 D] and r [.., D] of the formulas above."""
-        embedded = self._layer.input_layernorm(self.embed_tokens(token_ids))
-        normed = self._layer.hidden_norm(features)
+    def _attended(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Returns y [.., D] of the formulas above."""
+        layer: Any = self.layers[0]
+        normed = layer.hidden_norm(features)
+        x = torch.cat([layer.input_layernorm(self.embed_tokens(token_ids)), normed], -1)
         residual = normed if self.config.norm_before_residual else features
-        return torch.cat([embedded, normed], -1), residual
-
-    def _keys_and_values(
-        self, joined: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        attention = self._layer.self_attn
-        keys, values = (
-            project(joined).unflatten(-1, (-1, self.head_dim))
-            for project in (attention.k_proj, attention.v_proj)
-        )
-        return _rotated(attention.k_norm(keys), angles), values
-
-    def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the cosines and sines [.., 1, head_dim] of positions [..], in the dtype of
-        `like`."""
-        cos, sin = self.rotary_emb(like, positions)
-        return cos.unsqueeze(-2), sin.unsqueeze(-2)
-
-
-def _rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = angles
-    rotated: Tensor = heads * cos + rotate_half(heads) * sin
-    return rotated
+        return residual + self._call(layer.self_attn, x, positions, attend)
 
 
 @dataclass(frozen=True)

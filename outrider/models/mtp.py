@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
+from transformers.modeling_utils import LoadStateDictConfig
 
 from outrider.errors import ConfigError
-from outrider.models.draft_head import OUTPUT, Attend, DraftHead, LoadedDraftHead
+from outrider.models.draft_head import ATTENTION, OUTPUT, Attend, DraftHead, LoadedDraftHead
 from outrider.models.loading import DTYPES, check_finite, open_weights, refusing
 from outrider.models.published_drafters import read_config
 from outrider.models.target_layers import last_norm
@@ -54,8 +54,6 @@ _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.w
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
 """The suffix of the name of a float8 weight's scales, and the rows and columns of a block with one
 scale."""
-_ATTENTION = "outrider_mtp"
-"""The attention function of this name calls its argument `attend`."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -81,7 +79,7 @@ class MtpHead(DraftHead):
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
         attention, embeddings = self.layer.mtp_block.self_attn, self.embed_tokens.weight
-        attention.config._attn_implementation = _ATTENTION
+        attention.config._attn_implementation = ATTENTION
         self.width = embeddings.shape[1]
         self._is_normed = True
         self.scaling = attention.scaling
@@ -110,57 +108,24 @@ class MtpHead(DraftHead):
         normed: Tensor = self.target_norm(hidden)
         return normed
 
-    def keys_and_values(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the layer only up to its attention."""
-        found: list[Tensor] = []
-
-        def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            found.extend((keys, values))
-            return queries.new_zeros(*queries.shape[:-1], values.shape[-1])
-
-        rows, angles = self._inputs(features, token_ids, positions)
-        block = self.layer.mtp_block
-        block.self_attn(
-            hidden_states=block.input_layernorm(rows), position_embeddings=angles,
-            attention_mask=None, attend=note,
-        )  # fmt: skip
-        keys, values = (rows.view(*token_ids.shape, *rows.shape[-2:]) for rows in found)
-        return keys, values
-
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        def attend_rows(*heads: Tensor) -> Tensor:
-            return attend(*(rows.view(*token_ids.shape, *rows.shape[-2:]) for rows in heads))
+        return self._call(self.layer.mtp_block, self._x(features, token_ids), positions, attend)
 
-        rows, angles = self._inputs(features, token_ids, positions)
-        hidden: Tensor = self.layer.mtp_block(
-            rows, attention_mask=None, position_embeddings=angles, attend=attend_rows
-        )
-        return hidden.view(features.shape)
+    def _attended(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        block = self.layer.mtp_block
+        rows = block.input_layernorm(self._x(features, token_ids))
+        return self._call(block.self_attn, rows, positions, attend)
 
-    def _inputs(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Returns x [B, L, D] of pairs, and the cosines and sines of the positions."""
+    def _x(self, features: Tensor, token_ids: Tensor) -> Tensor:
+        """Returns x [.., D] of the formulas above."""
         layer = self.layer
         embedded = layer.enorm(self.embed_tokens(token_ids))
-        joined = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))
-        rows = joined.view(-1, *joined.shape[-2:])
-        return rows, self.rotary_emb(rows, positions.view(-1, positions.shape[-1]))
-
-
-def _attention(
-    block: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, attend: Attend, **__: Any
-) -> tuple[Tensor, None]:
-    """Calls `attend` with [B, L, heads, width] in place of [B, heads, L, width]."""
-    heads = (rows.transpose(1, 2).contiguous() for rows in (query, key, value))
-    return attend(*heads), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+        x: Tensor = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))
+        return x
 
 
 def check_mtp(path: Path, name: str) -> str:
