@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,17 @@ from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
-_HEADS = (64, 1024, 16_384)
-"""Top-p searches these numbers of largest weights, one after the other, and at last all weights."""
+_HEAD_ENTRIES = 64
+"""Top-p first searches only this number of largest weights."""
+_BUCKETS = {
+    np.dtype(np.float32): (np.int32, 0x3F800000, 17),
+    np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
+}
+"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. The
+shift leaves the exponent of a float and six bits of its fraction. So the weights between two
+neighbouring powers of 2 are in 64 buckets."""
+_NUM_BUCKETS = 64 * 64
+"""The buckets of weights from 1 down to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64
 """`largest` compares the maxima of blocks of this size first."""
 
@@ -233,18 +243,22 @@ def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     is_cut = 0 < top_k < len(row)
     if not is_cut and top_p >= 1.0:
         return
-    for count in (top_k,) if is_cut else (*_HEADS, len(row)):
-        ranked = largest(row[None], count)[0][0].numpy()
-        mass = ranked.cumsum(dtype=np.float64)
-        goal = top_p * float(mass[-1] if is_cut else row_sums(row[None]))
-        if mass[-1] >= goal:
-            break
+    ranked = largest(row[None], max(_HEAD_ENTRIES, top_k if is_cut else 0))[0][0].numpy()
     if math.isnan(ranked[0]):
         return
-    num_kept = int(np.count_nonzero(ranked))
+    ranked = ranked[: top_k if is_cut else None]
+    num_kept = len(ranked)
+    goal = 0.0
     if top_p < 1.0:
-        num_kept = min(num_kept, int(mass.searchsorted(goal)) + 1)
-    _keep_from(row, float(ranked[num_kept - 1]) if num_kept else 0.0)
+        mass = ranked.cumsum(dtype=np.float64)
+        goal = top_p * (float(mass[-1]) if is_cut else float(row_sums(row[None])))
+        num_kept = int(mass.searchsorted(goal)) + 1
+    if num_kept <= len(ranked) or is_cut or len(ranked) == len(row):
+        num_kept = min(num_kept, int(np.count_nonzero(ranked)))
+        threshold = float(ranked[num_kept - 1]) if num_kept else 0.0
+    else:
+        threshold, num_kept = _long_head_end(row.numpy(), goal)
+    _keep_from(row, threshold)
     _drop_last_ties(row, int(np.count_nonzero(row.numpy())) - num_kept)
 
 
@@ -278,6 +292,22 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     found = inside.topk(count, dim=1)
     block = chosen.gather(1, found.indices // _BLOCK)
     return found.values, block * _BLOCK + found.indices % _BLOCK
+
+
+def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
+    """Adds the weights of `row` [V], largest first, until their sum reaches `goal`. Returns the
+    last weight added, and how many were added. The leading bits of the floats divide the weights
+    into buckets by size. Sorts only the bucket in which the sum reaches the goal."""
+    integers, bits_of_one, shift = _BUCKETS[row.dtype]
+    buckets = (bits_of_one - row.view(integers)) >> shift
+    np.minimum(buckets, _NUM_BUCKETS - 1, out=buckets)
+    mass = np.bincount(buckets, weights=row, minlength=_NUM_BUCKETS).cumsum()
+    end = min(int(mass.searchsorted(goal)), int(buckets.max()))
+    values = np.sort(row[buckets == end])[::-1]
+    before = float(mass[end - 1]) if end > 0 else 0.0
+    reached = values.cumsum(dtype=np.float64) + before
+    last = min(int(reached.searchsorted(goal)), len(values) - 1)
+    return float(values[last]), int(np.count_nonzero(buckets < end)) + last + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,7 +74,7 @@ def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
 def test_top_p_of_wide_rows(spread, top_p):
-    """The search among the largest weights finds the same tokens as a full sort."""
+    """The bucket search finds the same tokens as a full sort."""
     torch.manual_seed(1)
     logits = torch.randn(3, 5000) * spread
     logits[2] = (logits[2] * 4).round() / 4
