@@ -303,9 +303,8 @@ def _head_config(
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
     """Returns the layer's configuration. Takes sizes that are not stated from the tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
-    num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
+    heads = stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)
-    _require(num_layers == 1, "num_hidden_layers", num_layers, "only 1 layer is served")
     at_least_1 = isinstance(heads, int) and heads > 0
     _require(at_least_1, "num_attention_heads", heads, "at least 1 is needed")
     divides = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0

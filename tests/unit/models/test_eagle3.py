@@ -297,7 +297,6 @@ def test_a_whole_vocabulary_needs_no_table(target: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
         ({"num_attention_heads": None}, "num_attention_heads is 0"),
         ({"head_dim": 4}, r"mismatch for layers.0.self_attn.q_proj.weight: .*\[16, 48\]"),
         ({"vocab_size": 33}, "vocab_size is 33"),
