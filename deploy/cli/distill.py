@@ -15,7 +15,7 @@ from outrider.config import TargetConfig, deployment_settings
 from outrider.drafters.names import SHIPPED, LookupKind
 from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
-from outrider.settings import blaming, build, settings_of
+from outrider.settings import build, settings_of
 
 from .command import Arguments, argument, command, json_option, option
 from .options import setting_option
@@ -65,7 +65,6 @@ _SETTINGS = {
     "are in $OUTRIDER_CACHE/distillation.",
 )  # fmt: skip
 def distill(arguments: Arguments) -> int:
-    start_name = arguments.start_from
     given = {
         key: _SETTINGS[key].parse(raw, _SETTINGS[key].flag)
         for key, raw in arguments.settings.items()
@@ -75,20 +74,15 @@ def distill(arguments: Arguments) -> int:
     from draft_service.training.storage import check_out
 
     options = build(
-        DistillOptions, given, out=check_out(arguments.out), start_name=start_name,
-        start_from=None if start_name is None else Path(start_name),
+        DistillOptions, given, out=check_out(arguments.out), start_from=arguments.start_from,
         corpus=() if arguments.corpus is None else corpus_files(arguments.corpus),
     )  # fmt: skip
     use_threads(available_cores())  # This call must precede the import of torch.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
-    from outrider.models.sources import cache_dir, resolve_model
+    from outrider.models.sources import cache_dir
 
     target, text = _target(config)
-    if start_name is not None:
-        with blaming("start_from"):
-            start = resolve_model(start_name, trust_remote_code=config.trust_remote_code)
-        options = replace(options, start_from=start)
     options = replace(
         options,
         prompts=_prompts("prompts", arguments.prompts, text),

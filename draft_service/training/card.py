@@ -23,9 +23,9 @@ def render_card(
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""
-    if learner.is_trained:
+    if options.start_from is not None:
         start = (
-            f"\n- Training began with the drafter `{options.start_name or options.start_from}`. "
+            f"\n- Training began with the drafter `{options.start_from}`. "
             "The texts that it was trained with are not listed here. They may contain texts that "
             "are held out here."
         )

@@ -21,7 +21,9 @@ import torch
 from outrider.errors import SettingError
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import load_model
+from outrider.models.sources import resolve_model
 from outrider.replica.process_setup import build_engine, load_options
+from outrider.settings import blaming
 
 from .card import render_card
 from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
@@ -77,13 +79,20 @@ class _Run:
         self, options: DistillOptions, target: Target, place: Path, report: Report
     ) -> None:
         self._options, self._target, self._report, self._place = options, target, report, place
+        module: Any
         module, info = load_model(target.directory, **load_options(target.config))
         self._module, self._info = module, info
         check_head(module)
         use_plain_attention(module)
         self._learner = LEARNERS[options.kind](options, module)
+        self._start = ""
+        """The fingerprint of the drafter that is trained further."""
         if options.start_from is not None:
-            self._learner.load(options.start_from, target)
+            with blaming("start_from"):
+                trust = target.config.trust_remote_code
+                start = resolve_model(options.start_from, trust_remote_code=trust)
+                self._start = tensors_fingerprint(start)
+            self._learner.load(start, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         self._given = _long_enough(read_corpus(options.corpus, target.encode, self._tokens_max))
@@ -102,7 +111,7 @@ class _Run:
         # With `--steps`, the drafter must not depend on the time.
         share = READING_SHARE + (0 if tokens is None else WRITING_SHARE / 2)
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
-        if not learner.is_trained:
+        if not self._start:
             num_tokens = min(options.draft_vocab or DRAFT_VOCAB, self._vocab_size)
             learner.make(cache.likeliest_tokens(num_tokens))
         dataset = Dataset(cache, learner.token_ids)
@@ -194,10 +203,8 @@ class _Run:
         num, num_held_out = len(documents), sum(document.is_held_out for document in documents)
         if num < HELD_OUT_EVERY:
             wrong = f"only {num} texts were written or given; at least {HELD_OUT_EVERY} are needed"
-        elif num_held_out == 0:
-            wrong = f"none of the {num} texts would be held out to measure the drafter"
-        elif num_held_out == num:
-            wrong = f"all {num} texts would be held out, and none learned"
+        elif num_held_out in (0, num):
+            wrong = f"{num_held_out} of the {num} texts would be held out to measure the drafter"
         else:
             return
         key = "tokens" if self._options.tokens is not None else "minutes"
@@ -210,7 +217,8 @@ class _Run:
         options, learner = self._options, self._learner
         folder = folder_name(
             options.kind, dataset.cache.name, len(dataset.cache.known), dataset.held_out,
-            options.seed, learner.key, options.minutes, options.steps,
+            options.seed, self._start, options.layers, len(learner.token_ids), options.minutes,
+            options.steps,
         )  # fmt: skip
         trainer = Trainer(learner, dataset, self._place / folder, options, seconds)
         trainer.run(lambda part, loss: self._report("training", part, loss))

@@ -25,7 +25,6 @@ from outrider.models.eagle3 import (
     load_eagle3,
     save_speculators,
 )
-from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import parameters_on_meta
 from outrider.models.student import (
     StudentDescription,
@@ -77,9 +76,6 @@ class Learner:
     measured as if consecutive tokens of the text were a chain."""
     stored_form: ClassVar[str]
     """The sentences of the model card about the stored weights."""
-    key: object
-    """Part of the name of the folder that keeps the training's progress. The key distinguishes
-    drafters of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The weights to train."""
@@ -91,7 +87,6 @@ class Learner:
         self._options = options
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
-        self.is_trained = False
 
     @property
     def head(self) -> Tensor:
@@ -100,17 +95,13 @@ class Learner:
 
     def load(self, start: Path, target: Target) -> None:
         """Loads a trained drafter. Raises `SettingError` if it does not fit the target."""
-        name = self._options.start_name or str(start)
         with blaming("start_from"):
-            module, token_ids = self._load(start, target, name)
-            self.key = tensors_fingerprint(start)
-        self.is_trained = True
+            module, token_ids = self._load(start, target)
         self._train(module, np.array(token_ids, dtype=np.int64))
 
     def make(self, token_ids: Array) -> None:
         """Makes a new drafter that can propose the tokens `token_ids` [N], ascending."""
         self._train(self._make(torch.from_numpy(token_ids)), token_ids)
-        self.key = self._options.layers, len(token_ids)
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Drafts chains along the texts of `batch`. Element i has draft token i of each chain."""
@@ -118,13 +109,13 @@ class Learner:
 
     def as_stored(self, weight: Tensor) -> Tensor:
         """Returns the weight as it would be after saving and loading."""
-        raise NotImplementedError
+        return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         """Writes the drafter's files, without the card. `fingerprint` is the target's."""
         raise NotImplementedError
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
         """Returns the module of the drafter in `start`, and the tokens of its logits' columns."""
         raise NotImplementedError
 
@@ -191,9 +182,6 @@ class Eagle3(Learner):
             found.append(Depth(read, starts + depth))
         return found
 
-    def as_stored(self, weight: Tensor) -> Tensor:
-        return weight
-
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         is_id = "/" in target.name and not Path(target.name).exists()
         save_speculators(
@@ -202,7 +190,8 @@ class Eagle3(Learner):
             architectures=[type(self._target).__name__],
         )  # fmt: skip
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
+        name = str(self._options.start_from)
         found = load_eagle3(start, self._target, name=name, target_name=target.name)
         self.taps = found.module.layer_ids
         return found.module, found.token_ids
@@ -291,8 +280,8 @@ class Student(Learner):
         description = StudentDescription(target=target.name, target_fingerprint=fingerprint)
         save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        options = load_options(target.config) | {"name": name}
+    def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
+        options = load_options(target.config) | {"name": self._options.start_from}
         module, info = load_student(start, target.directory, target=target.name, **options)
         student: Any = module
         # A copy of the target's embeddings would be trained but not stored.

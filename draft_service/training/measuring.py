@@ -95,8 +95,8 @@ def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)
     q /= kept.values.sum(dim=1, keepdim=True)
-    teacher, following = batch.teacher.at(rows), batch.following[rows]
-    overlap = torch.minimum(q.gather(1, teacher.columns), teacher.mass).sum(dim=1)
+    following = batch.following[rows]
+    overlap = torch.minimum(q.gather(1, batch.columns[rows]), batch.mass[rows]).sum(dim=1)
     drafted = q.gather(1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
     ratio = (drafted / batch.written[rows].exp()).clamp(max=1.0)
     is_same = kept.indices[:, 0] == batch.likeliest[rows]

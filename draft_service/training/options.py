@@ -29,11 +29,9 @@ class DistillOptions:
     ones, the last one, and the two that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
-    start_from: Internal[Path | None] = None
-    """A drafter of the same target and kind that is trained further. It keeps its `layers` and
-    `draft_vocab`. None = a new drafter is made."""
-    start_name: Internal[str | None] = None
-    """The name of `start_from` on the card. None = the path."""
+    start_from: Internal[str | None] = None
+    """The name of a drafter of the same target and kind that is trained further. It keeps its
+    `layers` and `draft_vocab`. None = a new drafter is made."""
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()

@@ -241,20 +241,6 @@ _POOL = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherRows:
-    """The target's answers at R positions."""
-
-    columns: Tensor
-    """[R, M]: the column of the drafter's head for each of the M likeliest tokens. Where `mass`
-    is 0, the column is arbitrary."""
-    mass: Tensor
-    """[R, M], float32: p of the M likeliest tokens. A token without a column has mass 0."""
-
-    def at(self, rows: Tensor | slice) -> TeacherRows:
-        return TeacherRows(self.columns[rows], self.mass[rows])
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """B documents side by side."""
 
@@ -268,7 +254,11 @@ class Batch:
     """[R]: the target's log-probability of each learned token."""
     likeliest: Tensor
     """[R]: the column of the target's likeliest token. -1 = no column."""
-    teacher: TeacherRows
+    columns: Tensor
+    """[R, M]: the column of each of the target's M likeliest tokens. Where `mass` is 0, the column
+    is arbitrary."""
+    mass: Tensor
+    """[R, M], float32: p of the M likeliest tokens. A token without a column has mass 0."""
     behind: Tensor
     """[R]: how many later rows belong to the same document."""
     features: Tensor
@@ -309,7 +299,8 @@ class Dataset:
             following=self._put(self._columns[following]),
             written=self._put(answers["written"].astype(np.float32)),
             likeliest=self._put(columns[:, 0]),
-            teacher=TeacherRows(self._put(columns.clip(0)), self._put(mass.astype(np.float32))),
+            columns=self._put(columns.clip(0)),
+            mass=self._put(mass.astype(np.float32)),
             behind=self._put(np.concatenate([np.arange(size)[::-1] for size in sizes])),
             features=self._features(answers, [len(document.token_ids) for document in documents]),
         )

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .learners import Learner
 from .options import DistillOptions
 from .storage import Stopwatch, replacing
-from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
+from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
 """Number of tokens in a batch at the end of training, padding included."""
@@ -148,7 +148,8 @@ class Trainer:
 
     def _step(self, indices: list[int]) -> float:
         batch = self._dataset.batch(indices)
-        part, weights, is_trained = self.part, self.learner.weights, self.learner.is_trained
+        part, weights = self.part, self.learner.weights
+        is_trained = self._options.start_from is not None
         loss = self._loss(batch, likelihood_share(part, is_trained))
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
@@ -173,7 +174,8 @@ class Trainer:
         weights, losses = [], []
         for depth, (hidden, rows) in enumerate(self.learner.draft(batch)):
             weights.append(_DEPTH_SHARE**depth)
-            loss = overlap_loss(hidden, self.learner.head, batch.teacher.at(rows), share)
+            answers = batch.columns[rows], batch.mass[rows]
+            loss = overlap_loss(hidden, self.learner.head, *answers, share)
             losses.append(weights[-1] * loss)
         return torch.stack(losses).sum() / sum(weights)
 
@@ -204,27 +206,27 @@ _LEAST_OVERLAP = 1e-3
 
 
 def overlap_loss(
-    hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
+    hidden: Tensor, head: Tensor, columns: Tensor, mass: Tensor, likelihood_share: float
 ) -> Tensor:
     """Returns the mean loss over R rows, with a gradient for `hidden` [R, D]. `head` [N, D] has the
-    same dtype. -log(acceptance) has the weight `likelihood_share`, and cross-entropy has the
-    remaining weight. For the gradient, the logits of each block of rows are computed again, because
-    those of all blocks would take too much memory."""
-    num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
-    blocks = [slice(start, start + size) for start in range(0, num_rows, size)]
+    same dtype. `columns` and `mass` [R, M] are those of a `Batch`. -log(acceptance) has the weight
+    `likelihood_share`, and cross-entropy has the remaining weight. For the gradient, the logits of
+    each block of rows are computed again, because those of all blocks would take too much
+    memory."""
+    size = ROWS_OF_A_BLOCK[hidden.device.type]
+    blocks = (torch.split(part, size) for part in (hidden, columns, mass))
     losses = [
         checkpoint(
-            _summed_loss, hidden[rows], head, teacher.at(rows), likelihood_share,
+            _summed_loss, head, likelihood_share, *block,
             use_reentrant=False, preserve_rng_state=False,
         )
-        for rows in blocks
+        for block in zip(*blocks, strict=True)
     ]  # fmt: skip
-    return torch.stack(losses).sum() / num_rows
+    return torch.stack(losses).sum() / len(hidden)
 
 
-def _summed_loss(hidden: Tensor, head: Tensor, teacher: TeacherRows, share: float) -> Tensor:
-    p = teacher.mass
-    listed = (hidden @ head.t()).float().log_softmax(dim=1).gather(1, teacher.columns)
+def _summed_loss(head: Tensor, share: float, hidden: Tensor, columns: Tensor, p: Tensor) -> Tensor:
+    listed = (hidden @ head.t()).float().log_softmax(dim=1).gather(1, columns)
     overlaps = torch.minimum(p, listed.exp()).sum(dim=1)
     least = overlaps.detach().clamp(min=_LEAST_OVERLAP)
     likelihoods = least.log() + overlaps / least - (overlaps / least).detach()
