@@ -1,7 +1,8 @@
 """Configurations: one frozen dataclass of settings for each service, and one for a deployment.
 
-Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from the
-fields. `Internal` fields are no settings. The code that starts a service sets them."""
+Each field is a setting with a flag, an `OUTRIDER_*` variable, a YAML key and a row in
+`docs/settings.md`, except the `Internal` fields. The code that starts a service sets `Internal`
+fields."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ PATHS = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "redis_password_file", "redis_ca_file",
 )  # fmt: skip
-"""Settings that are paths of files or directories which replicas read."""
+"""Settings whose values are paths of files or directories that replicas read."""
 
 Port = Annotated[int, between(0, PORT_MAX)]
 Cpus = Annotated[float, between(0, THREADS_MAX)]
@@ -55,7 +56,7 @@ def is_loopback(host: str) -> bool:
 
 
 def without_security(config: Server) -> Server:
-    """The same configuration on loopback, without keys and TLS, for a measurement."""
+    """A copy of the configuration, for a measurement: on loopback, without keys and TLS."""
     cleared = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
     changes: dict[str, Any] = {"host": LOOPBACK, **cleared}
     return replace(config, **changes)
@@ -84,11 +85,12 @@ class ServerConfig:
 
     role: ClassVar[Role]
     membership: Internal[Membership | None] = None
-    """Registry in which the replica announces itself; None = no registry."""
+    """None = the replica does not announce itself.
+    """
 
     @property
     def slot(self) -> int:
-        """Number of the replica among those of its role on this machine, from 0."""
+        """Index of the replica among the replicas of its role on this machine, from 0."""
         return 0 if self.membership is None else self.membership.slot
 
     @property
@@ -138,8 +140,8 @@ class ModelServerConfig(ServerConfig):
             title="auto, transformers, vllm or emulated:SPEC",
         ),
     ] = AUTO_ENGINE
-    """Engine that runs the models: `transformers`; `vllm`, which must be installed; `auto` = vLLM
-    on a CUDA device if vLLM is installed and supports the settings, otherwise transformers;
+    """Engine that runs the models: `transformers`; `vllm` (must be installed); `auto` = vLLM on a
+    CUDA device if vLLM is installed and supports the settings, otherwise transformers;
     `emulated:KEY=VALUE,...` = toy models whose steps take the given times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and CUDA graphs."""
@@ -151,18 +153,19 @@ class ModelServerConfig(ServerConfig):
     """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
-    GPU, this is a fraction of the replica's share of the memory."""
+    GPU, the fraction applies to each replica's share of the memory."""
     max_num_batched_tokens: Annotated[int | None, between(limits.BATCHED_TOKENS_MIN, 2**20)] = None
     """Largest number of tokens in one step; if unset, 2048 with vLLM and 512 with other engines.
     Longer prompts are prefilled in several steps. A larger number raises throughput, but requests
     wait longer for other prompts."""
     deterministic: bool = False
-    """Compute bit-identical logits of a token, whatever other tokens are in its step. So under the
-    rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on other
-    sessions. The fused CPU kernels always compute this way. Other kernels become slower."""
+    """Compute the same logits of a token, bit for bit, whatever other tokens are in the step. Then
+    under the rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on
+    other sessions. This setting makes all kernels slower except the fused CPU kernels."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels for steps on a CPU: `torch` = torch's operators; `auto` = the fused kernels of
-    amd-pace if it is installed and supports processor and model, otherwise torch's operators."""
+    amd-pace if amd-pace is installed and supports the processor and the model, otherwise torch's
+    operators."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
@@ -177,14 +180,15 @@ class ModelServerConfig(ServerConfig):
     port: Port = 0
     """The replica's gRPC port, for firewalls that admit only some ports; 0 = any free port."""
     num_cpus: Cpus = 0.5
-    """CPUs that Ray reserves for a replica. This limits how many replicas Ray places on a machine,
-    not how many cores they use."""
+    """CPUs that Ray reserves for a replica. The number limits how many replicas Ray places on a
+    machine, not how many cores a replica uses."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
     """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica. If unset, Ray
     reserves an equal share of the cluster's GPUs, at most one GPU, for each rank of a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
-    for a draft. While other processes slow a target down, its small steps use one thread fewer."""
+    for a draft. While other processes slow a target down, the target's small steps use one thread
+    fewer."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
@@ -224,8 +228,8 @@ class TargetConfig(ModelServerConfig):
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
-    """Time in ms for which the target, in plain decoding, collects tokens before it sends them. A
-    longer interval saves CPU time, but streams get their tokens in larger groups."""
+    """In plain decoding, the target collects tokens for this time before it sends them, ms. A
+    longer interval saves CPU time, but clients get the tokens in larger groups."""
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)
@@ -252,8 +256,8 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Least estimated probability that all tokens of a suffix proposal are accepted. Suffix
-    decoding adds no token that would lower the probability below this number."""
+    """Lower bound on the estimated probability that all tokens of a suffix proposal are accepted.
+    Suffix decoding adds no token that would lower the probability below this bound."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. For all tenants together, suffix decoding keeps at most four times
@@ -269,7 +273,7 @@ class DraftConfig(ModelServerConfig):
     """Largest number of tokens that a hybrid drafter's model or head drafts in a round. The
     hybrid's look-up may draft more."""
     target: Internal[str] = ""
-    """Name of the target that the drafter was made for; empty for other drafters."""
+    """Name of the target for which the drafter was trained; empty = for no single target."""
     target_directory: Internal[str] = ""
 
     @property
@@ -350,14 +354,14 @@ class CoordinatorConfig(ServerConfig):
     """Number of draft tokens in a round, for requests that do not set this number; 0 = plain
     decoding. With `length_control`, rounds may have fewer draft tokens."""
     length_control: bool = True
-    """Choose each round's number of draft tokens, up to the number that the request allows, from
-    the expected acceptance and the time of drafting."""
+    """Choose the number of draft tokens of each round from the expected acceptance and the time of
+    drafting. The number that the request allows is the upper limit."""
     unseeded_rule: Literal["token", "block"] = "block"
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
     """While the target verifies a round, the draft drafts the next round for this number of
-    outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a device,
-    otherwise 0."""
+    possible outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a
+    device, otherwise 0."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Largest number of plain rounds that a target may run without waiting for the coordinator."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
@@ -371,7 +375,8 @@ class CoordinatorConfig(ServerConfig):
     the session does not decode. A session that is not resumed in time is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens that it
-    has drawn so far. If drafting for so long would not pay, length control sets a shorter limit."""
+    has drawn so far. Length control sets a shorter limit if drafting for this time would not pay.
+    """
     target_gone_ms: WaitMs = 60_000
     """A request fails if its target cannot be reached for this time, ms."""
     seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
@@ -384,8 +389,8 @@ class CoordinatorConfig(ServerConfig):
     scores the session's tokens again, and metrics compare these tokens with the target's
     distribution. One session is audited at a time. Without `telemetry` there are no audits."""
     trace_every_rounds: Annotated[int, between(0, 2**20)] = 64
-    """In a trace, the first two rounds of a request and then every Nth round have spans; 0 = no
-    round has spans. The totals in the request's span include all rounds."""
+    """In a trace, the first two rounds of a request have spans, and then every Nth round, where N
+    is this number; 0 = no round has spans. The totals in the request's span include all rounds."""
     vllm_metric_names: bool = False
     """Also export speculation counters to Prometheus as vLLM does (`vllm:spec_decode_...`)."""
     tokenizer_directory: Internal[str] = ""
@@ -403,12 +408,11 @@ class CoordinatorConfig(ServerConfig):
     draft_address: Internal[str] = ""
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig] = DraftConfig(model="model")
-    """Configuration of the look-up in the coordinator. If its `model` is neither a look-up nor a
+    """Configuration of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a
     hybrid, prompt lookup only replaces missing proposals."""
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether callers need an API key."""
         return bool(self.api_key or self.api_key_file)
 
     @property
@@ -458,15 +462,15 @@ class AutoscaleConfig:
     """Smallest and largest number of targets, as LEAST:MOST. The number follows the load within
     these bounds. Empty = the number does not follow the load."""
     autoscale_drafts: _Bounds = ""
-    """Smallest and largest number of drafts, as `autoscale_targets` for targets."""
+    """Smallest and largest number of drafts, in the format of `autoscale_targets`."""
     autoscale_coordinators: _Bounds = ""
-    """Smallest and largest number of coordinators, as `autoscale_targets` for targets."""
+    """Smallest and largest number of coordinators, in the format of `autoscale_targets`."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
     """Add targets if rounds and prompts wait in the queue for more than this number of steps."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Time for which one replica fewer must have been enough before a replica is removed, s."""
+    """Remove a replica once one replica fewer has been enough for this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -508,9 +512,9 @@ class DeploymentConfig:
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
     separated by commas. Ray places a rank only on a machine that has these resources."""
     draft_resources: str = ""
-    """Ray resources that each rank of a draft needs, as `target_resources` for targets."""
+    """Ray resources that each rank of a draft needs, in the format of `target_resources`."""
     coordinator_resources: str = ""
-    """Ray resources that each coordinator needs, as `target_resources` for targets."""
+    """Ray resources that each coordinator needs, in the format of `target_resources`."""
     address: str = ""
     """Address of the Ray cluster on which the actors start; empty = a local cluster."""
     deployment_name: Annotated[
@@ -519,18 +523,18 @@ class DeploymentConfig:
     """Name of the deployment; empty = a new name each time. If a deployment of this name runs on
     the cluster, `serve` takes it over and upgrades it to these settings."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
-    """Time for Ray to place all actors, s."""
+    """Time limit for Ray to place all actors, s."""
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
-    """Time for the models to load, s."""
+    """Time limit for loading the models, s."""
     stop_timeout_s: Annotated[float, between(0, WAIT_S_MAX)] = 10.0
-    """Time for running requests to end when a replica stops, s."""
+    """When a replica stops, its running requests have this time to end, s."""
 
     def __post_init__(self) -> None:
         drafter, ranks = self.draft.drafter, self.target.tensor_parallel_size
         on_vllm = self.target.engine == VLLM
         look_ahead = self.coordinator.look_ahead
         apart = drafter.runs_on == "draft" and drafter.kind
-        # Heads of other kinds run on the leading rank.
+        # Other heads run on the leading rank, so the target may have several ranks.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
         reads = f"{self.draft.model} reads the target's states"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
@@ -551,7 +555,7 @@ class DeploymentConfig:
             )
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
-        """Every setting by key, with or without secrets."""
+        """All settings by key, with or without secrets."""
         return {
             found.key: getattr(part, name)
             for part in (
@@ -573,7 +577,6 @@ class DeploymentConfig:
 
     @property
     def served_model_name(self) -> str:
-        """The name of the model in requests."""
         return self.coordinator.served_model_name or self.target_name
 
 
@@ -594,7 +597,7 @@ def merge(
 ) -> dict[str, Value]:
     """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
-    `ConfigError` for a bad value, even if the value is overridden, and names its source."""
+    `ConfigError` for a bad value, even if the value is overridden. The error names its source."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, ""):
@@ -612,14 +615,14 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """The settings of all layers, in increasing precedence (see `layers`). The settings that a
-    `speculative_config` stands for replace it in its layer. Raises `ConfigError` if the layer also
-    has one of these settings."""
+    """The settings of all layers, in increasing precedence (see `layers`). In each layer, the
+    settings that a `speculative_config` stands for replace the `speculative_config`. Raises
+    `ConfigError` if the layer also sets one of them directly."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # The rates of an earlier layer's synthetic acceptance do not count any more.
+            # Drops the synthetic acceptance rates of an earlier layer.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):

@@ -91,7 +91,7 @@ class EngineLost(Unavailable):
 
 
 class LinkLost(Unavailable):
-    """The stream to a replica broke. The replica may or may not have handled the items."""
+    """The stream to a replica broke. The replica may or may not have handled the sent items."""
 
 
 class StoreUnavailable(Unavailable):
@@ -120,7 +120,7 @@ class SettingError(ConfigError):
 
 
 class StepUndone(OutriderError):
-    """A draft step failed. Its sequences have given back the slots that they took for the step."""
+    """A draft step failed. The sequences of the step have given back the slots that they took."""
 
 
 class InvariantError(OutriderError):

@@ -27,13 +27,13 @@ SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
 ALTERNATIVES_MAX = 256
-"""Number of a schema's alternatives that are lists or objects. The time for a mask may grow with
-the cube of this number."""
+"""Alternatives of one schema that are lists or objects. The time to compute a mask may grow with
+the cube of their number."""
 LIST_ALTERNATIVE = 4
-"""How much an alternative that may be a list counts towards `ALTERNATIVES_MAX`."""
+"""An alternative that may be a list counts as this many alternatives."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
 MASK_S_MAX = 0.25  # time for a token's mask; a constraint that takes longer twice is refused
-FOLLOWED_AT_ONCE = 64  # committed tokens that a matcher may take MASK_S_MAX to read
+FOLLOWED_AT_ONCE = 64  # a matcher may take MASK_S_MAX to read this many committed tokens
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to the tokenizer's
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
@@ -41,9 +41,9 @@ COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
-GRAMMARS_MAX = 64  # compiled constraints kept even if unused; the least recently used goes first
-LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; at the limit, the constraint is compiled again
-MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
+GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
+LEXER_STATES_MAX = 2**15  # of 1 to 2 KB; a constraint that reaches the limit is compiled again
+MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
 GRPC_METADATA_BYTES_MAX = 16 * 2**10
@@ -59,15 +59,15 @@ SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
 STUCK_WRITE_MS = 1_000  # a full stream is cut if its client reads nothing for this time
-SEQUENCES_PER_REPLICA_MAX = 4096  # in a replica's memory; the least recently used goes first
+SEQUENCES_PER_REPLICA_MAX = 4096  # in a replica; the least recently used sequence is evicted first
 RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
 FEATURES_MAX = 512  # committed tokens whose features one message may have
 FEATURES_BYTES_MAX = 4 * 2**20  # of features in one message
 FEATURES_STEP_BYTES_MAX = 8 * 2**20  # of features in all messages of a step
 FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
-HYBRID_SCORE_MIN = 0.6  # a hybrid's look-up drafts if it expects this many accepted tokens
-HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
+HYBRID_SCORE_MIN = 0.6  # expected accepted tokens from which a hybrid's look-up drafts, by default
+HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round, by default
 LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
 LOOK_AHEAD_DEFAULT = 16  # predicted outcomes by default, if drafting does not delay the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of the proposals that a draft pushes for one round
@@ -75,7 +75,7 @@ SUFFIX_TENANTS = 4  # tenants for whose full histories suffix decoding has room
 SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
-AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen for an audit and have no result
+AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen and not audited yet
 REPLICAS_MAX = 1024  # of one role in a deployment
 LOG_BYTES_MAX = 16 * 2**20  # a larger log file is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
@@ -115,7 +115,7 @@ coordinator refuses the new connection."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
-HTTP_STUCK_WRITE_S = 30  # for a client that takes no data while some wait for it
+HTTP_STUCK_WRITE_S = 30  # a client that reads nothing for this time is disconnected
 EVENT_ID_CHOICES_MAX = 64  # with more choices, events have no ids, because an id names all choices
 IDEMPOTENCY_KEY_CHARS_MAX = 128
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
@@ -160,7 +160,7 @@ APPEND_TOKENS_MAX = 65_536  # tokens in one append; more tokens are sent in seve
 APPENDS_PER_CALL_MAX = 512  # sessions in one `append` of the store
 CALLS_PER_PIPELINE_MAX = 64  # sessions opened, ended or read in one round trip
 RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens in one answer of Redis
-RECORD_INLINE_BYTES = 16 * 2**10  # of a record; a longer one is decoded on a thread
+RECORD_INLINE_BYTES = 16 * 2**10  # of a session's record; a longer record is decoded on a thread
 LOAD_TRIES_MAX = 3  # reads of a record whose tokens change meanwhile
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replayed on a thread
@@ -172,7 +172,7 @@ CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # between tries to reach the store; the time doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
-REDIS_TIMEOUT_SLICES = 9  # timers that run in turn, so a pause of the process uses up only one
+REDIS_TIMEOUT_SLICES = 9  # parts of the timeout; a pause of the process uses up only one part
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
 REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas
@@ -190,7 +190,7 @@ FILE_BYTES_MAX = 2**20  # of a file of settings, keys or certificates
 KEY_FILE_LOOK_MS = 1_000  # between checks of key and certificate files
 REQUESTS_PER_MINUTE_MAX = 1_000_000
 KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
-SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count for their key
+SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count towards their key's limit
 SLOT_RENEWAL_MS = 1_000  # how often a coordinator renews its slots
 SLOT_RETRY_MS = 1_000  # delay before a retry with a key whose slots are all taken
 HEALTH_WATCHES_MAX = 64  # watchers of a server's health, which need no key

@@ -2,7 +2,7 @@
 defaults, in this order of precedence.
 
 A configuration is a pydantic dataclass (`checked`). Its fields are settings, except the `Internal`
-fields. The sources are checked separately, so that an error can name the source of a bad value."""
+fields. Each source is checked on its own, so an error can name the source of a bad value."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
-    is the alias of its field. Without an alias, the key is the field's name, after `prefix` if the
-    field is one of `fields`."""
+    is the alias of its field. Without an alias, the key is the field's name. For a field in
+    `fields`, `prefix` comes before the name."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -64,12 +64,11 @@ class Setting:
     key: str
     doc: str
     group: str
-    """Docstring of the setting's class. The help shows settings under this heading."""
+    """Heading of the setting in the help: the docstring of the setting's class."""
     default: Value
     secret: bool
     """Whether the value is hidden everywhere, even in errors."""
     annotation: Any
-    """Type of the value, with bounds."""
 
     @cached_property
     def adapter(self) -> TypeAdapter[Value]:
@@ -77,7 +76,7 @@ class Setting:
 
     @cached_property
     def schema(self) -> Any:
-        """JSON schema of the values other than None, or of the entries of a list."""
+        """JSON schema of a value other than None. For a list, the schema of an entry."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
@@ -191,9 +190,9 @@ def layers(
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[dict[str, tuple[Setting, object, str]]]:
-    """Yields what a YAML file, the environment and flags set, in this order. By key, each of these
-    layers has the setting, its raw value, and the source to name in errors. Raises `ConfigError`
-    for an unknown key."""
+    """Yields three layers: the settings of a YAML file, of the environment, and of flags. A layer
+    maps the key of each setting to the setting, its raw value, and the source to name in errors.
+    Raises `ConfigError` for an unknown key."""
     in_file = {} if file is None else _read_yaml(file)
     variables = [
         (variable, text)
