@@ -177,7 +177,7 @@ def in_use(stack: Stack) -> dict[str, int]:
             f"sessions that the {role} hears of": len(service.sessions),
             f"sequences of the {role}": len(engine._pool._sequences),
             f"pages of the {role}": used,
-            f"items that wait for the {role}": len(service._queue),
+            f"items that wait for the {role}": len(service._queue.waiting),
         }
     found["rounds that run ahead"] = len(stack.target._ahead)
     drafter: Any = stack.draft._worker
