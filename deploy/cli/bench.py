@@ -109,10 +109,9 @@ async def _peers(module: Any, options: PeersOptions, arguments: Arguments) -> An
 
 
 def found_models(config: DeploymentConfig) -> DeploymentConfig:
-    """The configuration with the directories of its models. Raises `ConfigError`."""
     if config.target.emulated is not None:
         raise SettingError("engine", "is emulated; this command needs a model")
-    # torch is not imported yet. It reads the number of threads when it is imported.
+    # This call must precede the import of torch, because torch reads the number of threads then.
     use_threads(config.target.num_threads or available_cores())
     progress("finding the models")
     return resolve_models(config)
@@ -141,8 +140,6 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """`num_threads` is the larger of the target's and the draft's numbers of threads, because
-    target and draft take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -150,6 +147,7 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     target, draft = build(TargetConfig, settings), build(DraftConfig, settings)
     _note_copies(connection, draft)
     num_draft_tokens = settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
+    # Target and draft take turns, so both may use all of these threads.
     num_threads = max(target.num_threads or available_cores(), draft.num_threads)
     directory = connection.target_directory
     return Subject(

@@ -116,7 +116,6 @@ async def receive(
     client: Client, request: GenerateRequest, builder: CompletionBuilder,
     show: Callable[[Tokens], None],
 ) -> None:  # fmt: skip
-    """Passes all events of an answer to `builder`, and events with tokens to `show`."""
     async with aclosing(client.generate(request)) as events:
         async for event in events:
             builder.add(event)
@@ -229,7 +228,6 @@ def _tokenizer(directory: str) -> Any:
 
 
 def logprob_table(completion: Completion, directory: str) -> Table:
-    """The log-probability of each token, and those of the likeliest tokens at its place."""
     from rich.table import Table
     from rich.text import Text
 
@@ -416,8 +414,8 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 
 def _read_raw() -> str | None:
-    """Reads a line without Python's buffer, whose lock a reading thread holds. At exit the
-    interpreter would wait for this lock."""
+    """Reads a line without the buffer of `sys.stdin`. A thread that reads through the buffer holds
+    its lock, and at exit the interpreter would wait for the lock."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

@@ -1,4 +1,4 @@
-"""`outrider COMMAND ...`: parses the command line, runs the command, reports an error in one line.
+"""Parses the command line of `outrider`, runs the command, and reports an error in one line.
 
 Exit codes: 0 = done; 2 = bad arguments or settings (`ConfigError`, `BadRequest`); 130 =
 interrupted; 143 = ended by SIGTERM; 1 = another failure. Standard output gets only results.
@@ -42,7 +42,7 @@ _MODULES = {
     "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
-"""The module of each command whose module has another name than the command."""
+"""Modules of the commands that have no module of their own name."""
 
 
 def _load(name: str) -> Command:

@@ -1,5 +1,5 @@
 """Removes secrets from output and from this process's command line. Other users see the command
-line in the process list, and `ray.init` stores it in Ray's head."""
+line in the process list, and `ray.init` stores the command line in Ray's head."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def hide_words(given: frozenset[str]) -> None:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Masks secrets inside the values of settings. `settings` has no secret settings."""
+    """Masks secrets inside settings that are not secret as a whole, such as a password in a URL."""
     return {
         key: _SECRETS.sub(MASK, value) if isinstance(value, str) else value
         for key, value in settings.items()

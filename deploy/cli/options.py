@@ -59,8 +59,8 @@ OF_CALLERS = ("api_key",)
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings for which `generate`, `chat` and `bench` have no option. Requests have a field of the
-same name instead."""
+"""Settings that `generate`, `chat` and `bench` do not take. Their options of the same names set
+fields of the request."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
@@ -129,7 +129,6 @@ def place_options() -> list[Option]:
 
 
 def request_options(max_tokens: int) -> list[Option]:
-    """An option for each field of a request except the prompt."""
     numbers: Mapping[str, tuple[float | None, str]] = {
         "--max-tokens": (max_tokens, "most tokens to generate"),
         "--temperature": (0.0, "sampling temperature, 0 to 2; 0 = greedy"),
@@ -186,7 +185,6 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def given_settings(arguments: Arguments) -> dict[str, Value]:
-    """The settings that options, environment and file give, by key. Raises `ConfigError`."""
     return merge(arguments.settings, os.environ, arguments.config)
 
 
@@ -300,7 +298,6 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 
 
 def caller_options() -> list[Option]:
-    """Options for the caller's credentials, for a command that has no options for settings."""
     doc = f"API key to send to coordinators [${KEY_VARIABLE}]"
     key = setting_option(deployment_settings()["api_key"], doc=doc)
     return grouped("Connection", [key, *trust_options()])
@@ -386,7 +383,6 @@ def own_config(arguments: Arguments) -> DeploymentConfig:
 
 
 def checked_address(server: str) -> str:
-    """Returns `server`. Raises `ConfigError` if it is not HOST:PORT."""
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"--server: {server!r} is wrong; it must be HOST:PORT")
@@ -428,7 +424,7 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
     if (
         record is not None
         and name in ("", record.deployment)
-        # `serve` may have found the cluster by a setting other than its address, such as `auto`.
+        # The user may have given `serve` another name of the same cluster, such as `auto`.
         and address in ("", record.ray_address, record.settings.get("address"))
     ):
         token = Path(record.ray_token) if record.ray_token else None

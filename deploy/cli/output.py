@@ -38,8 +38,8 @@ class Progress:
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
         """Begins the work that `line` describes. The work lasts until the next call or `rest`. If
-        `at_once` is False, the line is first printed after `period_s`. A line that is a warning is
-        printed once and begins no work."""
+        `at_once` is False, the line is first printed after `period_s`. A warning is printed once
+        and begins no work."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:

@@ -56,11 +56,11 @@ class PlanOptions(PromptOptions):
     devices: str | None = None
     """Run no model. Instead compute the speed of a device with and without drafts, from the models'
     sizes and the memory bandwidth. Give the preset h200-8b or h200-70b-fp8. PRESET,KEY=VALUE,..
-    changes its values [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
+    changes values [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
     head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
     hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
-    plain_ms=0.5]. A model is GB/LAYERS/KB/DEVICES: GB is the size of the weights, KB that of a
-    token's keys and values."""
+    plain_ms=0.5]. A model is GB/LAYERS/KB/DEVICES. GB is the size of the weights. KB is the size of
+    a token's keys and values."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         if self.prompts is None and self.num_prompts is None:
@@ -79,8 +79,7 @@ class SimulationOptions(Options):
     simulations."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. Without this file, `--engine emulated:acceptance_rates=A/A/..` gives a pair to
-    simulate."""
+    --json`. Without this file, `--engine emulated:acceptance_rates=A/A/..` describes the pair."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Sessions at a time; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None
@@ -96,7 +95,7 @@ class SimulationOptions(Options):
     coordinators: Count = None
     """Number of coordinators; unset = the fewest that meet `--tpot-ms`."""
     tpot_ms: Annotated[float | None, between(0.001, 60_000)] = None
-    """Limit on the time per token, ms, which 99 % of the tokens must meet."""
+    """Limit on the time per token, ms. At least 99 % of the tokens must meet this limit."""
     simulated_seconds: Annotated[float, between(1, 3_600)] = 10.0
     """Measured part of the simulated time, s."""
     coordinator_ms: Annotated[float, between(0, 1_000)] = 0.29

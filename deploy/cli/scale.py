@@ -139,7 +139,7 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
 def upgrade(arguments: Arguments) -> int:
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
-    # The deployment does not reveal its secrets, so this command cannot see whether one changes.
+    # The deployment reveals no secrets, so this command cannot see whether a secret changes.
     for key in SECRETS:
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")

@@ -1,6 +1,5 @@
-"""`outrider serve` starts a deployment, in the foreground or detached. `outrider stop` stops the
-deployment. `outrider status` shows it, and exits with 0 if a coordinator and a target serve, else
-with 1."""
+"""`outrider serve` starts a deployment, `outrider stop` stops it, and `outrider status` shows its
+replicas. `status` exits with 0 if a coordinator and a target serve, otherwise with 1."""
 
 from __future__ import annotations
 
@@ -247,7 +246,8 @@ def _end(pid: int, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        # Only a parent can use `waitpid`, and not every container runtime has `pidfd_open`.
+        # Polls, because only a parent can use `waitpid`, and some container runtimes lack
+        # `pidfd_open`.
         while not _is_zombie(pid):
             if time.monotonic() >= give_up_at:
                 raise Unavailable(
@@ -281,7 +281,7 @@ def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
 
 Facts = dict[str, Any]
 TIMEOUT_S = 5.0
-"""Time limit for each answer to `status`."""
+"""Time limit of `status` for each answer of a replica or of Redis."""
 WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}

@@ -12,11 +12,12 @@ table. The second is the busy share that the replicas would have if one of them 
 busy share of a target is the share of busy time, multiplied by the share of taken places in a step.
 
 The number of a role's replicas grows at once, in proportion to the load, at most by the factor
-`GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
-`COOLDOWN_S` pass between two changes of a role.
+`GROWTH_MAX`. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
+least `COOLDOWN_S` pass between two changes of a role.
 
-While replicas are missing, the number does not grow, because the missing replicas may be enough. It
-does not shrink if a replica is missing while another is leaving, or if no replica is present.
+While replicas are missing, the number does not grow, because the missing replicas may be enough.
+The number does not shrink while a replica is missing and another replica is leaving, nor while no
+replica is present.
 """
 
 import asyncio

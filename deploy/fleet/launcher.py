@@ -64,7 +64,7 @@ class Deployment:
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
-        """The deployment's name in Redis, which several deployments may share."""
+        """The deployment's name in Redis. Several deployments may share one Redis."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
@@ -142,7 +142,7 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # If the reconciler dies, the start fails. A `ReconcilerClient` would call it again.
+        # If the reconciler dies, the start fails. A `ReconcilerClient` would repeat the call.
         await reconciler.call("start")
         await self._go_on()
 
@@ -153,8 +153,8 @@ class Deployment:
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # `redis_url` and `redis_key_prefix` are compared, because `change` must refuse new values:
-        # another Redis has other sessions.
+        # `redis_url` and `redis_key_prefix` are compared, because `change` must refuse new values.
+        # Another Redis has other sessions.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
@@ -164,7 +164,7 @@ class Deployment:
 
     async def _go_on(self) -> None:
         await self._hear()
-        # The replicas also run without the reconciler.
+        # The replicas also run without the reconciler, so errors of its calls are only logged.
         following = [repeated(self._hear, FOLLOW_PERIOD_S, "the reconciler does not answer")]
         if self.redis is not None:
             watch = partial(_watch, self.redis)
@@ -185,7 +185,7 @@ class Deployment:
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
         if front.redis.url:
-            # A wrong URL is reported before models are loaded.
+            # Connects now, so a wrong URL is reported before models are loaded.
             from outrider.sessions.redis_store import RedisStore
 
             with blaming("redis_url"):

@@ -211,13 +211,13 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
-    """The settings of the coordinators' look-up. Leaves out settings of draft replicas, because
-    their changes must not replace coordinators."""
+    """The settings of the coordinators' look-up. Leaves out the settings of draft replicas, because
+    a change of these settings must not replace coordinators."""
     lookup, model = draft.drafter.lookup, "model"
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:
         prefixes = ("ngram_", "suffix_", "hybrid_")
-        # `model` replaces the name of a hybrid's model, whose change must not replace coordinators.
+        # `model` stands for any model of a hybrid, so another model replaces no coordinators.
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})

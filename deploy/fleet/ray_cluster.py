@@ -1,7 +1,7 @@
 """Starts a local Ray cluster or connects to another one. Places, finds, calls and ends actors.
 
-Ray and its processes read the variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH. The token itself is
-only in a file that no other user can read, never in arguments or variables.
+Ray and its processes read the variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH. The cluster's token
+is only in a file that no other user can read, never in arguments or variables.
 """
 
 import asyncio
@@ -170,8 +170,8 @@ class Cluster:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Removes all placement groups except those of the `spared` replicas. The group of a
-        replica that died with its machine still exists."""
+        """Removes all placement groups except those of the `spared` replicas. If a replica died
+        with its machine, its group still exists."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
@@ -215,8 +215,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS). The
-        text is not in Redis, because more processes can write to Redis. Raises `Unavailable`."""
+        """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS), not
+        to Redis, because more processes can write to Redis. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         space = self.namespace.encode()
@@ -301,8 +301,8 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands for which too little is left of `amounts` when each demand takes its resources in
-    turn."""
+    """The demands take their resources from `amounts` in turn. Returns those for which too little
+    is left."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -336,8 +336,8 @@ def one_line(error: BaseException) -> str:
 
 
 async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
-    """Calls `work` again and again, with `period_s` between two calls, until it is cancelled. Logs
-    errors of `work` after the text `trouble`."""
+    """Calls `work` in an endless loop, with `period_s` between two calls. Logs errors of `work`
+    after the text `trouble`."""
     while True:
         try:
             await work()
@@ -348,8 +348,8 @@ async def repeated(work: Callable[[], Awaitable[object]], period_s: float, troub
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `work` until it raises no `OutriderError` or `ValueError`. Returns its result. `what`
-    names the result in the log."""
+    """Repeats `work` while it raises `OutriderError` or `ValueError`. Returns the result of `work`.
+    `what` names the result in the log."""
     while True:
         try:
             return await work()
@@ -406,9 +406,9 @@ class RayConnection:
         self._secrets_at = secrets_at
         self._address = address or "local"
         self._open = ExitStack()
-        """What `disconnect` undoes."""
+        """The steps of `connect` that `disconnect` undoes."""
         self.found = ""
-        """HOST:PORT of the cluster, once connected."""
+        """HOST:PORT of the cluster; empty until `connect` has returned."""
         self.token = token
         """File of the token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""
 

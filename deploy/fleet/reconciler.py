@@ -9,8 +9,8 @@ that started it. If the reconciler dies, Ray starts it again, and it takes over 
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-From Redis, the reconciler reads only numbers. Settings change only by calls through Ray, whose
-callers have the cluster's token, and so can run any code on the cluster anyway.
+The reconciler reads no settings from Redis, because more processes can write to Redis than to Ray.
+Settings change only by calls through Ray, which need the cluster's token.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ FIXED = {
 instead."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""All settings that `outrider upgrade` has changed; draft model and share of the running trial, or
-None."""
+"""All settings that `outrider upgrade` has changed, by key. Then draft model and share of the
+running trial, or None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -181,10 +181,10 @@ class Reconciler(PlacedActor):
             await self._keep(returns=False)
 
     async def _ready(self) -> None:
-        """Waits until the fleet is supervised. Raises the error of a failed start: an error of
-        `Fleet.start`, but `OutriderError` in place of `Unavailable`, because a `ReconcilerClient`
-        repeats calls that raise `Unavailable`; or `SettingError` if this machine lacks the password
-        of Redis."""
+        """Waits until the fleet is supervised. If the start failed, raises the error of
+        `Fleet.start`, or `SettingError` if this machine lacks the password of Redis. Raises
+        `OutriderError` in place of `Unavailable`, because a `ReconcilerClient` repeats calls that
+        raise `Unavailable`."""
         await self._keeps.wait()
         if isinstance(self._failure, Unavailable):
             raise OutriderError(f"the deployment did not start: {self._failure}")
@@ -210,7 +210,7 @@ class Reconciler(PlacedActor):
             if fleet.trial is not None and not only_bounds:
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             changes = before | values
-            if only_bounds:  # The files of models are not looked up again.
+            if only_bounds:  # No model changes, so the files of models are not looked up again.
                 given = changed(self._original.given, changes)
                 config = replace(fleet.spec.config, autoscale=given.autoscale)
                 spec = replace(fleet.spec, given=given, config=config)
@@ -232,7 +232,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # Replicas placed after the check may leave no room for the new spec.
+        except BaseException:  # Since the check, a replica may have been placed on another machine.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
@@ -326,7 +326,7 @@ class Reconciler(PlacedActor):
         given = changed(before.given, changes)
         if before.local:
             listeners(given)
-        # This imports the model library, so it runs in another process.
+        # `resolve_models` imports `transformers`, so another process runs the function.
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
         return plan_fleet(

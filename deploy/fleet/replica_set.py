@@ -65,7 +65,7 @@ class ReplicaView:
     """Places of the ranks of a replica that serves, the serving rank first."""
     http_address: str = ""
     on_trial: bool = False
-    """Whether the replica was started for a trial. Then the replica does not count towards the
+    """Whether the replica was started for a trial. A replica on trial does not count towards the
     wanted number, and is never stale."""
 
 
@@ -113,7 +113,7 @@ class Overview:
         found = [
             one.http_address if http else one.address for one in self.of(role) if not one.leaves
         ]
-        # A coordinator has the same address as the coordinator that it replaces.
+        # A coordinator and its replacement have the same address, so duplicates are removed.
         return list(dict.fromkeys(filter(None, found)))
 
 
@@ -122,7 +122,7 @@ class Replica:
 
     def __init__(self, spec: FleetSpec, member: Membership) -> None:
         """The member's name is ROLE-N, where N is the number of replicas that the deployment had
-        started before. `spec` has the replica's settings until it serves."""
+        started before. `spec` has the settings with which the replica is started."""
         self.spec = spec
         self.member = member
         self.name = member.name
@@ -130,7 +130,7 @@ class Replica:
         self.on_trial = bool(member.trial_share)
         self.ranks: Sequence[Actor] = ()
         self.found = Engagement()
-        """What the replica says of itself, once it serves."""
+        """What the replica reports of itself; empty until the replica serves."""
         self.leaves = False
         self.task: asyncio.Task[None] | None = None
         """The task that starts and watches the replica, or that ends it."""
@@ -208,7 +208,7 @@ class Replica:
             _log.warning("%s did not drain: %s", self.name, error)
 
     async def stop(self, grace_s: float) -> None:
-        # The leader first. If it died, the other ranks may still run.
+        # The leader is stopped first. If the leader died, the other ranks may still run.
         for ranks in (self.ranks[:1], self.ranks[1:]):
             await asyncio.gather(*(_stop(actor, grace_s) for actor in ranks))
 
@@ -287,12 +287,12 @@ def next_steps(
     that do not serve yet leave first, then stale replicas, then the youngest replicas.
 
     If no replica is missing, stale replicas are replaced one by one, role by role, drafts first. A
-    new replica is started, and a stale replica leaves when the new replica serves. In a role
-    `in_place`, the stale replica leaves first, and the new replica is started after the stale
-    replica has ended.
+    new replica is started, and a stale replica leaves when the new replica serves. In the roles
+    `in_place`, a stale replica leaves first, and the new replica is started after the stale replica
+    has ended.
 
-    For a `crowded` role the cluster has no room for missing replicas. If a crowded role has several
-    replicas, a stale replica leaves to make room."""
+    For the `crowded` roles, the cluster has no room for missing replicas. If a crowded role has
+    several replicas, a stale replica leaves to make room."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -307,7 +307,7 @@ def next_steps(
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
-            num_more += 1  # Keep one surplus replica. It will replace a stale one when it serves.
+            num_more += 1  # Keep one surplus replica, which will replace a stale replica.
         makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
@@ -438,8 +438,8 @@ class Fleet:
         return next((one for one in self.replicas if one.spec is spec and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. It stays while its trial runs. If the deployment adopts
-        the trial's settings, it stays until another replica with these settings serves."""
+        """Whether a replica on trial stays. The replica stays while its trial runs. If the trial
+        succeeds, the replica stays until another replica with the trial's settings serves."""
         plan = self.spec.plans[one.role]
         others = (other for other in self.of(one.role) if not other.on_trial)
         serves = any(other.address and other.member.plan == plan for other in others)
@@ -529,7 +529,8 @@ class Fleet:
         takes_over = any(
             other is not one and other.member.slot == slot for other in self.of(one.role)
         )
-        # If a start without a predecessor fails, ports may be taken. The next start uses new ones.
+        # Without a predecessor, known ports are used only once, because other processes may have
+        # them.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         await one.begin(

@@ -83,14 +83,14 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts. Two coordinators on one machine
-        cannot share a port for metrics."""
+        """Whether a replica must end before its replacement starts. True for a coordinator with a
+        port for metrics on one machine, because two coordinators cannot share this port."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces. Clients know the ports
-        of coordinators on this machine."""
+        """Whether a replica gets the ports of the replica that it replaces. True for a coordinator
+        on this machine, because clients know its ports."""
         return role == "coordinator" and self.local
 
     def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
@@ -127,9 +127,9 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """The spec with the settings that depend on the machines of actors. `placed` has the role
-        and the machine of each actor. Raises `SettingError` if actors on several machines bind a
-        loopback address."""
+        """The spec, with the settings that depend on the machines of the actors filled in. `placed`
+        has the role and the machine of each actor. Raises `SettingError` if actors on several
+        machines bind a loopback address."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -164,7 +164,8 @@ def plan_fleet(
 
     By default each rank of a model gets one GPU. If there are too few GPUs, each rank gets an equal
     fraction of a GPU. By default several targets on one machine divide its cores. Raises
-    `SettingError` if a device needs a GPU but gets none, and for several ranks without a model."""
+    `SettingError` for a replica on a CUDA device that gets no GPU, and for several ranks without a
+    model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.runs_on == "draft"
@@ -198,8 +199,8 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # A coordinator learns only at its start which role drafts. So its plan depends on
-    # this role, and coordinators are replaced if another role is to draft.
+    # A coordinator learns only at its start which role drafts. So a coordinator's plan depends on
+    # this role, and an upgrade that changes this role replaces coordinators.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans = {
         role: hashlib.blake2b(

@@ -34,7 +34,7 @@ class Trial:
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Time limit of the trial, s, from when its replica serves."""
+    """Time limit of the trial, s. The time begins when the trial's replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with these settings."""
 
@@ -102,8 +102,8 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Why sessions cannot move between the target on trial and the other targets; empty if they
-    can. `records` are the records of all targets."""
+    """Why sessions cannot move between the target on trial and the other targets; empty if sessions
+    can move. `records` are the records of all targets."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:
@@ -126,8 +126,8 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Returns whether the new drafter is better, and the reason. Returns None if this is not known
-    yet. Once the trial's time `is_over`, returns True or False."""
+    """Returns whether the new drafter is better (None = not known yet), and the reason. If the
+    trial's time `is_over`, the answer is True or False."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:
