@@ -1,8 +1,8 @@
 """How much of the target's text a draft would have proposed, for `outrider bench acceptance` and
 `outrider plan`.
 
-The target answers every prompt, and the draft then reads each answer once. No rounds run and no
-times are measured, so the figures do not depend on the machine.
+The target answers every prompt, and the draft then reads each answer once. The figures do not
+depend on the machine's speed, because no times are measured.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ OUTCOMES = (4, 8, 12, 16, 24)
 """For each number n, `--hits` reports how often a round's outcome is among the n outcomes that the
 draft finds likeliest."""
 AT_ONCE = 8
-"""Number of prompts decoded together. Until the draft has read the answers, p at each of their
-tokens stays in memory."""
+"""Number of prompts decoded together. More prompts need more memory, because p [V] of every answer
+token is kept until the draft reads the answer."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -64,8 +64,8 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     """The answer's tokens, including the EOS."""
     ratios: tuple[float, ...] = ()
-    """For each token x of the answer, q(x) / p(x). At temperature 0, this is 1 if x is the draft's
-    likeliest token, and otherwise 0."""
+    """q(x) / p(x) for each token x of the answer. At temperature 0, the ratio is 1 if x is the
+    draft's likeliest token, and otherwise 0."""
     overlaps: tuple[float, ...] = ()
     """At each token of the answer, the sum of min(p(v), q(v)) over all tokens v."""
     matches: tuple[float, ...] = ()
@@ -73,24 +73,24 @@ class Answer:
     the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """A value for each token, from which its chance of acceptance follows."""
+        """For each token of the answer, the chance that a draft token at its place is accepted.
+        Values above 1 count as 1. Under the rule block, the values are ratios, not chances."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
-    """How well a draft guesses the last token of a round under one rule. `recovery` is for
-    corrections, `bonus` for bonus tokens. Entry i of an array is the total weight of the tokens
-    that were the draft's guess number i. The last entry is the weight of the tokens that the draft
-    did not guess."""
+    """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
+    Entry i of each array is the total weight of the tokens that were the draft's guess number i,
+    from 0. The last entry has the weight of all other tokens."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
 
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
-        """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` outcomes that
-        the draft finds likeliest. `accepted` [K] has each draft token's chance of acceptance, given
-        that all earlier draft tokens were accepted. In a deployment, `OutcomeModel` predicts
-        better, because it also uses the round's own q."""
+        """Entry n - 1 is the chance that a round's outcome is among the n outcomes that the draft
+        finds likeliest, for n up to `LOOK_AHEAD_MAX`. `accepted` [K] has each draft token's chance
+        of acceptance, given that all earlier draft tokens were accepted. A deployment's
+        `OutcomeModel` predicts better, because this model also uses the round's own q."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -101,7 +101,7 @@ class Guessing:
 
 
 def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
-    """Counts a token that was guess number `rank`; None = it was not guessed."""
+    """Counts a token that was the draft's guess number `rank`; None = not guessed."""
     counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
@@ -114,21 +114,21 @@ class Sample:
     guessing: Mapping[Rule, Guessing]
 
     def overlaps(self, category: str | None = None) -> list[float]:
-        """The overlaps of a category; None = of all categories."""
+        """The overlaps of the answers in `category`; None = of all answers."""
         texts = [text for text in self.texts if category in (None, text.category)]
         return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
-        """The chances that draft token 1, 2, ... of a chain is accepted, given that all earlier
-        draft tokens were accepted, on average over chains that start at every token of the answers.
-        None for draft tokens that no chain reached. Not valid for the rule block."""
+        """Entry i is the chance that draft token i + 1 is accepted, given that all earlier draft
+        tokens were accepted. The chance is a mean over chains of draft tokens that start at each
+        token of the answers; None if no chain has i + 1 tokens. `rule` must not be block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
 
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
-    """The rules to measure at a temperature. At 0, every rule is greedy."""
+    """The rules to measure. At temperature 0, every rule is greedy."""
     is_greedy = SamplingParams(temperature=temperature).greedy
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
@@ -144,8 +144,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """The draft's quantised q at each place of `token_ids[first:]`. At temperature 0, this is q
-        of temperature 1, because only the order of q's tokens matters."""
+        """The draft's quantised q at each place of `token_ids[first:]`. For temperature 0, returns
+        q at temperature 1, because then only the order of q's tokens matters."""
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
@@ -158,7 +158,7 @@ class ModelReader:
 
 
 class LookupReader:
-    """A look-up drafter that is asked for one token at each place. q is one-hot, or None if the
+    """Asks a look-up drafter for one token at each place of an answer. q is one-hot, or None if the
     look-up finds nothing."""
 
     def __init__(self, drafter: Any) -> None:
@@ -170,7 +170,7 @@ class LookupReader:
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
         # Every answer is a session with its own seed, as in a deployment. Each temperature has its
-        # own tenant, because look-ups copy from all earlier answers to a tenant.
+        # own tenant, because a look-up copies from earlier answers to the same tenant.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -189,12 +189,12 @@ class LookupReader:
 def decode(
     engine: Any, asked: Sequence[Answer], params: SamplingParams, rule: Rule, eos: Sequence[int]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decodes answers together, without drafts. For each token, yields the index of its answer in
-    `asked`, the token, and the logits [1, V]."""
+    """Decodes answers together, without drafts. For each new token, yields the index of the answer
+    in `asked`, the token, and the logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
-        # Several long prompts may not fit into one step, so each prompt has its own step.
+        # Each prompt has its own step, because several long prompts may not fit into one step.
         for i, each in enumerate(asked if len(asked) > 1 else ()):
             if len(each.prompt_ids) > 1:
                 engine.forward([SequenceStep(names[i], each.prompt_ids[:-1], num_logits=0)])
@@ -223,7 +223,7 @@ def decode(
 def write(
     engine: Any, asked: Sequence[Answer], params: SamplingParams
 ) -> list[tuple[list[int], list[torch.Tensor]]]:
-    """Decodes answers. Returns the tokens of each answer, and p [V] at each token."""
+    """Returns the tokens of each answer, and p [V] at each token."""
     rule = Rule.GREEDY if params.greedy else Rule.COUPLED
     written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in asked]
     for i, token_id, logits in decode(engine, asked, params, rule, engine.info.eos_token_ids):
@@ -329,8 +329,8 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Returns ratio, overlap and match of one token. Also counts the token's rank among the
-        draft's guesses in `guessing`, once as a bonus, and once as a correction after a rejected
+        """Returns ratio, overlap and match of one token. Also updates `guessing` with the token's
+        rank among the draft's guesses, once as a bonus, and once as a correction after a rejected
         draft token. Under greedy and coupled, the rejected token is the draft's own draw at this
         place. Under the other rules, this function draws the rejected token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
@@ -359,8 +359,8 @@ class Reading:
 def _both(
     row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, Array, int]:
-    """Returns p and q of the drafted tokens and of `token_id`, and the index of `token_id` in p and
-    q. `row` is p [V]. The probability of a token outside of a vocabulary is 0."""
+    """Returns p and q of the drafted tokens and of `token_id`, and the index of `token_id` in both
+    arrays. `row` is p [V]. p is 0 for tokens beyond V."""
     ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
     ours, theirs = np.zeros((2, len(ids)))
     known = ids < len(row)
@@ -371,9 +371,9 @@ def _both(
 
 def matched(p: Array, q: Array, own: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
-    `own`. The chance of both events is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
-    2408.07978). The chance of the second event is p_x. `p` and `q` may omit tokens other than x
-    whose q is 0, so `p` may sum to less than 1."""
+    `own`. The chance that both draws are x is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al.,
+    arXiv 2408.07978). The chance that the draw from p is x is p_x. `p` and `q` have x and all
+    tokens whose q is above 0, so `p` may sum to less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -384,10 +384,12 @@ def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
     """The rank, from 0, of the token at index `winner` among the draft's guesses; None if the
-    token's q is 0. The token has won an exponential race over `p`, in which token v arrives at
-    noise_v / p_v. The guesses are the tokens in their order of arrival in a race over `q` with the
-    same noise, without the token at index `refused`. `p` and `q` [N] may omit tokens whose q is 0.
-    """
+    token's q is 0.
+
+    In an exponential race over `p`, token v arrives at noise_v / p_v. This function draws the noise
+    of a race that `winner` has won. The guesses are the tokens by their arrival in a race over `q`
+    with the same noise, without the token at index `refused`. `p` and `q` [N] may omit tokens whose
+    q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()

@@ -32,7 +32,7 @@ class GrpcClient(BenchClient):
     """Calls a coordinator by gRPC."""
 
     def __init__(self, client: Client, *, raw: bool) -> None:
-        """`raw` sends prompts without the chat template."""
+        """If `raw`, prompts are sent without the chat template."""
         self._client = client
         self._raw = raw
 
@@ -43,8 +43,8 @@ class GrpcClient(BenchClient):
 
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
-    """Runs a request. Raises the coordinator's errors, and `Unavailable` if the answer was cut
-    short, because the time of a partial answer means nothing."""
+    """Runs a request. Raises the coordinator's errors. If an answer was cut short, raises
+    `Unavailable`, because the time of a partial answer means nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None
@@ -73,11 +73,11 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 
 class HttpClient(BenchClient):
-    """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty,
-    entering asks the server for its models, and takes the first."""
+    """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty, the
+    client uses the first model in the server's list."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
-        """`base_url` may end with `/v1`. `raw` requests text completions instead of chats."""
+        """`base_url` may end with `/v1`. If `raw`, calls text completions instead of chats."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._client = httpx2.AsyncClient(
@@ -124,7 +124,7 @@ class HttpClient(BenchClient):
                         raise Unavailable(f"the stream ended with an error: {_one_line(error)}")
                     for choice in chunk.get("choices") or ():
                         seconds = clock() - started_s
-                        # Chunks with only a role or a finish reason are not counted.
+                        # Chunks without new text have only a role or a finish reason.
                         new = choice.get("delta", choice)
                         if any(new.get(name) for name in _CONTENT):
                             chunk_s.append(seconds)
@@ -156,7 +156,7 @@ class HttpClient(BenchClient):
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Turns errors of HTTP, and of answers that are not in OpenAI's format, into `Unavailable`."""
+    """Raises `Unavailable` for HTTP errors, and for answers that are not in OpenAI's format."""
     try:
         yield
     except httpx2.HTTPError as error:

@@ -152,7 +152,7 @@ def _judge(questions: Sequence[Question], _: int) -> None:
 
 
 def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
-    """The input of a verdict on tokens drawn from a q that is slightly flatter than p."""
+    """The input of a verdict. The draft tokens are drawn from a q slightly flatter than p."""
     noise = RoundNoise(index, rule, 100 + index)
     places = range(VERDICT_TOKENS)
     num = len(places)
@@ -163,8 +163,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes of all weights that a step reads. An embedding that is not also the LM head does not
-    count, because a step reads only a few of its rows."""
+    """Bytes of all weights that a step reads. If the embedding is not tied to the LM head, the
+    embedding does not count, because a step reads only a few of its rows."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())

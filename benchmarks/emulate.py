@@ -1,11 +1,11 @@
-"""`outrider bench emulate`: decoding modes on a pair of models of stated speed and acceptance.
+"""`outrider bench emulate`: compares decoding modes. Speed and acceptance of the models are set.
 
 The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, each in a
 process of its own.
 
-The modes are plain, synchronous and look-ahead decoding. K is the fastest of an earlier
-measurement. Modes that draft decode a second time with a longer round trip between coordinator and
-draft. Each run of `RUNS` is one session.
+Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting (without
+look-ahead) and look-ahead. The two modes with drafts also run with a longer round trip between
+coordinator and draft. Each K was the fastest in an earlier measurement.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
@@ -33,24 +33,24 @@ from .processes import running_pair
 from .report import Report, table
 
 TOKENS_MAX = 8_000
-"""Maximum of `--tokens`, because prompt and answer must fit into the emulated models' length."""
+"""Maximum of `--tokens`. Prompt and answer must fit into the context of the emulated models."""
 SPARE_TOKENS = 16
-"""The last tokens of a session are not measured, because the last rounds draft fewer tokens."""
+"""Tokens at the end of a session that are not measured, because the last rounds draft fewer tokens.
+"""
 WARM_UP_TOKENS = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""The first tokens of a session are not measured, because the first round has no draft, and the
-second waits until the draft has prefilled. They are `DROPPED_SHARE` of all tokens, and at least
-`DROPPED_MIN`."""
+"""The first tokens of a session are not measured: `DROPPED_SHARE` of all tokens, and at least
+`DROPPED_MIN`. The first round has no draft, and the second round waits for the draft's prefill."""
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
 """Step times of a target of 70 billion parameters and a draft of one billion."""
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
-"""The distributions of the emulated models, by parameters of `EmulatedSpec`."""
+"""Parameters of `EmulatedSpec` for the distributions of the emulated models."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted, given that all earlier draft tokens were accepted. The
-values follow from `LAW`."""
+"""Chance by rule that a draft token is accepted, given that all earlier draft tokens were accepted.
+`LAW` determines these chances."""
 
 
 class Run(NamedTuple):
@@ -58,7 +58,7 @@ class Run(NamedTuple):
     rule: Rule
     num_draft_tokens: int
     round_trip_ms: float = 0.0
-    """Time by which the round trip between coordinator and draft is longer."""
+    """Time added to each round trip between coordinator and draft."""
 
 
 RUNS = (
@@ -80,18 +80,16 @@ def engine(rates: Rates = ()) -> str:
 
 @checked()
 class EmulateOptions(Options):
-    """Options of `bench emulate`."""
-
     tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
     """Tokens of each session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
     """Chances that a round accepts at least 1, 2, ... draft tokens, like vLLM's
-    synthetic_acceptance_rates; unset = they follow from the models' distributions."""
+    synthetic_acceptance_rates; unset = the chances that the models' distributions give."""
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
-    """The measured rounds of a session, from the end of the dropped tokens to the round that
-    commits token number `num_tokens`."""
+    """The measured rounds of a session, after the dropped tokens and up to the round that commits
+    token number `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
     return [one for one in rounds if dropped <= one.tokens.first_index < num_tokens]
 

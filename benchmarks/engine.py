@@ -2,12 +2,12 @@
 
 sessions
     sessions                 tokens a second by number of sessions, through coordinator and target
-    engine_sessions          the same by the engine alone
+    engine_sessions          tokens a second by number of sessions, in the engine alone
 waits
     prefix_ratio             time to the first token of a prompt whose first 1,000 tokens are
-                             cached, divided by that time if no token is cached
+                             cached, divided by the time to the first token without a cache
     gap_ratio                99th percentile of the gaps in 8 sessions while a prompt of 4,000
-                             tokens is prefilled, divided by the median gap before
+                             tokens is prefilled, divided by the median gap before this prefill
 steps
     verify_step_ms           a step of 5 new tokens after 256 cached tokens of one session
     transformers_forward_ms  the same step in transformers
@@ -59,12 +59,13 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 RUNNING_TOKENS = 256
 SETTLING_GAPS = 16
-"""The first gaps of a session are not measured, because other sessions are still starting."""
+"""Gaps at the start of a session that are not measured, because other sessions are still starting.
+"""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the answer to the long prompt, so that all gaps that overlap the prefill end."""
+"""Wait after the answer to the long prompt. Gaps that overlap the prefill end in this time."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -75,17 +76,18 @@ LENGTHS = {
     "sessions": PROMPT_TOKENS + NEW_TOKENS, "waits": LONG_TOKENS + 1,
     "steps": CACHED_TOKENS + STEP_TOKENS,
 }  # fmt: skip
-"""The longest sequence of each part, tokens."""
+"""Tokens of the longest sequence of each part."""
 
 Prompts = Callable[[int, int], list[tuple[int, ...]]]
-"""Returns a number of new prompts with a number of tokens each. No two prompts begin alike."""
+"""Called with a number of prompts and their length in tokens. Returns new random prompts, so that
+no prefix of a prompt is cached."""
 
 
 async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
     target = config.target
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # With `num_threads` set, the engine uses all these threads in small steps, too.
+    # If `num_threads` is set, the engine uses all threads in small steps, too.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room, needed = engine.info.max_model_len, max(LENGTHS[part] for part in options.parts)
     if room < needed:

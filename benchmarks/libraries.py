@@ -26,7 +26,7 @@ from .processes import Process
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, encoder, read_prompts, select_prompts
 
 STAMP = "installed"
-"""`make peers` creates this file in the environment of a library that it has installed."""
+"""`make peers` creates this file in a library's environment when the installation has ended."""
 PLAIN = "plain"
 SWEEP_TOKENS = 48
 SWEEP_PROMPTS = 6
@@ -34,12 +34,13 @@ SWEEP_PROMPTS = 6
 SPARE_TOKENS = 16
 """Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of this number, because some caches hold only whole blocks."""
+"""A library's context is a multiple of this number of tokens, because some caches hold only whole
+blocks."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
 
 
 Setting = Mapping[str, Any]
-"""One way to run a library: options of the library's class in `library_process`."""
+"""Options of a library's class in `library_process`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +48,14 @@ class TargetInputs:
     """The target's model and the prompts, as all libraries get them."""
 
     setup: Mapping[str, Any]
-    """What each library's process gets first: the number of tokens of a context, the number of
-    prompts at a time, the `directory` with the target's safetensors, and the target's settings.
-    `gguf` is a GGUF file with the same weights as float16; empty if the target is not from a GGUF
-    file."""
+    """What each library's process gets first: tokens of a context (`context_tokens`), prompts at a
+    time (`batch`), a `directory` with the target's safetensors, and settings of the target
+    (`target`). `gguf` is a GGUF file with the same weights as float16. If the target is not from a
+    GGUF file, `gguf` is empty."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
-    """Tokens of each prompt by its text, with the chat template unless `--raw`."""
+    """Token ids of each prompt, by the prompt's text. Without `--raw`, they include the chat
+    template."""
     environments: Path = Path()
     """Folder with the virtual environments of all libraries."""
 
@@ -68,7 +70,7 @@ class TargetInputs:
         batch: int = 1,
         environments: Path = Path(),
     ) -> TargetInputs:
-        """Tokenizes the prompts as Outrider does. `target` has a directory with safetensors."""
+        """Tokenizes the prompts as Outrider does. `target.directory` must have safetensors."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.tokenizer import TokenizerText
 
@@ -95,8 +97,6 @@ def sweep_prompts() -> tuple[BenchPrompt, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """An inference library, and the settings that a sweep tries."""
-
     name: str
     """Name of the library, of its virtual environment, of its file in `peer_environments`, and of
     its class in `library_process.DECODERS`."""
@@ -105,19 +105,20 @@ class Library:
     time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = ({},)
+    """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode, each with the fastest of `bindings`."""
+    """Settings that a sweep tries for the speculative mode, in addition to the fastest of
+    `bindings`."""
     preloads: tuple[str, ...] = ()
-    """Shared objects that the library's manual asks to preload. Each is named by its file in the
-    virtual environment, or as the system's linker finds it."""
+    """Shared objects that the library's manual asks to preload: names of files in the virtual
+    environment, or names for the system's linker."""
 
     def is_installed(self, environments: Path) -> bool:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
     def environment(self, environments: Path) -> dict[str, str]:
-        """Variables of the library's process."""
         root = environments.absolute() / self.name
         preloaded: list[str] = []
         for name in self.preloads:
@@ -188,8 +189,8 @@ class LibraryProcess(Process, BenchClient):
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int
     ) -> list[Completion]:
-        """Decodes all prompts in one call, so that the library schedules them. Ignores seeds,
-        because some libraries are slow if each request has a seed."""
+        """Decodes all prompts in one call, so the library itself schedules the prompts. Ignores
+        seeds, because some libraries are slow if each request has a seed."""
         question = {
             "prompts": [self._inputs.token_ids[str(one.prompt)] for one in requests],
             "eos_token_ids": self._inputs.eos_token_ids,
@@ -211,9 +212,10 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """Returns the fastest setting of each mode. If no result for the same model and number of
-    threads is stored, or if `again`, runs a sweep and stores its result. Omits the speculative mode
-    if none of its settings works. Raises `Unavailable` if plain decoding does not work."""
+    """Returns the fastest setting of each mode, from the stored result of a sweep with the same
+    model and number of threads. If there is no stored result, or `again` is set, runs a sweep and
+    stores the result. If no setting of the speculative mode works, this mode is omitted. Raises
+    `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -245,7 +247,7 @@ async def fastest_settings(
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
-    """Tokens a second with one prompt at a time, after a first prompt as warm-up."""
+    """Tokens a second with one prompt at a time. The first prompt is a warm-up."""
     requests = [bench_request(prompt.text, SWEEP_TOKENS) for prompt in sweep_prompts()]
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(request) for request in requests]
@@ -253,10 +255,10 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """Returns a cached copy of `gguf` whose weights are rounded to bfloat16, like the target's. The
-    copy stores matrices as float16, because not every library reads bfloat16. Only numbers below
-    2**-17 in magnitude lose bits in float16. The copy stores vectors as float32, because llama.cpp
-    needs float32 vectors. Metadata, names, shapes and the order of rows do not change."""
+    """Returns a cached copy of `gguf`. Its weights are rounded to bfloat16, like the weights of the
+    target. The copy stores matrices as float16, because not every library reads bfloat16. Only
+    numbers below 2**-17 in magnitude lose bits in float16. The copy stores vectors as float32,
+    because llama.cpp needs float32 vectors. Metadata, names, shapes and the order of rows stay."""
     from outrider.models.sources import cached_path, made_once
 
     path = cached_path(gguf, cache, ".f16.gguf")
@@ -270,7 +272,8 @@ def _write(gguf: Path, path: Path) -> None:
 
     reader = GGUFReader(str(gguf))
     architecture = reader.get_field("general.architecture").contents()
-    writer = GGUFWriter(str(path), architecture, use_temp_file=True)  # Saves memory.
+    # A temporary file holds the tensors until they are written, to save memory.
+    writer = GGUFWriter(str(path), architecture, use_temp_file=True)
     writer.add_file_type(LlamaFileType.MOSTLY_F16)
     own = ("general.architecture", "general.alignment", "general.file_type")
     for entry in reader.fields.values():
@@ -279,7 +282,7 @@ def _write(gguf: Path, path: Path) -> None:
             of_entries = entry.types[-1] if kind == GGUFValueType.ARRAY else None
             writer.add_key_value(entry.name, entry.contents(), kind, of_entries)
     for tensor in reader.tensors:
-        # `np.array` copies the memory-mapped array, because torch takes no read-only array.
+        # `np.array` copies the memory-mapped array, because torch needs a writable array.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         if not tensor.name.startswith("rope_"):  # Tables of angles are not weights.
             rounded = values.to(torch.bfloat16)

@@ -29,7 +29,7 @@ class Decoder(Protocol):
     """A library with a loaded model. Methods raise the library's own exceptions."""
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """Decodes all prompts, `request["concurrency"]` at a time."""
+        """Decodes prompts, `request["concurrency"]` at a time."""
 
 
 class Vllm:
@@ -183,7 +183,7 @@ class LlamaCpp:
 
 
 class Streamer:
-    """Takes tokens from the `generate` of transformers. The first call has the prompt."""
+    """Takes tokens from the `generate` of transformers. The first call of `put` has the prompt."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit

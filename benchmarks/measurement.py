@@ -1,7 +1,8 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns, each with
-one prompt or with half of the prompts (`_blocks`). The next time, they come in reversed order.
+one prompt or with half of the prompts (`_blocks`). After each of these blocks, the order of the
+sides is reversed.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Completion:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from sending the request to each chunk with tokens. If another library decodes in
-    this benchmark, only the time to the first token."""
+    """Seconds from sending the request to each chunk with tokens. Completions of a `LibraryProcess`
+    have only the time to the first token."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
-    """Number of tokens of an answer by HTTP, whose token ids are not known."""
+    """Number of tokens of an answer by HTTP. The server sends no token ids."""
     rounds: Sequence[Round] = ()
-    """The rounds of an answer by gRPC. Rounds in one message count as one round."""
+    """The rounds of an answer by gRPC. If one message has several rounds, they count as one."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +93,7 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class BenchClient(ABC):
-    """Decodes prompts on one side. The prompt of each request is a text."""
+    """Decodes the prompts of one side. The prompt of each request is a text."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -121,11 +122,12 @@ class Contestant:
     side: str
     client: BenchClient
     request: GenerateRequest
-    """How to decode the first prompt, without the prompt. Other prompts have other seeds."""
+    """The request of the first prompt, without its text. `ask` sets text and seed for each prompt.
+    """
     concurrency: int
 
     def ask(self, prompt: BenchPrompt, index: int) -> GenerateRequest:
-        """The request for prompt number `index`, which may be negative."""
+        """The request for prompt number `index`. Numbers of warm-up prompts are negative."""
         seed = ((self.request.seed or 0) + index) & SEED_MAX
         return replace(self.request, prompt=prompt.text, seed=seed)
 
@@ -159,8 +161,8 @@ async def measure(
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
     rest_s: float = 0.0,
 ) -> dict[str, SideResult]:
-    """Warms up every side, and then measures the sides in turns, with a pause of `rest_s` before
-    each turn. If a side raises an error and `drops` returns True, continues without this side."""
+    """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
+    turn. If a side raises an error and `drops` returns True, continues without this side."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -190,8 +192,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because the
-    second session with a seed may be drafted differently."""
+    """Decodes the warm-up prompts. No measured prompt has a seed of a warm-up prompt, because
+    `suffix` drafts differently in later sessions with the same seed."""
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         request = contestant.ask(prompt, -index)
         short = min(WARM_UP_TOKENS_MAX, request.max_tokens or WARM_UP_TOKENS_MAX)
@@ -200,10 +202,10 @@ async def _warm_up(contestant: Contestant) -> None:
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
-    With several requests at a time, a turn has every second prompt, so each side has two turns:
-    few and long turns, because at the end of a turn fewer than `concurrency` requests run, but not
-    one, because each side must come first once. A side that comes later finds beginnings of prompts
-    cached."""
+
+    With several requests at a time, there are two turns, each with every second prompt. More turns
+    would be shorter, and at the end of a turn fewer than `concurrency` requests run. In a single
+    turn, the same side would always come first, but the later sides find prefixes cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]

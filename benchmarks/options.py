@@ -67,8 +67,9 @@ class DecodingOptions(PromptOptions):
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
-        """How to decode the first prompt with drafts, without the prompt. `num_draft_tokens` is the
-        deployment's default. Raises `SettingError` if this default is 0 and the option is unset."""
+        """The request for the first prompt with drafts, without the prompt's text.
+        `num_draft_tokens` is the deployment's default. If this default is 0 and the option is
+        unset, raises `SettingError`."""
         from .measurement import bench_request
 
         bound = self.num_draft_tokens or num_draft_tokens
@@ -102,7 +103,7 @@ class EngineOptions(Options):
 @checked()
 class DeviceOptions(Options):
     model: str = RANDOM_MODELS[-1]
-    """Model to load. `random-1b` and `random-7b` are made with random weights instead."""
+    """Model to load. `random-1b` and `random-7b` have random weights."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda[:N]`."""
     dtype: str = "bfloat16"

@@ -108,7 +108,7 @@ async def _canned_replicas(draft_s: float = 0.0, verify_s: float = 0.0) -> Async
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Runs one session at a time, and counts rounds with `NUM_DRAFT_TOKENS` draft tokens."""
+    """Runs one session at a time. Measures only rounds with `NUM_DRAFT_TOKENS` draft tokens."""
     wanted, k = WARM_UP_ROUNDS + options.rounds, NUM_DRAFT_TOKENS
     reports: list[RoundReport] = []
     async with _canned_replicas() as replicas, replicas.coordinator() as (client, _):
@@ -171,7 +171,7 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
-    an event loop. So the added time is spent in their code, and in the kernel's loopback.
+    an event loop. So the added time is that of their code and of the kernel's loopback.
 
     `X_ttft_added_ms_p50` is the median of a difference: the time to the first token at a client of
     transport X, minus the coordinator's own time to the first token. `X_chunk_added_ms` is the

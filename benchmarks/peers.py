@@ -1,4 +1,4 @@
-"""`outrider bench peers`: compares Outrider with other inference systems, which get the same
+"""`outrider bench peers`: compares Outrider with other inference systems. All systems get the same
 weights, prompts and threads. Each system decodes plainly and speculatively, at each temperature and
 concurrency."""
 
@@ -33,12 +33,12 @@ Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
-"""Pause between two sides. vLLM's OpenMP threads spin for 0.2 s after their work, and would take
-cores from the next side."""
+"""Pause between two sides, because vLLM's OpenMP threads spin for 0.2 s after their work. Without
+the pause, they would take cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a
-subject for speculative decoding. In a new deployment, neither finds the other's prompts cached."""
+subject for speculative decoding. In a new deployment, the two subjects share no prefix cache."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 
@@ -56,14 +56,14 @@ class PeersOptions(DecodingOptions):
     peers: tuple[Name, ...] = get_args(Name)
     """Systems to compare with."""
     environments: Path = Path(".venv/peers")
-    """Folder in which `make peers` has installed these systems."""
+    """Folder in which `make peers` has installed the systems."""
     sweep: bool = False
     """Search again for the fastest settings of each system, instead of using stored settings."""
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
     """Measures Outrider and its peers. Calls `start_subjects` for each temperature and concurrency,
-    so that a new deployment has no prompt or answer cached."""
+    because a new deployment has no prompts or answers cached."""
     prompts = options.load_prompts()
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
@@ -141,8 +141,8 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     """The figures of sides that decoded the same prompts. A rate is the number of all tokens,
     divided by the wall time including prefill. The time to the first token is a median, or None if
     several requests run at a time. `same_tokens` counts the answers that equal those of Outrider's
-    plain decoding. It is None at temperatures above 0. Answers at temperature 0 should differ only
-    after a token that was almost as likely as another."""
+    plain decoding. At temperatures above 0, `same_tokens` is None. At temperature 0, two answers
+    should begin to differ only where two tokens are almost equally likely."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
@@ -175,7 +175,8 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
-    """`setup` describes all sides. `missing` says why peers or modes were not measured."""
+    """`setup` describes all sides. `missing` has the reason for each peer or mode that was not
+    measured."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
         "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)

@@ -1,10 +1,10 @@
-"""Starts and calls the processes of a benchmark. Each process has a *role*, for example that of a
-service of a deployment. No process uses Ray.
+"""Starts and calls the processes of a benchmark. Each process has a *role*, such as a service of a
+deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
-sets the process up. Its answer means that the process is ready, or has an `error`. In this module,
-the answer to the first line has an `address`, and answers to further lines have the CPU time of the
-process so far (`cpu_s`).
+sets the process up. The answer to the first line has an `error`, or means that the process is
+ready. The roles of this module answer the first line with an `address`, and further lines with the
+CPU time of the process so far (`cpu_s`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""The coordinator's time limit for a proposal, which is long because rounds must wait for a slow
-draft."""
+"""The coordinator's time limit for a proposal. The limit is long, because benchmarks must not skip
+the proposals of a slow draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -60,8 +60,8 @@ class Process:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
-        Error messages begin with `name`. `setup` is the first line. The process gets the variables
-        of `environment`, and inherits all variables except those that limit threads."""
+        Error messages begin with `name`. `setup` is the first line. The process inherits all
+        environment variables except those that limit threads, and gets those of `environment`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
@@ -71,12 +71,12 @@ class Process:
         self._environment = own | dict(environment or {})
         self._process: Any = None
         self.address = ""
-        """The address at which a role of this module is called."""
+        """The address of a role of this module, such as a gRPC address."""
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
-            # Ctrl-C reaches only this process, which then closes the input of the new process.
+            # Ctrl-C must reach only this process. This process then ends the new process.
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -125,14 +125,15 @@ class Process:
 
 
 Role = Callable[[dict[str, Any]], AbstractAsyncContextManager[str]]
-"""Sets up a role from the first line. Yields the address at which it is called."""
+"""Sets up a role from the first line. Yields the role's address."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Plays a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. With
-    `EXACT_TIMERS`, the event loop uses `select`, because timers of `epoll` may be 1 ms late."""
+    """Runs a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. If a
+    word is `EXACT_TIMERS`, the event loop uses `select`, because timers of `epoll` may be 1 ms
+    late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Text that libraries print goes to standard error, not into the answers.
+    os.dup2(2, 1)  # Text that libraries print must go to standard error, not into the answers.
     module, _, name = words[0].partition(":")
     role: Role = getattr(importlib.import_module(module), name)
     selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
@@ -162,9 +163,9 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
-    """The role of a target, a draft or a coordinator. In `setup`, `service` names the role,
-    `config` is the configuration, and each message to or from a replica takes `delay_ms` longer.
-    """
+    """The role of a target, a draft or a coordinator. In `setup`, `service` is the name of the
+    service, `config` is its configuration, and `delay_ms` is added to the time of each message to
+    or from a replica."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:
@@ -179,7 +180,7 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
 
 
 def delayed(service: Any, delay_s: float) -> Any:
-    """The same replica's service, whose items and answers each take `delay_s` longer."""
+    """Changes a replica's `service`: each item and each answer takes `delay_s` longer."""
     connect, later = service.connect, partial(asyncio.get_running_loop().call_later, delay_s)
 
     def connect_late(send: Callable[[Sequence[Any]], None]) -> Any:
@@ -218,7 +219,7 @@ class Replicas:
 
     target_address: str
     draft_address: str
-    """Empty if no model drafts."""
+    """Empty if there is no draft replica."""
     redis_url: str
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
@@ -247,9 +248,9 @@ async def running_pair(
     coordinator: CoordinatorConfig,
     delay_ms: float = 0.0,
 ) -> AsyncIterator[Replicas]:
-    """Starts an embedded Redis and a target, and if `draft` has a model, a draft replica.
-    `coordinator` has the settings of later coordinators. Each message to or from the draft takes
-    `delay_ms` longer."""
+    """Starts a temporary Redis and a target. If the drafter of `draft` runs in a draft service,
+    also starts a draft replica. `coordinator` has the settings of later coordinators. Each message
+    to or from the draft takes `delay_ms` longer."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

@@ -54,7 +54,7 @@ def to_json(value: Mapping[str, object]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The interpolated percentile `share`, which is 0 to 100."""
+    """The percentile `share` (0 to 100), with linear interpolation."""
     import numpy as np
 
     return float(np.percentile(values, share))

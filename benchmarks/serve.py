@@ -1,8 +1,8 @@
 """`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
 
-With a request rate, requests arrive independently of the answers. Without a rate, all arrive at
-once. At most `max_concurrency` requests run at a time. The others wait in this client before they
-are sent, and no figure includes this wait.
+With a request rate, requests arrive independently of the answers. Without a rate, all requests
+arrive at once. At most `max_concurrency` requests run at a time. Further requests wait in this
+client before they are sent. No figure includes this wait.
 
 | figure | time, for each request that did not fail |
 | --- | --- |
@@ -11,8 +11,8 @@ are sent, and no figure includes this wait.
 | TPOT | (E2EL - TTFT) / (output tokens - 1); none if the answer has one token |
 | ITL | each gap between two successive chunks of a request |
 
-A request counts for goodput if it meets every goal. A request without a TPOT meets every goal for
-TPOT. Failed requests count in `failed` only.
+A request counts for goodput if it meets every goal. Requests without a TPOT always meet a goal for
+TPOT. Failed requests count only in `failed`.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ class ServeOptions(PromptOptions):
     """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, less =
     bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
-    """Maximum number of requests that run at a time; others wait in this client; unset = no limit.
-    """
+    """Maximum number of requests that run at a time; further requests wait in this client; unset =
+    no limit."""
     max_tokens: MaxTokens = 128
     """Maximum number of tokens of an answer, unless the prompt has its own `max_tokens`."""
     temperature: Temperature = 0.0
@@ -103,7 +103,7 @@ class Load:
     duration_s: float
     most_running: int
     answers: Sequence[Completion | str]
-    """The answer of each request, or the error."""
+    """The answer to each request, or the error message."""
 
     @property
     def completed(self) -> list[Completion]:
@@ -118,8 +118,8 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
     """An endless sequence of arrival times in seconds.
 
     Gaps have the distribution Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`.
-    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. Unlike
-    vLLM, this function does not rescale the times to make the last time equal its mean."""
+    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. vLLM
+    also rescales the times, so that the last time equals its mean. This function does not."""
     generator = random.Random(0)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
@@ -129,7 +129,7 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
 
 
 async def measure(options: ServeOptions, client: BenchClient, tell: Progress) -> Load:
-    """Sends all requests and waits until they have ended. `tell` gets a line after each request."""
+    """Sends all requests and waits for all answers. `tell` gets a line after each answer."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
     answers: list[Completion | str] = []

@@ -52,11 +52,11 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The target's configuration, also for references and peers; None = the target's files are not
-    on this machine."""
+    """The target's configuration, with which references and peers load the same model; None = the
+    target's files are not on this machine."""
 
     def setup(self, drafted: GenerateRequest) -> dict[str, Any]:
-        """Values of the JSON object about the deployment and the decoding."""
+        """Fields of the JSON report that describe the deployment and the decoding."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -93,8 +93,7 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
 def compared(
     prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
 ) -> dict[str, Any]:
-    """The figures of all prompts and of each category. `several` says whether several requests ran
-    at a time."""
+    """`several` says whether several requests ran at a time."""
     plain, fast = results[PLAIN], results[SPECULATIVE]
     found = _compare(plain, fast, several)
     found["categories"] = {
@@ -107,8 +106,8 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """A side's completions of one category. Their `seconds` is the sum of the times of requests,
-    because requests of several categories may run at the same time."""
+    """A side's completions of one category. The result's `seconds` is the sum of the times of
+    requests, because requests of several categories may run at the same time."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
     return SideResult(done, sum(one.seconds for one in done))
@@ -116,10 +115,10 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. A rate is the number of tokens, divided by the
-    wall time including prefill. `speedup` is the median of the prompts' ratios of rates, or if
-    `several` requests ran at a time, the ratio of the total rates. `num_identical` counts the
-    answers with the same tokens on both sides. Answers at temperature 0 should differ only after a
-    token that was almost as likely as another."""
+    wall time including prefill. If `several` requests ran at a time, `speedup` is the ratio of the
+    total rates. Otherwise `speedup` is the median of each prompt's ratio of rates. `num_identical`
+    counts the answers with the same tokens on both sides. At temperature 0, two answers should
+    begin to differ only where two tokens are almost equally likely."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:

@@ -20,7 +20,6 @@ CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
 """Categories of the built-in prompts. Prompts of the last three contain a text to work on."""
 UNCATEGORISED = "other"
 PROMPTS_MAX = 100_000
-"""Maximum number of prompts of a benchmark."""
 _ALLOWED = (
     'each line must be a JSON object with "prompt", a text that is not empty, and optionally '
     f'"category" and "max_tokens" (1 to {MAX_TOKENS_DEFAULT})'
@@ -42,7 +41,7 @@ WARM_UP_PROMPTS = (
     BenchPrompt("Name three things that one can see from a window in a large city.", "warm-up"),
     BenchPrompt("Write one sentence about a river, and then write it once more.", "warm-up"),
 )
-"""Decoded on every side before the measurement."""
+"""Each side decodes these prompts before the measurement."""
 
 
 def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
@@ -56,7 +55,7 @@ def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("prompts", f"cannot read {path}: {error}") from error
     prompts: list[BenchPrompt] = []
-    # Not `splitlines`, because a JSON string may contain other line separators than the line feed.
+    # `splitlines` would also split at other line separators, which a JSON string may contain.
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.strip():
@@ -82,7 +81,7 @@ def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[Be
 
 
 def encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
-    """A function that tokenizes prompts, with the chat template unless `raw`."""
+    """A function that tokenizes a prompt. If `raw`, it does not use the chat template."""
     if raw:
         return text.encode
     return lambda prompt: text.encode_chat([{"role": "user", "content": prompt}])
