@@ -29,7 +29,8 @@ class HeadEngine(PagedSequences):
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
     ) -> None:
-        """Pages use at most `kv_cache_memory_bytes`, for at most `max_num_seqs` whole sequences."""
+        """Allocates pages for at most `max_num_seqs` sequences of full length, in at most
+        `kv_cache_memory_bytes`."""
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
@@ -41,8 +42,9 @@ class HeadEngine(PagedSequences):
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
         """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token
-        before each new token (arbitrary for the first token of a sequence). A step wants one row of
-        logits or none. Returns the head's output [L, D] for the L steps that want a row."""
+        before each new token. For the first token of a sequence, this feature is arbitrary. A step
+        wants one row of logits or none. Returns the head's output [L, D] for the L steps that want
+        a row."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -84,8 +86,8 @@ class FeatureDrafter(ModelDrafter):
         self._head = head.module
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        """Like `ModelDrafter.extend`. The engine then holds no draft tokens of whole drafts,
-        because the head ran them on guessed features."""
+        """Like `ModelDrafter.extend`. Afterwards, the engine holds no draft tokens of whole drafts,
+        because the head ran these tokens on guessed features."""
         super().extend(branches)
         for branch in branches:
             if branch.is_whole:
@@ -93,7 +95,8 @@ class FeatureDrafter(ModelDrafter):
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Like `ModelDrafter.begin`. The draft runs the committed tokens whose features are known,
-        and draws only if all are known. Raises `BadRequest` if features do not fit the head."""
+        and draws only if all features are known. Raises `BadRequest` if features do not fit the
+        head."""
         draft, features = super().begin(request), request.features
         nothing = AutoregressiveDraft(request, 0)
         if features is None or not draft.unseen:

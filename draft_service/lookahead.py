@@ -12,8 +12,9 @@ contains this proposal. Otherwise the coordinator waits for a draft. If the actu
 previous round is being drafted, that draft continues, else a new draft begins. A pass adds a token
 to every draft that a coordinator waits for, and to the drafts of the likeliest outcomes that fit.
 
-Drafting has often run all tokens but x_K. If the distributions of all x_i were also kept, they
-predict the outcomes with a correction, whose drafts then begin before the round is read.
+The draft of x_1..x_K has often run all tokens but x_K. If the distributions of all x_i were also
+kept, they predict the outcomes that end with a correction. The drafts of these outcomes then begin
+before the round is read.
 """
 
 import logging
@@ -49,8 +50,6 @@ Outcome = tuple[int, ...]
 
 
 class RoundAhead:
-    """The newest round of one session."""
-
     def __init__(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> None:
@@ -59,24 +58,26 @@ class RoundAhead:
         self.unseen = unseen
         """The last committed tokens, which the session's own sequence has not run."""
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
-        """How many bytes of proposals may still be pushed."""
+        """How many bytes of proposals may still be pushed in this round."""
         self.drafted: tuple[int, ...] = ()
         """x_1..x_K, once they are known."""
         self.wanted: AutoregressiveDraft | None = None
         """The unfinished draft that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
         """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and the
-        distributions of all x_i were kept. Outcomes can then begin before the round is read."""
+        distributions of all x_i were kept. Drafts of outcomes can then begin before the round is
+        read."""
         self.is_read = False
         """Whether the round was read, or cannot be read."""
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}
-        """The probability of each outcome to draft."""
+        """The probability of each outcome that is drafted."""
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
         """The unfinished draft of each outcome."""
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished drafts. The draft of the actual outcome can be the next round's `basis`."""
+        """Finished drafts whose sequences still exist. The draft of the actual outcome can become
+        the next round's `basis`."""
 
     @property
     def session_id(self) -> str:
@@ -111,7 +112,8 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The rounds of all sessions of a draft. Only the executor's thread may use this class."""
+    """The newest rounds of a draft replica's sessions. Only the executor's thread may use this
+    class."""
 
     def __init__(self, drafter: ModelDrafter, max_num_seqs: int) -> None:
         self._engine = drafter.engine
@@ -197,8 +199,9 @@ class LookAhead:
         wanted: Sequence[AutoregressiveDraft],
         readings: Sequence[SequenceStep],
     ) -> list[AutoregressiveDraft]:
-        """Returns the drafts of the likeliest outcomes, `most` or fewer. If there are too few pages
-        for these beside the other steps of the pass, ends the drafts of the least likely."""
+        """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
+        these drafts and the other steps of the pass, ends the drafts of the least likely outcomes.
+        """
         found = [(now.chances[one], now.outcomes, one) for now in rounds for one in now.outcomes]
         found = sorted(found, key=itemgetter(0), reverse=True)[:most]
         chosen = [outcomes[outcome] for _, outcomes, outcome in found]
@@ -234,8 +237,8 @@ class LookAhead:
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
         """Returns the actual outcome of the round `before`, and reports it to the outcome model.
-        Returns an empty outcome if nothing was guessed, or if more than one round lies between
-        `before` and the `committed` tokens."""
+        Returns an empty outcome if no outcome was guessed, or if the newest tokens of `committed`
+        come from several rounds."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -254,9 +257,9 @@ class LookAhead:
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
-        at least half of its tokens, proposes them at once, because each further token takes a pass,
-        and the last tokens are the least likely to be accepted. The number of tokens depends only
-        on the time at which the item came, not on any token's value, so the output stays exact."""
+        at least half of its tokens, proposes these at once, because each further token takes a
+        pass, and the last tokens are the least likely to be accepted. The number of tokens depends
+        only on when the item came, not on any token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -275,8 +278,8 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """Returns the answer with the requested proposal, cut to the requested K. A proposal that
-        was drafted before the request may be longer."""
+        """Returns the answer with this proposal. A proposal that was drafted before the item came
+        may be longer than the item asks for, so it is cut."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -369,7 +372,7 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """Returns the answer to the round's item. Its draft `branch` is finished."""
+        """Returns the answer to the round's item from `branch`, the finished draft of the round."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
@@ -402,10 +405,12 @@ class LookAhead:
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """Recovers from a failed pass. Drops the drafts of all outcomes. `wanted` drafts with
-        tokens end with these tokens. If a draft caused the error, `wanted` drafts without tokens
-        run again, each alone. If the engine may have caused the error, they end with the error. If
-        the engine may have caused the error and no `wanted` draft has tokens, returns False."""
+        """Handles the error of a pass. Drops the drafts of all outcomes. Every `wanted` draft that
+        has tokens ends with these tokens.
+
+        An `OutriderError` other than `EngineLost` is the fault of one draft. After such an error,
+        each `wanted` draft without tokens runs again alone. After any other error, these drafts end
+        with the error. But if no `wanted` draft has tokens, returns False, and ends no draft."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

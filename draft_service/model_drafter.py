@@ -24,27 +24,26 @@ class ModelDrafter:
     (`AutoregressiveDraft.end` says why)."""
 
     looks_ahead = True
-    """Whether look-ahead works with this drafter."""
     in_one_pass = False
     """Whether the pass that runs the last committed token gives the logits of all draft tokens."""
     reads_features = False
-    """Whether the drafter reads hidden states that the target sends."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
-        """The tokens of the logits' columns. None = all tokens."""
         self._sampler = DraftSampler(self.vocabulary)
         self.num_passes = 0
         """Number of passes in the last call of `extend`."""
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        """Draws the tokens of drafts of distinct sessions. If a whole draft has no time left, the
-        call ends early, and other drafts with tokens stay unfinished. The next call continues them.
+        """Draws the tokens of drafts of distinct sessions. If the time limit of a whole draft is
+        over, the call ends early, because this draft is sent only after the step. The next call
+        continues the other drafts.
 
-        The engine must hold all tokens of a draft but the `unseen` ones. If it has lost some of
-        them, a draft with tokens ends. A draft of no tokens also runs its prefix. If the first pass
-        fails and none of its drafts has tokens, raises the error."""
+        The engine must hold all tokens of a draft except `unseen`. If the engine has lost some of
+        these, a draft that has draft tokens ends. A draft that wants no tokens still runs its
+        prefix. If the first pass fails and none of its drafts has draft tokens, raises the error.
+        """
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
                 branch.stop()
@@ -60,8 +59,8 @@ class ModelDrafter:
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Returns a draft without tokens. The engine must hold a proper prefix of the committed
-        tokens. If these have a token outside the model's vocabulary, or are more than
-        `max_model_len`, the draft is whole, and runs nothing."""
+        tokens. If one of the other committed tokens is outside the model's vocabulary, or if there
+        are more than `max_model_len` committed tokens, the draft is whole, and runs nothing."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
@@ -76,9 +75,9 @@ class ModelDrafter:
     def advance(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """Runs one pass, in which each of these unfinished drafts gets one more token, or an error.
-        The pass also runs the steps `beside` of other sequences. Returns the logits of these steps.
-        Raises the errors of the engine."""
+        """Runs one pass. Each of the unfinished drafts `branches` gets one more token or an error.
+        The pass also runs the steps `beside` of other sequences, and returns their logits. Raises
+        the errors of the engine."""
         if not (branches or beside):
             return []
         with torch.inference_mode():
@@ -105,8 +104,8 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Extends the `active` drafts to their end, a token a pass. Returns earlier if a finished
-        draft in `together` has no time left, because that draft is sent only after the step."""
+        """Extends the `active` drafts to their end, one token in each pass. Returns earlier if the
+        time limit of a finished draft in `together` is over (see `extend`)."""
         while active:
             self.num_passes += 1
             try:

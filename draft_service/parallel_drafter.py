@@ -27,7 +27,7 @@ def parallel_token(config: DraftConfig) -> int | None:
 class ParallelDrafter(ModelDrafter):
     """A `ModelDrafter` whose proposals take one pass each. After the committed tokens, the pass
     runs K - 1 copies of the parallel token. Draft tokens x_1..x_K are drawn from the last K rows of
-    logits. The slots of the copies are dropped at once."""
+    logits. After the pass, the slots of the copies are freed."""
 
     in_one_pass = True
 

@@ -31,10 +31,10 @@ class DraftService(SteppedService):
         grammars: Grammars | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. A step
-        has fewer tokens if `costs` show that other sessions would notice the longer step."""
+        has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # From `costs`, coordinators would compute the time of a pass for each draft token.
+        # Coordinators that know `costs` assume that each draft token takes a pass.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -59,15 +59,15 @@ class DraftService(SteppedService):
 
     def _tell_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
         """Called at the end of the time limit for drafting. If no token is drawn yet, tells the
-        callers and prevents draws. The item's prefix still runs. The empty proposal that follows
-        then reports how many tokens the replica holds."""
+        coordinator, and prevents draws. The item's prefix still runs. After the prefix, an empty
+        proposal reports how many tokens the replica holds."""
         if deadline.close_undrawn():
             work.answered = True
             work.sender.send([undrawn(work.key)])
 
 
 def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
-    """See `StepRequest.follow`. An item runs again if it continues, and no caller waits for its
-    next answer."""
+    """See `StepRequest.follow`. If an item continues and no caller waits for its next answer, it
+    runs again."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return item if calm and answer.more else None

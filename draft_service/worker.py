@@ -40,7 +40,7 @@ class _Drafting(Work):
     def demand(self) -> SlotDemand:
         """Slots for the committed tokens and a proposal. Without look-ahead, the proposal's last
         token is never run and needs no slot. A head runs only tokens with features, so `reach` ends
-        after these."""
+        after the last of these tokens."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -73,8 +73,8 @@ class Proposer(StepWorker):
         return wants and self._drafter.looks_ahead
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. If the answer to a new item is known at once, the step ends
-        without a pass, because answers are sent only after the step."""
+        """Like `StepWorker.step`. If look-ahead already knows the answer to an item, the step runs
+        no look-ahead pass, because the answer is sent only after the step."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         self._begin([work for work in works if not ahead.works_on(work.item)])

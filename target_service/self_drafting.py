@@ -30,12 +30,11 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, in order. Each proposal has at most the requested
         number of tokens. The engine must hold all committed tokens of a request except the newest
-        token. Without penalties, the request's `token_ids` needs only the newest token.
-        `hidden_states` are the engine's features [D] at the token before the newest token. The
-        engine's sequences stay unchanged.
+        token. Without penalties, the request's `token_ids` needs only the newest token. For each
+        request, `hidden_states` has the engine's feature [D] at the token before the newest token.
+        The engine's sequences stay unchanged.
 
-        A proposal depends only on committed tokens and on the random numbers of its own round. If a
-        pass fails, or if no token can be drawn from the pass's logits, the tokens drawn so far are
+        If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
         proposed. Dropping these tokens could bias the output, because the failure may depend on
         their values."""
         drafts, engine = [AutoregressiveDraft(request) for request in requests], self.engine

@@ -44,8 +44,8 @@ class TargetService(SteppedService):
         `costs`, the time of a step is limited too, and a step waits for sessions that are expected
         soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the time of
         drafting, in seconds. Without `grammars`, sessions with a constraint are refused. Verdicts
-        of rounds that run ahead wait up to `stream_interval_ms` for others, so that one message
-        carries all of them."""
+        of rounds that run ahead wait up to `stream_interval_ms` for further verdicts, because one
+        message for several verdicts costs less."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -90,8 +90,9 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # One more round must be left, in which the coordinator can ask for further rounds. An
-        # emulated engine sleeps for the time of both rounds together, so it gets only one.
+        # `follow` appends the next round to this one. After both, one more round must be left, in
+        # which the coordinator can ask for further rounds. An emulated engine would sleep for the
+        # time of both rounds together, so its rounds get no `follow`.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round
@@ -140,7 +141,7 @@ class RunAhead:
     def __init__(self, item: VerifyItem, sender: AnswerSender) -> None:
         self.sender = sender
         self.running: StepRequest | None = None
-        """The round that is queued or being computed. None if there is no such round."""
+        """The round that is queued or being computed."""
         self._item = item
         self.replies: list[VerdictReply] = []
         self._digests = [_committed_digest(item.head)]
@@ -154,8 +155,8 @@ class RunAhead:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
         verdict or for the next round, with the same prefix and parameters. The item must also allow
         all rounds that this run-ahead allows. An item that allows fewer rounds comes from another
-        coordinator, which may want to draft earlier and must not get verdicts for which it did not
-        ask."""
+        coordinator. This coordinator may want to draft earlier, so it must get no more verdicts
+        than it has asked for."""
         mine, asked = self._item.head, item.head
         rounds = asked.round - mine.round
         return (
@@ -172,16 +173,17 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next round's verdict may wait for others. The coordinator waits for the first
-        verdict. After half of the rounds, it must ask for more, or the run-ahead would end."""
+        """Whether the next round's verdict may wait for further verdicts. The first verdict may
+        not, because the coordinator waits for it. Nor may the verdict after half of the rounds,
+        because the coordinator then asks for more rounds, and without these the run-ahead ends."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Makes `item` the item of this run-ahead, and drops all earlier rounds. The item must
-        satisfy `continues`. If the item has come again or over another connection, the coordinator
-        may lack verdicts. In this case, returns the known verdicts from the item's round on.
-        Otherwise returns an empty list."""
+        satisfy `continues`. If the item has come twice, or over another connection, the coordinator
+        may lack verdicts, so the result is the known verdicts from the item's round on. Otherwise
+        the result is empty."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         del self.replies[:rounds]
@@ -198,9 +200,9 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], reply.verdict.correction[0]))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
-        """Returns the next round to run. If all allowed rounds have run, or if the prefix would be
-        longer than `length_max` tokens, returns None. The first round is `item` itself. Each later
-        round appends the token of the round before to the cached prefix."""
+        """Returns the next round to run. Returns None if all allowed rounds have run, or if the
+        prefix would be longer than `length_max` tokens. The first round is `item` itself. Each
+        later round appends the token of the round before it to the cached prefix."""
         rounds = len(self.replies)
         if rounds == 0:
             return self._item

@@ -50,9 +50,9 @@ _REPLACEMENT = 0
 p = 0 and is never accepted, so the logits after the token are never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""Verdicts are computed from at most this many rows of logits together, by device. More rows are no
-faster and take more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB, and up to twice this
-memory if the rows of several sessions are copied into one tensor."""
+"""For each type of device, the largest number of rows of logits from which verdicts are computed
+together. More rows are no faster, and take more memory. On a GPU, 256 rows of 128,000 tokens take
+125 MiB, and up to twice this memory if the rows of several sessions are copied into one tensor."""
 
 
 class _Round(Work):
@@ -62,7 +62,8 @@ class _Round(Work):
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """The item's part of the forward pass. A step without logits runs only a part of the prefix."""
+    """The item's part of the forward pass. If `num_logits` is 0, the step runs only a part of the
+    prefix."""
     question: Question
     history = NO_HISTORY
     """The tokens to which penalties apply."""
@@ -93,8 +94,8 @@ class _Round(Work):
 
     def within(self, verdict: Verdict) -> Verdict:
         """If the outcome of `verdict` reaches the row `untold`, returns a verdict that ends with
-        the draft token before this row. Then the next round fails after this token, as plain
-        decoding would. Otherwise returns `verdict`."""
+        the draft token before this row. The session then fails in the next round, after the same
+        token as in plain decoding. Otherwise returns `verdict`."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -116,7 +117,7 @@ class Verifier(StepWorker):
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None
-        """The engine if it keeps hidden states for drafts, otherwise None."""
+        """The engine, if it keeps hidden states for drafts."""
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter
@@ -171,7 +172,7 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Verdicts are little work, and more threads might wait for busy cores.
+        # Verdicts are little work, and with more threads, the step might wait for a busy core.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.keeper is not None:
@@ -215,9 +216,9 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to the verdicts of items that ask for hidden
-        states. Copies the hidden states of all items from the device at once. If this fails, later
-        verdicts bring these hidden states."""
+        """Adds hidden states of committed tokens to the verdicts of items that ask for them. Copies
+        the hidden states of all items from the device at once. If the copy fails, later verdicts
+        bring these hidden states."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -235,8 +236,8 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """Adds the next proposal to the verdicts of items that ask for a proposal. If this fails,
-        the verdicts are sent without proposals, which only costs speed."""
+        """Adds the next proposal to the verdicts of items that ask for it. If drafting fails, the
+        verdicts are sent without proposals."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -291,9 +292,9 @@ class Verifier(StepWorker):
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
-    positions. A message and a step have a limited number of rows. Rounds that lack the fewest rows
-    come first, because a draft proposes only when it lacks no rows. Later verdicts bring the
-    missing rows."""
+    positions. The rows of a message and of a step are limited. Rounds that lack the fewest rows
+    come first, because a draft proposes nothing while it lacks rows. Later verdicts bring the rows
+    that are left out."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from

@@ -27,8 +27,8 @@ class AutoregressiveDraft:
     """A proposal whose tokens are being drawn."""
 
     carried: Tensor
-    """[D]: the head's output of its last pass, if a head drafts. Its next pass reads this output in
-    place of a feature that the target has not computed yet."""
+    """[D]: the output of a head's last pass for this draft. The head's next pass reads this output
+    in place of a feature that the target has not computed yet. Unset if no head drafts."""
 
     def __init__(
         self, request: DraftRequest, num_wanted: int | None = None, unseen: tuple[int, ...] = ()
@@ -42,7 +42,8 @@ class AutoregressiveDraft:
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """The likely tokens from which each token was drawn. Incomplete if they are unknown."""
+        """For each drawn token, the likely tokens of its row of logits. Shorter than `token_ids` if
+        some are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
 
@@ -53,7 +54,6 @@ class AutoregressiveDraft:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the draft gets no more tokens."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
@@ -73,7 +73,8 @@ class AutoregressiveDraft:
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether each token depends on its row of logits alone, not on the tokens before it."""
+        """Whether the draw of a token depends only on its row of logits, not on the tokens drawn
+        before it."""
         return not self.request.sampling.penalised and self.request.allowed is None
 
     @property
@@ -93,7 +94,7 @@ class AutoregressiveDraft:
         )
 
     def add(self, token_id: int, q: DraftDistribution | None) -> None:
-        """Appends a token that was drawn from q."""
+        """Appends a drawn token."""
         self.token_ids.append(token_id)
         self.q.append(q)
 
@@ -145,7 +146,6 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """Returns the drafts that may continue, and their rows under the grammars' masks."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
         masks: dict[int, TokenMask] = {}

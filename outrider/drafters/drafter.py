@@ -4,11 +4,11 @@ A proposal may depend on the request's committed tokens, parameters and noise, a
 finished sessions of the same tenant. It must not depend on tokens that were drafted but not
 committed, in this round or another.
 
-Draft tokens and their number must be independent of the random numbers that test them. So if noise
-is keyed by the round, answers of sessions with the same seed must not influence a proposal. If
-noise is keyed by the absolute position, they may, because drafts then do not influence what is
-committed. Before each draw, a drafter may decide by the time and by the tokens proposed so far
-whether to continue.
+Draft tokens and their number must be independent of the random numbers that test them. So under the
+rules token and block, answers of other sessions with the same seed must not influence a proposal.
+Under coupled and greedy, these answers may influence a proposal, because there the committed tokens
+do not depend on drafts. Before each draw, a drafter may decide whether to continue, by the time and
+by the tokens that it has drawn so far.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DraftDeadline:
         """`ends_at` is a time of `clock`, in seconds."""
         self.ends_at = ends_at
         self.has_cut = False
-        """Whether a draw was refused. All later draws are then refused, too."""
+        """Whether a draw was refused. After a refusal, all later draws are refused too."""
         self._clock = clock
         self._has_drawn = self._is_told = False
         self._lock = threading.Lock()
@@ -65,8 +65,8 @@ class DraftDeadline:
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:
-        """If no token has been drawn, refuses all draws from now on, and returns True the first
-        time. The caller then reports an empty proposal. Otherwise returns False."""
+        """If no token has been drawn, refuses all draws from now on. The first such call returns
+        True, and its caller must report an empty proposal. All other calls return False."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False

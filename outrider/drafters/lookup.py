@@ -31,8 +31,8 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of `num` among `num_all` occurrences of a match. One short match is weak evidence,
-    so `num_all` is increased by 1 / `match_length`."""
+    """The share of `num` among `num_all` occurrences of a match. A few short matches are weak
+    evidence, so `num_all` is increased by 1 / `match_length`."""
     return num / (num_all + 1 / match_length)
 
 
@@ -61,7 +61,7 @@ class LookupDrafter:
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
-        """Returns a guess from `text`, which has exactly the request's committed tokens."""
+        """Returns a guess. `text` has exactly the request's committed tokens."""
         raise NotImplementedError
 
 
@@ -95,8 +95,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text, from which nothing was cut. Takes O(1)
-        if `digests` is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text. Nothing may have been cut from the text.
+        Takes O(1) if `digests` is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -176,9 +176,8 @@ class NgramDrafter(LookupDrafter):
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The tokens that followed the longest match (of equally long matches, the latest). If the
-        text ends too early, it has begun to repeat the tokens after the match. The guess then
-        repeats these tokens, too."""
+        """The tokens that followed the longest match (of equally long matches, the latest). If too
+        few tokens follow the match, the text is repeating them, so the guess repeats them too."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

@@ -15,15 +15,15 @@ EAGLE3 = "eagle3"
 MTP = "mtp"
 _KINDS = (_HYBRID, MTP, EAGLE3)
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
-with a colon can be written as `./NAME`. A single letter may be a Windows drive."""
+"""Matches text before a colon that counts as a kind. No hub id has a colon, and a directory with a
+colon can be written as `./NAME`. A single letter may be a Windows drive."""
 _FORMS = (
     "`ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"
 )
 NEAR_WORD = 0.75
-"""A draft's name counts as misspelt if `difflib` finds it at least this similar to one of `_WORDS`,
-and a target's name if it is this similar to `demo`."""
+"""A draft's name counts as misspelt if `difflib` finds at least this similarity to one of `_WORDS`.
+A target's name counts as misspelt if it is this similar to `demo`."""
 
 
 class LookupKind(StrEnum):
@@ -35,7 +35,6 @@ class LookupKind(StrEnum):
 
 _LOOKUPS = {kind.value: kind for kind in LookupKind}
 _WORDS = (*_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
-"""Words, besides names of models, that a `--draft-model` may be or begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +175,4 @@ DRAFTERS = (
         "the model's", "that of both parts", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip
-"""The default, and then all kinds, the cheapest first."""
+"""The rows of `outrider drafters`, the cheapest drafter first."""

@@ -28,7 +28,7 @@ class SuffixConfig:
     parameters at K = 8, the defaults were nearly the best, and a look-up took 45 us."""
 
     depth: int = 16
-    """Matches of this length or more count as equally long."""
+    """Matches of this many tokens or more count as equally long."""
     min_score: float = 0.1
     """A draft ends before the product of its tokens' shares falls below this value."""
     tokens_per_tenant: int = 2**17
@@ -37,7 +37,8 @@ class SuffixConfig:
     """Maximum length of all histories together. The tenant that has added no output for the longest
     time loses outputs first."""
     occurrences_max: int = 64
-    """Number of latest matches that are read in the session, and also in the tenant's history."""
+    """This many of the latest matches are read in the session, and as many in the tenant's
+    history."""
     tokens_per_match: int = 4
     """Maximum number of draft tokens for each token of the match."""
 
@@ -71,12 +72,12 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
-    Sessions with the same seed have the same noise. If noise is keyed by the round, and a session
-    copied drafts from the output of an earlier session with its seed, the drafts would depend on
-    the noise that tests them. This would bias the tests. So only the tenant's first session with a
-    seed then reads the history. Later sessions do not even read the outputs of other seeds, because
-    the length of the first session's output may decide which outputs are kept. If noise is keyed by
-    the absolute position, all sessions read the history.
+    Sessions with the same seed have the same noise. Under the rules token and block, a draft copied
+    from the output of an earlier session with the same seed would depend on the noise that tests
+    the draft, and the tests would be biased. So under these rules, only the tenant's first session
+    with a seed reads the history. Later sessions do not even read the outputs of other seeds,
+    because the length of the first session's output may decide which outputs are kept. Under the
+    other rules, all sessions read the history.
 
     Only the first session with a seed adds its output to the history, when the session ends. If the
     drafter forgets the seed, it also forgets this output.
@@ -134,7 +135,8 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """Returns the best guess. Makes a guess for each length, from matches at least this long."""
+    """For each length of a match, makes a guess from all matches at least this long. Returns the
+    best guess."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -150,8 +152,8 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """Drafts the token that follows most of the occurrences, or the lowest id of equally frequent
-    tokens. Each further token comes from the occurrences that continued with all drafted tokens."""
+    """Drafts the token that follows most of the occurrences (of equally frequent tokens, the lowest
+    id). Each later token comes from the occurrences that continued with all drafted tokens."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
     while len(drafted) < limit:
@@ -191,16 +193,18 @@ class History:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
         self._tokens_total = tokens_total
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
-        """The tenants in the order of their last outputs, oldest first."""
+        """The tenant whose last output is the oldest comes first."""
         self._num_tokens = 0
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs in one text, if there are any. Valid until the next `add`."""
+        """The tenant's outputs in one text. None if there are no outputs. Valid until the next
+        `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds an output, of which only the last tokens may fit. To make room, drops older outputs,
-        first the tenant's own. The tenant must have no output of this seed yet."""
+        """Adds the last tokens of an output, as many as a history may have. To make room, drops
+        older outputs of the tenant, and then those of other tenants. The tenant must have no output
+        of this seed yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -217,8 +221,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """If the tenant's output of this seed is kept, forgets it. Also forgets all older outputs,
-        because the output's length has decided which of them were kept."""
+        """If the tenant's history has an output of this seed, forgets this output and all older
+        ones, because the output's length has decided which older outputs were kept."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 

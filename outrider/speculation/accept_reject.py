@@ -35,9 +35,9 @@ class Outcome:
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
-    """The number of accepted draft tokens. `passes` has the result of each token's own
-    test. Block accepts the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm
-    2). The other rules accept the tokens before the first failure."""
+    """The number of accepted draft tokens. `passes` has the result of each token's own test. Block
+    accepts the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm 2). The
+    other rules accept the tokens before the first token that fails."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     return sum(takewhile(bool, passes))
@@ -68,10 +68,10 @@ def decide(
 
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
-    """A verdict under which a round commits the draft tokens up to token `index`, and nothing more.
-    It is for an outcome that accepts this draft token, if no token can be drawn after the token.
+    """Returns a verdict that commits the draft tokens 0..`index`, and nothing more. It replaces a
+    verdict whose outcome accepts draft token `index`, if no token can be drawn after this token.
     The distribution of the committed tokens is unchanged, because under every rule the probability
-    of committing draft tokens up to a token does not depend on later rows."""
+    of accepting the tokens 0..`index` does not depend on later rows."""
     accept = [float(i < index) for i in range(len(proposal_ids))]
     correction = list(verdict.correction)
     correction[index] = proposal_ids[index]

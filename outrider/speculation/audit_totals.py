@@ -1,4 +1,4 @@
-"""The sums of an audit (`audit.py`). This module does not import torch."""
+"""The sums of an audit (`audit.py`). Without torch, because coordinators import this module."""
 
 from dataclasses import dataclass
 

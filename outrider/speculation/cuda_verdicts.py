@@ -1,5 +1,5 @@
-"""Computes the verdicts of `verification.py` on a CUDA device. All sessions together take at most
-three kernels and one wait."""
+"""Computes the verdicts of `verification.py` on a CUDA device. A call starts at most three kernels
+for all its sessions together, and waits for the device once."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -60,7 +60,8 @@ def give_up(device: torch.device) -> None:
 def judge_by_kernels(
     logits: Tensor, transforms: Sequence[Transforms], rows: ProposalRows
 ) -> JudgedRows:
-    """Judges `rows`, whose `logits` [R, V] are float32 or narrower. `transforms` are by session."""
+    """Judges `rows`. Their `logits` [R, V] are float32 or narrower. `transforms` has one entry for
+    each session."""
     num_rows, device = len(logits), logits.device
     found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
     nothing = np.empty((num_rows, 0), dtype=np.int64)
@@ -86,11 +87,13 @@ def send_rows(
     extra: IntArray,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sends what the kernels read of each row of `logits`, [R, V], or [R, N] with a `vocabulary`,
-    float32 or narrower. `transforms` and `sizes`, the numbers of rows, are by session. `drafted`
-    are the draft tokens that the rows judge, or -1. Returns the words [R, `ROW_WORDS`] and the
-    `extra` words [R, E] on the device, and the logits after masks, biases and penalties. Runs
-    `change_rows` on the current device."""
+    """Sends the kernels' arguments for each row of `logits` to the device. `logits` are [R, V], or
+    [R, N] with a `vocabulary`, in float32 or narrower. For each session, `transforms` has an entry,
+    and `sizes` has the number of its rows. `drafted` has the draft token that each row judges, or
+    -1. If a session changes its logits, runs `change_rows` on the current device.
+
+    Returns the words [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and the logits
+    after masks, biases and penalties."""
     num_rows, width = logits.shape
     words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
     kept = np.array([filters(sampling) for sampling, _, _ in transforms])
@@ -118,7 +121,7 @@ def send_rows(
 
 
 def _judged(rows: ProposalRows) -> list[npt.NDArray[Any]]:
-    """The arrays that `settle_rows` reads: `JUDGED_WORDS` for each row, and then each q."""
+    """The arrays that `settle_rows` reads: `JUDGED_WORDS` words for each row, then all q."""
     packed = [b"" if each is None else each.packed for each in rows.q]
     num_bytes = np.array([*map(len, packed)], dtype=np.int64)
     words = np.zeros((rows.num_rows, JUDGED_WORDS), dtype=np.int64)
@@ -132,7 +135,6 @@ def _judged(rows: ProposalRows) -> list[npt.NDArray[Any]]:
 
 
 def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:
-    """Runs `weigh_rows` on the current device."""
     from outrider.speculation.triton_kernels import weigh_rows
 
     num_rows, width = logits.shape
@@ -143,7 +145,6 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
 
 def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
-    """Runs `settle_rows` on the current device."""
     from outrider.speculation.triton_kernels import settle_rows
 
     num_rows, width = weights.shape
@@ -164,8 +165,8 @@ def _changes(
     end: int,
     vocabulary: DraftVocabulary | None,
 ) -> list[npt.NDArray[Any]]:
-    """Returns the arrays to send after the first `end` bytes: tables of tokens with biases or
-    penalties, and then masks. Writes the offsets of these arrays into `words`."""
+    """Returns the arrays that are sent after the first `end` bytes: tables of tokens with biases or
+    penalties, and then masks. Writes the byte offset of each array into `words`."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1

@@ -1,12 +1,12 @@
 """Draws draft tokens.
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
-from the counts, and sends them to the target. So q is exactly the distribution of the draw. The
-counts are the differences of the cumulative distribution, after it is multiplied by `COUNT_TOTAL`
-and rounded. A draw takes one uniform u, and returns the first token at which the running sum of
-counts exceeds u times their total.
+from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
+To get the counts, the draft multiplies the cumulative distribution by `COUNT_TOTAL`, rounds it, and
+takes the differences. A draw takes one uniform u, and returns the first token at which the running
+sum of counts exceeds u times their total.
 
-Under the rule coupled, a draw is the race that the target runs (`gumbel_max.py`).
+Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ not use q, or if the draw was certain."""
 @dataclass(frozen=True, slots=True, eq=False)
 class LikelyTokens:
     """The M likeliest tokens of each of R rows, likeliest first, on the CPU. `ids` [R, M], int64,
-    are the target's. `mass` [R, M], float64, is proportional to the probabilities."""
+    are token ids of the target. `mass` [R, M], float64, is proportional to the probabilities."""
 
     ids: IntArray
     mass: RealArray
@@ -131,9 +131,9 @@ def likely_tokens(
     logits: Tensor, params: Sequence[SamplingParams], vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
-    [R, N] with a `vocabulary`. `params` are by row. For greedy ones, the masses are those of
-    temperature 1. Raises `InvariantError` for penalties, and for rows that `target_probabilities`
-    refuses."""
+    [R, N] with a `vocabulary`. Each row has its own `params`. If these are greedy, the masses of
+    the row are those of temperature 1. Raises `InvariantError` for penalties, and for rows that
+    `target_probabilities` refuses."""
     check(not any(each.penalised for each in params), "penalties would count draft tokens")
     params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
     transforms = [(each, NO_HISTORY) for each in params]
@@ -143,16 +143,16 @@ def likely_tokens(
 
 
 class _Rows(NamedTuple):
-    """What draws need of R rows of logits, on the CPU."""
+    """Results from R rows of logits, on the CPU."""
 
     tokens: IntArray
-    """[R]: the likeliest token if the draw is greedy, the winner of the race if it is coupled."""
+    """[R]: the likeliest token under greedy, the race's winner under coupled, else arbitrary."""
     maxima: RealArray
     """[R]: the largest logit."""
     ids: IntArray
-    """[R, M]: if the draw is not greedy, the likeliest tokens, likeliest first."""
+    """[R, M]: the likeliest tokens, likeliest first. Arbitrary under greedy."""
     values: RealArray
-    """[R, M]: their logits, or -inf after the last token that a filter keeps."""
+    """[R, M]: the logits of `ids`, or -inf after the last token that a filter keeps."""
 
     def likely(self, params: Sequence[SamplingParams]) -> LikelyTokens:
         temperatures = np.array([filters(each)[:1] for each in params])
@@ -169,7 +169,7 @@ def _read(
     keys: RowKeys,
     vocabulary: DraftVocabulary | None,
 ) -> _Rows:
-    """Reads each row of `logits`. Only races need `keys`."""
+    """Reads each row of `logits`. Only the rule coupled uses `keys`."""
     by_kernels = has_kernels(logits.device) and logits.dtype != torch.float64
     way = _read_by_kernels if by_kernels else _read_on_host
     found = way(logits, transforms, rules, keys, vocabulary)
@@ -268,7 +268,6 @@ def _spread(weights: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
 
 
 def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The tokens of these columns."""
     found: IntArray = columns if vocabulary is None else vocabulary.token_ids[columns]
     return found
 

@@ -45,7 +45,8 @@ RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def whole_blocks(width: int) -> int:
-    """The least multiple of `BLOCK` that is at least `width`. Races over such rows copy nothing."""
+    """The least multiple of `BLOCK` that is at least `width`. A race over rows of this width does
+    not copy them."""
     return -(-width // BLOCK) * BLOCK
 
 
@@ -98,9 +99,9 @@ def scores(weights: RealArray, token_ids: IntArray, keys: RowKeys) -> RealArray:
 def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
-    """`race` for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each
-    block. First computes the score of the token with the shortest wait in each block. Then computes
-    only the scores that could exceed the best of these."""
+    """`race` for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each block.
+    First computes the score of the token with the shortest wait in each block. Then computes only
+    those scores that could exceed the best of the first scores."""
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))

@@ -128,7 +128,7 @@ def likeliest(
 def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
     """The index of the largest value of each row [R, V] (of equal values, the lowest), and the
     value. NaN counts as larger than any number."""
-    # For these rows, NumPy's argmax is about 20 times as fast as torch's.
+    # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
     return found[:, 0].tolist(), logits.gather(1, found)[:, 0].tolist()
@@ -140,11 +140,13 @@ def adjusted_logits(
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """`logits`, [R, V], or [1, N] with a `vocabulary`, after bias and penalties, as a CPU copy, in
-    float64 if `logits` are, or else in float32. Without bias and penalties, returns `logits`
-    itself. For tokens of the prompt and the output, the repetition penalty divides positive logits,
-    and multiplies negative ones (Keskar et al. 2019). For tokens of the output, presence and
-    frequency penalties are subtracted."""
+    """Applies bias and penalties to `logits`, which are [R, V], or [1, N] with a `vocabulary`.
+    Returns a copy on the CPU, in float64 if `logits` are float64, else in float32. Without bias and
+    penalties, returns `logits` itself.
+
+    The repetition penalty divides positive logits of tokens in the prompt or output, and multiplies
+    negative logits of these tokens (Keskar et al. 2019). Presence and frequency penalties are
+    subtracted from the logits of tokens in the output."""
     if not (params.logit_bias or params.penalised):
         return logits
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -172,9 +174,10 @@ def changed_tokens(
     width: int,
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:
-    """The E tokens with a logit that have a bias or that penalties count: [E, 3]. A row has the
-    index of the logit, the bits of the bias as a float64, and twice the count in the output, plus 1
-    if the prompt has the token. A row of logits has `width` columns."""
+    """Returns a table [E, 3] of the tokens that have a bias or that penalties count. Tokens without
+    a column of the logits are left out. Each row has the token's column, the bits of its bias as a
+    float64, and twice its count in the output, plus 1 if the prompt has the token. `width` is the
+    number of columns of the logits."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
@@ -336,7 +339,7 @@ class DraftVocabulary:
     def columns(
         self, token_ids: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Those `token_ids` that have a column, and their columns."""
+        """The members of `token_ids` that have a column, and their columns."""
         places = self.token_ids.searchsorted(token_ids)
         places[places == len(self.token_ids)] = 0
         is_known = self.token_ids[places] == token_ids
@@ -369,8 +372,9 @@ class RowMasks:
     """[K + 1]: element n has the tokens that may follow n draft tokens. After a forbidden draft
     token, elements are None. The target rejects this token, so no outcome uses the later rows."""
     untold: int | None
-    """The row after an allowed draft token whose mask cannot be computed. An outcome that reaches
-    this row ends with the draft token before it (`ending_at`)."""
+    """The row whose mask cannot be computed although the draft token before it is allowed. An
+    outcome that reaches this row ends with this draft token (`ending_at`). None if there is no such
+    row."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:

@@ -7,8 +7,8 @@ race, so it runs the race over its own distribution q. Its guesses are the token
 log q + Gumbel noise.
 
 The acceptance of a draft token is also predicted from noise. Under the rules coupled and greedy,
-acceptance is likelier if the draft token's score leads by more in the race. Under the rules token
-and block, acceptance is likelier if the uniform u that tests the draft token is smaller.
+acceptance is likelier if the draft token has a larger lead in the race. Under the rules token and
+block, acceptance is likelier if the uniform u that tests the draft token is smaller.
 
 Predictions do not bias the output. Under token and block, the tokens that are drafted for an
 outcome have the next round's noise, which is independent of the noise that predictions use. Under
@@ -197,7 +197,8 @@ class OutcomeModel:
             law.note(guesses.scores[num_accepted], rank)
 
     def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
-        """Up to `num_guesses` outcomes, likeliest first, but at most `LOOK_AHEAD_MAX`."""
+        """The likeliest outcomes, likeliest first: at most `num_guesses`, and at most
+        `LOOK_AHEAD_MAX`."""
         evidence = guesses.evidence.tolist()
         accepted = [self._acceptance(*place) for place in enumerate(evidence)]
         reached = np.cumprod([1.0, *accepted])
@@ -223,8 +224,9 @@ class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
     Under token and block, outcomes depend on the noise of the seed. If two sessions with one seed
-    shared a model, predictions for the second would depend on the noise that this session uses. So
-    only the first session with a seed uses the shared models. Each later one has its own model.
+    shared a model, predictions for the second session would depend on its own noise, from which the
+    first session's outcomes came. So only the first session with a seed uses the shared models.
+    Each later session has its own model.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:

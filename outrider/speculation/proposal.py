@@ -84,8 +84,8 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q))
 
     def readable(self) -> SealedProposal:
-        """The tokens before the first q that cannot be decoded. Verifying them is exact unless the
-        fault of this q depends on the token drawn from it."""
+        """The tokens before the first q that cannot be decoded. If the fault of this q does not
+        depend on the token drawn from it, verifying the tokens before it is exact."""
         for num in range(min(len(self), NUM_DRAFT_TOKENS_MAX), 0, -1):
             part = self.cut(num)
             with suppress(BadRequest):
@@ -106,8 +106,8 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If its tokens counted as
-    certain draws, the target would accept fewer of them, and no error would say why."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If tokens without a q counted
+    as certain draws, the target would accept fewer of them, and no error would say why."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",

@@ -20,7 +20,7 @@ class JudgedRows:
     """Results for R rows: [R] each, on the CPU."""
 
     behind: RealArray
-    """If the row judges a draft token: min(1, p / q), or, under block, pi of the path up to this
+    """If the row judges a draft token, min(1, p / q) of this token, or, under block, pi after this
     token. NaN if the token is outside its q."""
     left: RealArray
     """Z of block verification."""
@@ -45,15 +45,13 @@ class ProposalRows:
         is_judged = np.array([rule.needs_q for rule in rules]).repeat(self.sizes)
         is_judged[self.ends - 1] = False
         self.num_before: IntArray = np.where(is_judged, index, -1)
-        """[R]: the number of draft tokens before each row, or -1 if the row judges none, because it
-        is the last, or because the rule does not use q."""
+        """[R]: the number of draft tokens before each row. -1 in a proposal's last row, and under
+        rules that do not use q, because such rows judge no draft token."""
         self.is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(self.sizes)
-        """[R]: whether the rule is block."""
         self.q = [entry for proposal, each in asked if each.rule.needs_q for entry in proposal.q]
         """The distribution of each judged draft token, or None if its draw was certain."""
 
     def keys(self) -> RowKeys:
-        """The keys for the noise of each row."""
         return verdict_keys(self._noises, self.sizes.tolist())
 
     def verdicts(self, found: JudgedRows) -> list[Verdict]:
@@ -71,7 +69,7 @@ class ProposalRows:
         check(is_known, "a draft token lies outside the distribution it was drawn from")
         is_judged = self.num_before >= 0
         accept: RealArray = np.where(is_judged, found.behind, found.drawn == self.drafted)
-        # Under block, tokens before the last have h_i = Z_i / (Z_i + 1 - pi_i).
+        # Under block, all draft tokens but the last have h_i = Z_i / (Z_i + 1 - pi_i).
         is_inner = self.is_block[:-1] & is_judged[:-1] & is_judged[1:]
         z, pi = found.left[1:][is_inner], found.behind[:-1][is_inner]
         room = z + (1.0 - pi)

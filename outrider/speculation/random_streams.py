@@ -14,8 +14,8 @@ holds these two numbers separately. No two rounds of a session start at the same
 so every round has new index places.
 
 The rules token and block must not use positions. If they did, a rejected draft token would have the
-same noise as the next round's token at its position. Block verification has read the rejected
-token, and length control may have learned from it, so this noise would not be new. Coupled may use
+same noise as the next round's token at its position. This noise would not be new, because block
+verification and the choice of K may already depend on the rejected token. Coupled may use
 positions, because its draw at a position is the target's own draw, whatever was drafted there.
 """
 
@@ -187,7 +187,7 @@ def rounds(
         product_2 = c2 * _MULTIPLIER_2
         c0 = ((product_2 >> 32) ^ c1 ^ low) & mask
         c2 = ((product_0 >> 32) ^ c3 ^ high) & mask
-        c1, c3 = product_2, product_0  # Masked with c0 and c2 of the next step, or at the end.
+        c1, c3 = product_2, product_0  # The next step or the return masks them.
         low = (low + _KEY_STEP_LOW * ones) & mask
         high = (high + _KEY_STEP_HIGH * ones) & mask
     return c0, c1 & mask, c2, c3 & mask

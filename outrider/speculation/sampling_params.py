@@ -50,7 +50,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and a bias, which is added to the token's logit, sorted by id."""
+    """Pairs of a token id and the bias to add to its logit, sorted by id."""
     min_tokens: int = 0
     """Until the completion has this many tokens, EOS and stop tokens cannot be drawn, and stop
     strings are ignored."""

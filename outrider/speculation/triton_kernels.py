@@ -73,10 +73,10 @@ def _is_reached(parts, goal):
 
 @triton.jit
 def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keeps the largest of the weights [width] at `row`, until their number, or with `BY_MASS`
-    their mass, reaches `goal`, and sets the others to 0. Of equal weights, keeps those with the
-    lowest ids. `low` is a lower bound for the bits of the smallest weight to keep. Returns the mass
-    of the kept weights."""
+    """Keeps the largest weights of `row` [width], and sets all others to 0. Keeps as few as have
+    the number `goal`, or, with `BY_MASS`, the mass `goal`. Of equal weights, keeps those with the
+    lowest ids. `low` is a lower bound for the bits of the smallest kept weight. Returns the mass of
+    the kept weights."""
     lane = tl.arange(0, BLOCK)
     high = tl.full((), BITS_OF_ONE + 1, tl.int32)
     while high - low > 1:
@@ -177,7 +177,7 @@ def change_rows(
 def weigh_rows(
     weights,  # [R, width], float32
     found,  # [6, R], float64
-    logits,  # [R, width], or `weights` with changed ones
+    logits,  # [R, width]; the tensor `weights` itself if `change_rows` has written to it
     logits_stride,
     words,  # [R, ROW_WORDS]
     width,
@@ -209,7 +209,7 @@ def weigh_rows(
         logit = tl.load(source + place, mask=place < width, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.minimum(logit - base, 0.0) / temperature)
         weight = tl.where(weight >= min_p, weight, 0.0)
-        # Nearly equal logits may have equal weights.
+        # Top-k 1 compares logits, because nearly equal logits may have equal weights.
         weight = tl.where(top_k == 1, (logit == top).to(tl.float32), weight)
         parts += weight.to(tl.float64)
         tl.store(row + place, weight, mask=place < width)

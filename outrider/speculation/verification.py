@@ -54,10 +54,11 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""A row that keeps more than this share of its mass is certainly not empty."""
+"""If a row keeps more than this share of its mass after q is subtracted, the row is certainly not
+empty."""
 _PI_MIN = 1e-290
-"""If the draft tokens up to a row, a *path*, have a smaller pi, the path counts as impossible,
-because a division by pi could overflow."""
+"""The *path* to a row is the sequence of draft tokens before the row. A path with a smaller pi
+counts as impossible, because a division by its pi could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ class Question:
     """The data that determine a verdict."""
 
     logits: Tensor
-    """[N + 1, V] of any float type, on any device."""
+    """[K + 1, V] of any float type, on any device."""
     params: SamplingParams
     history: TokenHistory
     proposal: Proposal
@@ -183,8 +184,8 @@ def subtract_drafts(
     correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
 
     If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
-    errors, no outcome uses such a row: the draft token that it judges is always accepted, or the
-    path to the row is impossible."""
+    errors, no outcome uses such a row, because the draft token that it judges is always accepted,
+    or because the path to the row is impossible."""
     behind, left = np.zeros((2, rows.num_rows))
     judged = np.flatnonzero(rows.num_before >= 0)
     if not len(judged):
@@ -225,8 +226,8 @@ def subtract_drafts(
 
 
 def _entries(rows: ProposalRows, judged: IntArray) -> tuple[IntArray, IntArray, RealArray]:
-    """The E entries of all q, as three arrays: the index in `judged` of the row that judges the
-    entry's draft token, the entry's token, and its q."""
+    """Three arrays with the E entries of all q. For each entry, they have the index in `judged` of
+    the row that the q belongs to, the entry's token, and the probability of this token."""
     token_ids, counts = [], []
     for drafted, q in zip(rows.drafted[judged].tolist(), rows.q, strict=True):
         token_ids.append((drafted,) if q is None else q.token_ids)
