@@ -144,11 +144,12 @@ class ModelServerConfig(ServerConfig):
     CUDA device if vLLM is installed and supports the settings, otherwise transformers;
     `emulated:KEY=VALUE,...` = toy models whose steps take the given times."""
     enforce_eager: bool = False
-    """Run models on vLLM without compilation and CUDA graphs."""
+    """Run models on vLLM without compilation and without CUDA graphs."""
     device: Annotated[
         str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$", title="auto, cpu, cuda or cuda:N")
     ] = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Device of the models: `cpu`, `cuda`, `cuda:N`, or `auto` = `cuda` if the replica has a GPU,
+    otherwise `cpu`."""
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
     """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9

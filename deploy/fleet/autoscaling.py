@@ -1,4 +1,4 @@
-"""Autoscaling changes the wanted numbers of replicas by the load that the replicas report.
+"""Autoscaling adapts the wanted numbers of replicas to the load that the replicas report.
 
 | role | a replica is added if, on average |
 | --- | --- |
@@ -63,7 +63,6 @@ class Autoscaler:
             await self._registry.want({change[0]: change[1]})
 
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
-        """`now` is in seconds. `wanted` has the current numbers."""
         changes = []
         for role, (least, most) in self.config.bounds.items():
             if (count := wanted.get(role)) is None:

@@ -7,7 +7,7 @@
 | targets and drafts load their models and register in Redis | `model_timeout_s` |
 | coordinators find targets and drafts in Redis, and serve | `model_timeout_s` |
 
-A stop undoes these steps in reverse order. So does a start that fails.
+A stop undoes these steps in reverse order, and a start that fails does the same.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether this process has started the replicas or taken them over. Then `stop` ends them.
+        """Whether this process has started or taken over the replicas. If so, `stop` ends them.
         """
         self.overview = Overview({}, (), None)
         self._following: list[asyncio.Task[None]] = []
@@ -234,8 +234,10 @@ class Deployment:
 
     async def stop(self) -> None:
         """Waits for running requests at most `stop_timeout_s`, and for their last steps the same
-        time again. Then stops everything that `start` has started. Idempotent. If the head of
-        another cluster does not answer, raises `Unavailable`, and replicas may still run."""
+        time again. Then stops everything that `start` has started. Idempotent. If the head of a
+        cluster that is not local does not answer, raises `Unavailable`. Then replicas may still
+        run.
+        """
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
@@ -276,8 +278,6 @@ class Deployment:
 
 
 async def _watch(redis: EmbeddedRedis) -> None:
-    """Rotates the log of the embedded Redis server. If the server has died, restarts it. The server
-    then loads its data from disk."""
     redis.rotate_log()
     if not redis.running:
         _log.error("the embedded Redis died, and is restarted")

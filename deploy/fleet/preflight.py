@@ -309,7 +309,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, di
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
-    """The settings with absolute paths."""
+    """The settings, with relative paths made absolute."""
     return {
         key: str(Path(value).expanduser().absolute())
         if isinstance(value, str)

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
-"""Concurrent Ray calls to one actor. The calls of a process that has died count as well."""
+"""Concurrent Ray calls to one actor. Calls of processes that have died count, too."""
 RECONCILER = "reconciler"
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
@@ -142,8 +142,8 @@ class Cluster:
     """Whether the cluster is this machine only, and so cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
-        """Starts the actors of all demands, and waits until all run. Returns the actors of each
-        demand, by rank.
+        """Starts the actors of all demands, and waits until all actors run. Returns the actors of
+        each demand, by rank.
 
         Raises `ConfigError` if some actors find no place within `timeout_s`. If a local cluster is
         too small, raises `ConfigError` at once. Raises `Unavailable` if an actor died. After an

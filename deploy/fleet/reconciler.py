@@ -112,7 +112,7 @@ def differing(
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""A reconciler that does not answer for this time counts as lost. Ray restarts it within seconds.
+"""A reconciler that does not answer for this time counts as lost, because a restart takes seconds.
 """
 RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0
@@ -128,8 +128,8 @@ CHANGE_S = 900.0
 
 
 class Reconciler(PlacedActor):
-    """The actor that supervises a `Fleet`. If Ray has restarted this actor, it supervises without a
-    call of `start`."""
+    """The actor that supervises a `Fleet`. If Ray restarts this actor, the actor supervises the
+    fleet without a call of `start`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
         import ray
@@ -154,7 +154,7 @@ class Reconciler(PlacedActor):
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once the fleet is supervised with all saved changes, or its start has failed."""
+        """Set once the fleet is supervised with all saved changes, or has failed to start."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -202,7 +202,7 @@ class Reconciler(PlacedActor):
 
     async def change(self, values: dict[str, Value]) -> None:
         """Changes settings. Raises `Unavailable`, and `ConfigError` for settings that cannot work.
-        After such an error, all settings are as before."""
+        After an error, no setting has changed."""
         await self._ready()
         async with self._changing:
             (before, tried), fleet = self._changes, self._fleet

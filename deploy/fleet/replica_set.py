@@ -37,7 +37,7 @@ may name the cause."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit for an actor's answer about its state. Without a limit, a call of an actor on a paused
+"""Time limit for an actor's answer about its state. Without a limit, a call to an actor on a paused
 machine would never end, because Ray reports only dead actors."""
 QUIET_S = 1.0
 """A leaving replica counts as drained if it has received no requests for this time."""
@@ -80,7 +80,7 @@ class Overview:
     """Target or coordinator, if the role has no replica and new replicas fail to start."""
     upgrades: bool = False
     failures: tuple[str, ...] = ()
-    """Errors of replicas that did not start or died, until others have replaced them."""
+    """Errors of replicas that died or did not start, until a new replica of the role serves."""
     trial: TrialReport | None = None
     """Report of the running trial, or of the latest trial since the reconciler started."""
 
@@ -529,8 +529,8 @@ class Fleet:
         takes_over = any(
             other is not one and other.member.slot == slot for other in self.of(one.role)
         )
-        # Without a predecessor, known ports are used only once, because other processes may have
-        # them.
+        # If no old replica holds the known ports, another process may hold them. Then only one
+        # start uses these ports.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         await one.begin(

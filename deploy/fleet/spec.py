@@ -63,8 +63,8 @@ class FleetSpec:
         return self.bounded({role: getattr(self.config, f"num_{role}s") for role in ROLES})
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """The nearest possible counts. If targets or coordinators draft, there are no draft
-        replicas."""
+        """The allowed counts nearest to `counts`. If targets or coordinators draft, there are no
+        draft replicas."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
@@ -83,8 +83,8 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts. True for a coordinator with a
-        port for metrics on one machine, because two coordinators cannot share this port."""
+        """Whether a replica must end before its replacement starts. True for coordinators that keep
+        their ports and have a port for metrics, because two coordinators cannot share this port."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
