@@ -136,7 +136,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
         "--min-p": (0.0, "sample from tokens with at least this share of the top probability"),
         "--presence-penalty": (0.0, "lower logits of tokens that have occurred, -2 to 2"),
-        "--frequency-penalty": (0.0, "lower logits of tokens by their occurrences, -2 to 2"),
+        "--frequency-penalty": (0.0, "lower logits of tokens for each occurrence, -2 to 2"),
         "--repetition-penalty": (1.0, "divide logits of tokens that have occurred, up to 10"),
         "--seed": (None, "seed of the request's random numbers"),
         "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
@@ -417,7 +417,7 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
     """Returns the deployment on this machine. If no deployment runs here, or `PLACE_KEYS` are set
     to other values, returns the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if one
-    of these settings is missing."""
+    of `PLACE_KEYS` is needed and missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(state_directory(os.environ))
@@ -433,8 +433,8 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
         return DeploymentLocation(address, name)
     if address:
         raise Unavailable(
-            f"no deployment of this machine is on the Ray cluster at {address}; name one on that "
-            "cluster with --deployment-name"
+            f"no deployment of this machine is on the Ray cluster at {address}; give the name "
+            "of a deployment on that cluster with --deployment-name"
         )
     raise Unavailable(
         "nothing runs here; start a deployment with `outrider serve`, or name one on another "

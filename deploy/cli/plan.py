@@ -207,7 +207,7 @@ def _check(config: DeploymentConfig) -> None:
         raise SettingError(
             "draft_model",
             f"{draft.model} is wrong; `plan` takes no drafter that reads the target's hidden "
-            "states. --devices computes whether such a head pays",
+            "states. --devices computes whether such a drafter pays",
         )
     for key, size in (
         ("tensor_parallel_size", config.target.tensor_parallel_size),

@@ -185,7 +185,7 @@ def test_flags_and_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: 
     runs = record(ray_token=str(token), settings={"address": "auto"})
     run_here(state_directory(os.environ), runs)
     _, err = fleet.run("scale", "draft=3", "--address", "far:1", code=1)
-    assert "no deployment of this machine is on the Ray cluster at far:1; name one" in err
+    assert "no deployment of this machine is on the Ray cluster at far:1; give the name" in err
     assert (fleet.opened, fleet.wants) == ([], [])
     named = ("--deployment-name", "d")
     for words in (("--config", str(file)), ("--address", "far:1", *named)):
