@@ -1,1 +1,1 @@
-"""Outrider: disaggregated speculative decoding. This package has the code that services share."""
+"""Disaggregated speculative decoding. This package has the code that the services share."""

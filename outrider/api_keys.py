@@ -2,10 +2,10 @@
 
     or-<secret>        a key made by `outrider keys new`. The secret has 43 characters, for 256
                        random bits.
-    sha256:<digest>    the hash of a key: its SHA-256, in hexadecimal digits. A salt would not make
-                       random keys safer.
+    sha256:<digest>    the hash of a key: its SHA-256, in hexadecimal digits. The hash has no salt,
+                       because keys are random.
 
-A key file is a JSON object. Its fields are the names of keys:
+A key file is a JSON object with a field for each key. The field's name is the key's name:
 
     {"alice": {"hash": "sha256:9f2b...", "tenant": "team", "concurrency": 4}}
 """
@@ -36,13 +36,13 @@ class Caller:
     """The caller that an API key identifies. Contains no secret."""
 
     name: str = ""
-    """Name of the key, by which rate limits count requests. Empty if the server needs no key."""
+    """Name of the API key; empty if the server needs no key. Rate limits count by this name."""
     tenant: str = ""
-    """Tenant that owns the caller's sessions and cached prefixes. A request cannot change it."""
+    """Tenant that owns the caller's sessions and cached prefixes. Requests cannot change it."""
     requests_per_minute: int = 0
     """0 = unlimited."""
     concurrency: int = 0
-    """Largest number of generations at a time; 0 = unlimited."""
+    """Largest number of simultaneous generations; 0 = unlimited."""
     admin: bool = False
     """Whether the caller may read and cancel sessions of all tenants."""
 
@@ -57,7 +57,7 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""The caller of all requests if the server needs no key. Has no limits."""
+"""The caller of every request to a server that needs no key. Has no limits."""
 
 _HASH = "sha256:[0-9a-f]{64}"
 _GIVEN = re.compile(r"[!-+\--~]+")
@@ -66,7 +66,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 def key_hash(key: str) -> str:
-    """The hash of a text, which need not be a valid key."""
+    """Hashes a key. Accepts any text."""
     return f"sha256:{hashlib.sha256(key.encode(errors='surrogatepass')).hexdigest()}"
 
 
@@ -84,10 +84,9 @@ def check_key_name(name: str) -> str:
 
 
 def given_keys(text: str) -> dict[str, Caller]:
-    """Parses the setting `api_key`: keys or hashes, separated by commas. Returns the caller of each
-    key, by the key's hash. These keys have no limits. Each key has its own tenant, so its caller
-    cannot see sessions of other keys. A `ConfigError` has the number of the wrong key, but not the
-    key's text."""
+    """Parses the setting `api_key`: keys or hashes, separated by commas. Maps the hash of each key
+    to a caller without limits. Each caller has its own tenant, so it cannot see the sessions of
+    others. If a key is wrong, raises a `ConfigError` with the key's number, but not its text."""
     found = {}
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -100,7 +99,7 @@ def given_keys(text: str) -> dict[str, Caller]:
                     "64 hexadecimal digits in lower case"
                 )
             word = key_hash(word)
-        # Names are shown and must not reveal the key's hash, so the name is a hash of this hash.
+        # Names are shown, so a name must not reveal the key's hash. A hash of this hash does not.
         name = f"key-{hashlib.sha256(word.encode()).hexdigest()[:12]}"
         found[word] = Caller(name, name)
     return found
@@ -110,7 +109,7 @@ _KeyName = Annotated[str, AfterValidator(check_key_name)]
 
 
 class _StoredKey(BaseModel):
-    """A key in a key file. For the other fields, see `Caller`."""
+    """A key in a key file. `Caller` describes the fields that both classes have."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -126,8 +125,8 @@ _FILE = TypeAdapter(dict[_KeyName, _StoredKey])
 
 
 def read_key_file(path: Path) -> dict[str, Caller]:
-    """Reads a key file. Returns the caller of each key, by the key's hash. A `ConfigError` names
-    the file and the wrong field, but quotes no hash."""
+    """Reads a key file. Maps the hash of each key to the key's caller. If the file is invalid,
+    raises a `ConfigError` that names the file and the wrong field, but quotes no hash."""
     stored = _read(path)
     callers = {}
     for name, key in stored.items():
@@ -150,8 +149,8 @@ def _read(path: Path) -> dict[str, _StoredKey]:
 
 @contextmanager
 def _changing(path: Path, creates: bool = False) -> Iterator[dict[str, _StoredKey]]:
-    """Reads the keys of a file, and writes them at the end. Meanwhile the file is locked. All
-    symbolic links to the file have the same lock. If it `creates`, the file may be missing."""
+    """Locks a key file, yields its keys, and writes the changed keys back. All symbolic links to
+    the file share one lock. If `creates` is true, the file may be missing."""
     file = without_links(path)
     with locked(file.with_name(f"{file.name}.lock")):
         stored = {} if creates and not path.exists() else _read(path)
@@ -161,8 +160,8 @@ def _changing(path: Path, creates: bool = False) -> Iterator[dict[str, _StoredKe
 
 
 def add_key(path: Path, caller: Caller) -> str:
-    """Makes a key, adds its hash to the file, and returns the key. Only the owner of a new file can
-    read the file. Raises `ConfigError` if the file is invalid or already has the name."""
+    """Makes a key for the caller, adds the key's hash to the file, and returns the key. A new file
+    gets mode 0600. Raises `ConfigError` if the file is invalid or already has the key's name."""
     key = new_key()
     own = {key: value for key, value in asdict(caller).items() if value and key != "name"}
     with _changing(path, creates=True) as stored:
@@ -173,7 +172,7 @@ def add_key(path: Path, caller: Caller) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Removes a key. Raises `ConfigError` if the file is invalid or has no such key."""
+    """Removes a key. Raises `ConfigError` if the file is invalid or has no key of this name."""
     with _changing(path) as stored:
         if stored.pop(name, None) is None:
             raise ConfigError(f"{path}: there is no key {name!r}")

@@ -1,9 +1,9 @@
 """An event loop with a virtual clock, for simulation.
 
-Simulated code reads the time only from `asyncio.get_running_loop().time()` and waits only with
-asyncio, so the same code runs on the real clock. When every task waits, the virtual clock jumps to
-the next timer. The loop never waits for sockets. `run_in_executor` calls its function on the loop's
-thread and in no virtual time, because another thread would make the order of events random."""
+Simulated code must read the time from `asyncio.get_running_loop().time()`, and must wait with
+asyncio. When every task waits, the virtual clock jumps to the next timer. The loop never waits for
+sockets. `run_in_executor` calls its function on the loop's thread, because another thread would
+make the order of events random. The call takes no virtual time."""
 
 import asyncio
 import selectors
@@ -65,7 +65,7 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`. Then cancels all other tasks, until none is left."""
+    """Runs `main`, and then cancels all other tasks of the loop."""
     try:
         return await main
     finally:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 
 class DecayedSums:
-    """Sums by name. An added amount decays to 1/e of its value after `seconds`."""
+    """Named sums. An added amount decays to 1/e of its value after `seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -17,8 +17,8 @@ class DecayedSums:
         """Adds each amount to the sum of the same name. `now`, in seconds, must never decrease."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # `_sums` has the sums at the earlier time `_at`. Scaling the new amounts up to match is
-        # faster than decaying all sums to `now`.
+        # `_sums` has the sums as of the time `_at`. To add an amount of the time `now`, scaling the
+        # amount up is faster than decaying all sums to `now`.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
@@ -26,8 +26,8 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """The sum `name` divided by the sum `of`. If `of` got no amount in the last `seconds`,
-        returns None."""
+        """Returns the sum `name` divided by the sum `of`. If nothing was added to `of` in the last
+        `seconds`, returns None."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)
@@ -35,8 +35,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """The amount of `name` per second: its sum, divided by the time since the start. This time
-        is decayed in the same way as the sum."""
+        """Returns the amount of `name` per second: the decayed sum, divided by the integral of the
+        decay since the start."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

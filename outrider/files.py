@@ -1,4 +1,4 @@
-"""Locked files, atomic writes, and contents of files that may change."""
+"""File locks, atomic writes, and files that are read again when they change."""
 
 import fcntl
 import logging
@@ -21,8 +21,8 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Locks a file, and creates the file if it is missing. The lock lasts until every process has
-    closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock is taken."""
+    """Locks a file, and creates a missing file. The lock lasts until this process and its children
+    have closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock is taken."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
@@ -46,8 +46,8 @@ def without_links(path: Path) -> Path:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file atomically. If `path` is a symbolic link, writes the file that it names.
-    Without a `mode`, an existing file keeps its mode, and only the owner can read a new file."""
+    """Writes a file atomically. If `path` is a symbolic link, writes the link's target. If `mode`
+    is None, an existing file keeps its mode, and a new file gets mode 0600."""
     path = without_links(path)
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
@@ -65,11 +65,11 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
 
 
 class FileWatch(Generic[Found]):
-    """The contents of files, read again after the files have changed."""
+    """Parsed contents of files, which are read again after a file has changed."""
 
     def __init__(self, paths: Sequence[Path | None], read: Callable[[], Found]) -> None:
-        """`read` returns the contents of `paths`. It is called here first, and may raise. The files
-        are checked for changes at most every `KEY_FILE_LOOK_MS`."""
+        """`read` returns the parsed contents of `paths`. The constructor calls `read` and passes
+        its errors on. Later, the files are checked for changes at most every `KEY_FILE_LOOK_MS`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._looked_at = monotonic()
@@ -78,9 +78,9 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """The last result of `read`. Reads again if a file has changed. While a file is missing,
-        does not read, because the file is probably being replaced. If `read` fails, logs the error
-        once, keeps the earlier result, and reads again at the next check."""
+        """Returns the contents. If a file has changed, first calls `read` again, but not while a
+        file is missing, because it is probably being replaced. If `read` fails, logs the error
+        once, keeps the earlier contents, and calls `read` again at the next check."""
         now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

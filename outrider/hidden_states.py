@@ -1,5 +1,5 @@
 """Hidden states in messages: outputs of some of the target's layers, one row for each token. A
-drafting head reads them. This module imports no numeric library."""
+drafting head reads these rows. This module imports no numeric library."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ BYTES_OF_A_NUMBER = 2
 
 
 def rows_max(width: int) -> int:
-    """The largest number of rows in a message. A row has `width` numbers."""
+    """Returns the largest number of rows in a message. A row has `width` numbers."""
     return min(FEATURES_MAX, FEATURES_BYTES_MAX // (width * BYTES_OF_A_NUMBER))
 
 

@@ -1,4 +1,4 @@
-"""Messages between coordinators and replicas, as values. `outrider.transport` sends them.
+"""Messages between coordinators and replicas. `outrider.transport` encodes and sends them.
 
 Every message is idempotent: a repeated, late or reordered message costs only time."""
 
@@ -28,7 +28,7 @@ TOKEN_BYTES = 4
 
 @value(frozen=True, slots=True)
 class RoundHead:
-    """Session, round and prefix of an item. Every item for a draft or target has a head."""
+    """Session, round and prefix of a request to a draft or target."""
 
     session_id: str
     """32 hexadecimal digits."""
@@ -36,35 +36,35 @@ class RoundHead:
     epoch: int
     round: int
     base_length: int
-    """Length of the stated prefix: the committed tokens that the replica must hold already."""
+    """Length of the stated prefix, in tokens. The replica must hold this prefix already."""
     prefix_digest: int
+    """Digest of the stated prefix."""
     append: tuple[int, ...]
-    """Committed tokens that follow the stated prefix. The replica adds them."""
+    """Committed tokens that follow the stated prefix."""
     prompt_length: int
     rule: Rule
     seed: int
     sampling: SamplingParams | None
-    """None = the parameters that were sent before on this stream with the same `sampling_hash`."""
+    """None = the parameters that this stream has sent before with the same `sampling_hash`."""
     sampling_hash: int
     deadline_ms: int = 0
     """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """Constraint of the completion. None if there is none, or if it was sent before on this stream
+    """None if the completion has no constraint, or if this stream has sent the constraint before
     with the same `constraint_hash`."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
-    """Not sent. The replica sets the constraint's grammar, or the error of its compilation."""
+    """The constraint's grammar, or the error of its compilation. Not sent: the replica sets it."""
 
     @property
     def committed_length(self) -> int:
-        """Number of committed tokens when the round began."""
+        """Number of committed tokens at the start of the round."""
         return self.base_length + len(self.append)
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:
-        """Hashes of the sampling parameters and of the constraint."""
         return self.sampling_hash, self.constraint_hash
 
     @property
@@ -89,7 +89,7 @@ class RoundHead:
 
 @value(frozen=True, slots=True)
 class ReplyKey:
-    """The round that a reply belongs to."""
+    """Identifies the round that a reply answers."""
 
     session_id: str
     epoch: int
@@ -98,21 +98,21 @@ class ReplyKey:
 
 @value(frozen=True, slots=True)
 class VerifyItem:
-    """Asks a target to verify a proposal. For an empty proposal, the target decodes one token."""
+    """Asks a target to verify a proposal. An empty proposal asks for one decoded token."""
 
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
     run_ahead: int = 0
-    """Number of further rounds that the target may run and answer without new items."""
+    """Number of later rounds that the target may run and answer without a new item for each."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """Largest number of draft tokens for the next round, if the target drafts for itself."""
+    """Largest number of tokens to draft for the next round, if the target drafts for itself."""
     features_from: int | None = None
-    """Asks for features of the committed tokens from this position on; None = no features."""
+    """Position of the first committed token whose features to send; None = no features."""
     next_budget_us: int = 0
-    """Time limit for drafting the next round, from the start of drafting; 0 = no limit."""
+    """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False
-    """Whether to audit the proposal, committed tokens of a session that has ended."""
+    """Whether to audit. The proposal then has committed tokens of a session that has ended."""
 
     @property
     def num_rows(self) -> int:
@@ -121,7 +121,7 @@ class VerifyItem:
 
     @property
     def is_answered_in_bulk(self) -> bool:
-        """Whether the answer is large, because it has features of more tokens than a round adds."""
+        """Whether the answer is large: it has features of more tokens than a round can add."""
         first = self.features_from
         return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
 
@@ -136,16 +136,16 @@ class DraftItem:
     head: RoundHead
     num_draft_tokens: int
     look_ahead: int = 0
-    """Number of this round's outcomes that the draft may predict. For each predicted outcome, the
-    draft sends a proposal of up to `num_draft_tokens` tokens for the next round."""
+    """Largest number of outcomes of this round that the draft may predict. For each predicted
+    outcome, the draft sends a proposal of up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
-    """The round's proposal, if the coordinator already has it and asks only for look-ahead."""
+    """The round's proposal, in an item that asks only for look-ahead; None in other items."""
     features: Features | None = None
-    """Features that the draft lacks; None for drafts that read no features."""
+    """Features that the draft may lack; None = no features."""
     budget_us: int = field(default=0, compare=False)
-    """Time limit for drafting, from the item's arrival; 0 = no limit."""
+    """Time limit for drafting, counted from the item's arrival; 0 = no limit."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
-    """Not sent. The end of `budget_us` on the draft's clock."""
+    """The end of `budget_us` on the draft's clock. Not sent."""
 
     @property
     def num_rows(self) -> int:
@@ -156,13 +156,13 @@ class DraftItem:
 
     @property
     def gives_way(self) -> bool:
-        """Whether a newer item of the session may begin before this item ends."""
+        """Whether a newer item of the session may begin before this item has ended."""
         return self.held is not None and self.look_ahead > 0
 
 
 @value(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log-probabilities of the raw logits at one position."""
+    """Log-probabilities at one position, from logits without any sampling transform."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -176,26 +176,26 @@ class VerdictReply:
     key: ReplyKey
     verdict: Verdict
     cached_length: int
-    """Number of tokens of prefix and proposal that the replica holds now."""
+    """Number of tokens of prefix and proposal that the replica now holds."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """[2K+1]: of the K draft tokens, then of the K+1 corrections. Empty unless asked for."""
+    """[2K+1]: of the K draft tokens, then of the K+1 corrections. Empty if not asked for."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
-    """Proposal that follows this round's outcome. May have fewer tokens than asked for."""
+    """Proposal for the next round. May have fewer tokens than the item asked for."""
     next_base_length: int = 0
     """Number of committed tokens that `next_proposal` extends."""
     next_draft_ms: float = 0.0
-    """Part of `compute_ms` in which the step drafted for all its sessions."""
+    """The part of `compute_ms` in which the step drafted, for all its sessions together."""
     next_work_ms: float = 0.0
     """This session's share of `next_draft_ms`."""
     next_out_of_time: bool = False
-    """Whether `next_proposal` is short because its time limit ended."""
+    """Whether a time limit has shortened `next_proposal`."""
     features: Features | None = None
-    """Features of the tokens from `features_from` on, as many as fit in a message, if asked for.
-    The last token that this verdict commits has no features, because it has not run yet."""
+    """Features of the tokens from `VerifyItem.features_from` on, as many as fit in a message. The
+    last token that this verdict commits has no features yet, because the target has not run it."""
     audit: AuditSums | None = None
-    """Result of an audit; None if the item was no audit."""
+    """Result of the audit; None if the item did not ask for an audit."""
 
 
 @value(frozen=True, slots=True)
@@ -207,15 +207,15 @@ class ProposalReply:
     base_length: int
     """Length of the committed prefix, without the `assumed` tokens."""
     cached_length: int
-    """Number of tokens of prefix and proposal that the replica holds now."""
+    """Number of tokens of prefix and proposal that the replica now holds."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     work_ms: float = 0.0
     """This session's share of `compute_ms`."""
     assumed: tuple[int, ...] = ()
-    """Predicted tokens between the committed prefix and the proposal."""
+    """Tokens between the committed prefix and the proposal, as the draft predicts them."""
     out_of_time: bool = False
-    """Whether the proposal is short or empty because its time limit ended."""
+    """Whether a time limit has shortened or emptied the proposal."""
 
     @property
     def num_bytes(self) -> int:
@@ -225,8 +225,8 @@ class ProposalReply:
 @dataclass(frozen=True, slots=True)
 class Resync:
     """The replica lacks a part of the stated prefix, for example after an eviction, a restart, or a
-    move of the session. `prefix_digest` is the digest of the `cached_length` tokens that it holds.
-    The coordinator then sends the missing tokens."""
+    move of the session. `prefix_digest` is the digest of the `cached_length` tokens that the
+    replica holds. The coordinator then sends the missing tokens."""
 
     key: ReplyKey
     cached_length: int
@@ -235,7 +235,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The replica refuses to answer. `code` is a google.rpc.Code."""
+    """The replica refuses an item. `code` is a google.rpc.Code."""
 
     key: ReplyKey
     code: int
@@ -256,30 +256,30 @@ class ReplicaDescription:
     tokenizer_fingerprint: str
     """Empty if the replica does not depend on a tokenizer (n-gram drafting)."""
     vocab_size: int
-    """Width of the logits, padding included; 0 without logits."""
+    """Width of the logits, padding included; 0 if the replica computes no logits."""
     dtype: str
     max_model_len: int
-    """0 = the replica sets no limit."""
+    """0 = no limit."""
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     step_costs: StepCosts | None = None
-    """Times of the replica's steps; None if not measured."""
+    """Times of the replica's steps; None if the replica has not measured them."""
     drafts_itself: bool = False
-    """Whether a target sends proposals for the next round with its verdicts."""
+    """Whether the replica is a target that sends proposals for the next round with its verdicts."""
     shows_features: bool = False
-    """Whether a target sends features of its layers if asked."""
+    """Whether the replica is a target that can send features."""
     reads_features: bool = False
-    """Whether a draft reads features of the target's layers."""
+    """Whether the replica is a draft that needs the target's features."""
     features: str = ""
-    """Identifies the target's weights and the head. If a target and a draft exchange features, both
-    must have the same value."""
+    """Identifies the target's weights and the head. A target and a draft can exchange features only
+    if both have the same value."""
     numerics: str = ""
     """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
-    bit-identical logits. Empty if a token's logits depend on the other tokens of its step."""
+    bit-identical logits. Empty if a token's logits depend on the other tokens in the same step."""
     draft_note: str = ""
     """Note for operators about how a target drafts for itself; empty = no note."""
 
     @property
     def weights(self) -> str:
-        """A session can continue only on a replica with the same value."""
+        """Weights, dtype and length limit. A session moves only between targets that agree here."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

@@ -8,7 +8,7 @@ Value = TypeVar("Value")
 
 
 class Newest(OrderedDict[Key, Value]):
-    """Keeps the `num_max` entries that were set last. Setting an entry makes it the newest."""
+    """A dictionary that keeps only the `num_max` entries that were set last."""
 
     def __init__(self, num_max: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class ChatMessage:
     role: str
     content: str
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Fields for the chat template that gRPC does not carry, such as `tool_calls`."""
+    """Further fields for the chat template, such as `tool_calls`. Not sent by gRPC."""
 
 
 Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
@@ -29,8 +29,8 @@ Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What to generate. A field that is None gets the coordinator's default. The limits of the
-    fields are in `outrider.limits`."""
+    """A request to generate. The coordinator replaces None by its default. The limits of the fields
+    are in `outrider.limits`."""
 
     prompt: Prompt
     model: str = ""
@@ -48,21 +48,21 @@ class GenerateRequest:
     include_rounds: bool = False
     """Whether to send a `RoundReport` for every round."""
     draft_deadline_ms: int | None = None
-    """Time limit for drafting in a round. The draft then returns the tokens that it has drawn."""
+    """Time limit for drafting in a round. A draft then returns the tokens drawn so far."""
     constraint: Constraint | None = None
-    """The whole completion must match this, and ends when no further token can match."""
-    # Only HTTP requests set the following fields. gRPC does not carry them.
+    """The whole completion must match the constraint. It ends when no further token can match."""
+    # Only HTTP requests set the following fields. gRPC does not send them.
     prompt_logprobs: int | None = None
-    """As `logprobs`, but for the prompt. If set, `max_tokens` may be 0."""
+    """Like `logprobs`, but for the prompt. If this field is set, `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, besides messages and tools."""
+    """Variables for the chat template, in addition to messages and tools."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that the text shows, such as marks of tool calls. Others are left out."""
+    """Special tokens that the text contains, such as marks of tool calls. Others are omitted."""
     answer_form: str = ""
-    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = do not."""
+    """How `coordinator.http_api` parses tool calls and reasoning, as JSON; empty = no parsing."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """Used if `max_tokens` is None; reduced if the model has less room."""
+    """If `max_tokens` is None, the smaller of this number and the model's room replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,17 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has, and that are not sent again."""
+    """Number of completion tokens that the client has. They are not sent again."""
     num_characters: int | None = None
-    """Number of characters (code points) that the client has; None = the text of `num_tokens`."""
+    """Number of characters (code points) that the client has; None = the text of its tokens."""
     deadline_ms: int | None = None
-    """The remaining time; None = the deadline of the original request."""
+    """Time limit, counted from this request. None or a larger number than the original
+    `deadline_ms` = the original number."""
     tokens_digest: int | None = None
-    """`TokenSequence.digest` of the tokens that the client has; None = ids are not checked."""
+    """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """If set, all tokens are sent again, and an event ends after each of these numbers of tokens.
-    gRPC does not carry this field."""
+    """Numbers of tokens after which events end. If set, all tokens are sent again. gRPC does not
+    send this field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,12 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Some tokens of the prompt. These events come before the events with completion tokens."""
+    """Some tokens of the prompt. Events of this kind come before those with completion tokens."""
 
     token_ids: tuple[int, ...]
     """[n]"""
     logprobs: tuple[PositionLogprobs | None, ...]
-    """[n]. None for the first token of the prompt."""
+    """[n]: None for the first token of the prompt."""
 
 
 @value(frozen=True, slots=True)
@@ -114,12 +115,12 @@ class Tokens:
     text_delta: str
     origins: tuple[Origin, ...]
     logprobs: tuple[PositionLogprobs, ...]
-    """Empty unless asked for."""
+    """Empty if the request did not ask for log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """A round's proposal, and the parts of its time."""
+    """A round's proposal, and the times of the round's parts."""
 
     index: int
     proposed_token_ids: tuple[int, ...]
@@ -135,7 +136,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Lengths in tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -151,13 +152,13 @@ class Metrics:
     mean_acceptance_length: float
     time_to_first_token_ms: float
     tokens_per_second: float
-    """Completion tokens, divided by the time from the request's arrival to the last event."""
+    """Completion tokens, divided by the time from the request's arrival to its last event."""
 
     @classmethod
     def of(
         cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
     ) -> Self:
-        """Metrics from a session's counters."""
+        """Returns the metrics of a session with these counters."""
         accepted = counters.num_accepted_draft_tokens
         return cls(
             num_rounds=counters.num_rounds,

@@ -1,4 +1,4 @@
-"""Calls whose result several callers share."""
+"""Calls of which several callers share the result."""
 
 import asyncio
 from collections import Counter
@@ -11,12 +11,12 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """Runs one call for each key, for all callers that wait for its result. When no caller waits
-    any more, cancels the call, but does not stop a call that already runs on a thread. Must be used
-    on the event loop's thread only."""
+    """Runs one call for each key, and gives the result to all callers of this key. If all callers
+    of a key stop waiting, cancels the call. A call that already runs on a thread cannot be stopped.
+    Must be used on the event loop's thread only."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
-        """At most `num_threads` calls of `result` run at the same time. Further calls wait."""
+        """At most `num_threads` calls from `result` run at the same time. Further calls wait."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._running: dict[Key, asyncio.Future[Result]] = {}
         self._num_waiting: Counter[Key] = Counter()
@@ -28,7 +28,8 @@ class SharedCalls(Generic[Key, Result]):
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """If a call with this key runs, returns its result. Otherwise runs `call` on a thread."""
+        """Runs `call` on a thread, and returns its result. If a call with this key runs already,
+        returns the result of that call instead."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 

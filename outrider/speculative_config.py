@@ -1,6 +1,6 @@
 """Translates the `--speculative-config` of `vllm serve` into settings of a deployment.
 
-The keys and values are those of vLLM 0.32. An error for an unsupported value names its key."""
+The keys and values are those of vLLM 0.32. For an unsupported value, the error names the key."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ class SpeculativeConfig:
 
     speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
     """JSON as for `vllm serve --speculative-config`. This setting replaces `draft_model`,
-    `num_draft_tokens` and other settings, which docs/drafters.md lists."""
+    `num_draft_tokens` and the other settings that docs/drafters.md lists."""
 
 
 _RULE = "rejection_sample_method"
 _RULES = {"standard": "token", "block": "block"}
-"""The value of `unseeded_rule` for each `rejection_sample_method` except synthetic."""
+"""`rejection_sample_method` of vLLM -> `unseeded_rule` of Outrider."""
 _SYNTHETIC = "synthetic"
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 _SETTINGS = {
@@ -42,13 +42,13 @@ _SETTINGS = {
     "suffix_decoding_max_cached_requests": "suffix_tokens_per_tenant",
     _RULE: "unseeded_rule",
 }
-"""The setting for each of these keys of vLLM."""
+"""Key of vLLM -> setting of Outrider."""
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
     "draft_model": "{}", "eagle3": "eagle3:{}",
     "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
-"""The value of `draft_model` for each `method`. {} stands for the value of the key `model`."""
+"""`method` of vLLM -> `draft_model` of Outrider. {} stands for vLLM's `model`."""
 _LOOK_UPS = ("ngram", "suffix")
 _ALLOWED: dict[str, tuple[Value, ...]] = {
     "method": tuple(_METHODS),
@@ -57,18 +57,19 @@ _ALLOWED: dict[str, tuple[Value, ...]] = {
     _RULE: (*_RULES, _SYNTHETIC),
     "suffix_decoding_max_cached_requests": (0,),
 }
-"""The allowed values of each of these keys, apart from null and false."""
+"""Key of vLLM -> allowed values. All keys also allow null and false."""
 _KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED, *_RATES)))
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_TOKENS = 5
-"""Shortest and longest match, in tokens, if neither is given."""
+"""Length of the shortest and of the longest match, in tokens, if neither bound is given."""
 
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
-    """Yields the settings that a `speculative_config` stands for: the key of each, its unchecked
-    value, and vLLM's key after `source`. With synthetic acceptance, the setting
-    `speculative_config` is the `acceptance_rates` of the emulated engine. `raw` is text, or a value
-    from YAML. A `ConfigError` names `source` and the wrong key."""
+    """Yields the name, the unchecked value and the origin of each setting that follows from a
+    `speculative_config`. The origin is `source`, with vLLM's key if one key gave the value. `raw`
+    is JSON, or a value from YAML. With synthetic acceptance, the value of the setting
+    `speculative_config` is the `acceptance_rates` of the emulated engine. If a key is wrong, raises
+    a `ConfigError` that names `source` and the key."""
     if raw == "":
         return
     values = _values(raw, source)
@@ -92,8 +93,8 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
         raise ConfigError(f"{source}: {given[0]}: needs {_RULE} {_SYNTHETIC}")
     yield "draft_model", drafter, f"{source}: {'model' if model else 'method'}"
     if form == "ngram":
-        # As in vLLM, a missing bound gets the value of the other bound. The given bound stays first
-        # in `values`, so that errors name the given bound.
+        # As in vLLM, a missing bound gets the value of the other bound. `setdefault` keeps the
+        # given bound first in `values`, so errors name the given bound.
         bound = next((values[key] for key in _NGRAM_BOUNDS if key in values), _NGRAM_TOKENS)
         for key in _NGRAM_BOUNDS:
             values.setdefault(key, bound)
@@ -105,7 +106,7 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
 
 
 def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]:
-    """Returns the probabilities that a round accepts at least 1, 2, ... draft tokens."""
+    """Returns [N]: the probability that a round accepts at least 1, 2, ..., N draft tokens."""
     keys = (*_RATES, "num_speculative_tokens")
     given: list[Any] = [values.get(key) for key in keys]
     rates, length, count = given
@@ -124,7 +125,7 @@ def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]
 
 
 def _values(raw: object, source: str) -> dict[str, Any]:
-    """The values of a `speculative_config` by key, without null and false."""
+    """Returns the values of a `speculative_config` by key. Omits null and false."""
     try:
         found = json.loads(raw) if isinstance(raw, str) else raw
     except ValueError as error:

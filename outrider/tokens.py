@@ -1,4 +1,4 @@
-"""A growing sequence of token ids with a 64-bit digest of each prefix."""
+"""A sequence of token ids with a 64-bit digest of each prefix."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +9,9 @@ EMPTY_DIGEST = 0
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """The digest of a prefix after one more token: SplitMix64's finaliser (Steele et al. 2014) of
-    digest + c * (token_id + 1), with an odd constant c. Digests detect that peers hold different
-    tokens. They do not protect against forged tokens."""
+    """Returns the digest of a prefix after one more token: SplitMix64's finaliser (Steele et al.
+    2014) of digest + c * (token_id + 1), with an odd constant c. Different digests show that two
+    processes hold different tokens. Digests do not protect against forged tokens."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -19,7 +19,7 @@ def extend_digest(digest: int, token_id: int) -> int:
 
 
 class TokenSequence:
-    """Token ids with the digest of every prefix. Appending takes constant time for each token."""
+    """Token ids with the digest of every prefix. Appending a token takes constant time."""
 
     __slots__ = ("_digests", "_ids")
 
@@ -33,7 +33,7 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids, not a copy. The list changes with the sequence. Callers must not change it."""
+        """The list of all ids, not a copy of it. Callers must not change the list."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -57,11 +57,11 @@ class TokenSequence:
         del self._digests[length + 1 :]
 
     def digest(self, length: int | None = None) -> int:
-        """The digest of the first `length` tokens, by default of all of them."""
+        """Returns the digest of the first `length` tokens, by default of all tokens."""
         return self._digests[len(self) if length is None else length]
 
     def since(self, start: int, stop: int | None = None) -> tuple[int, ...]:
-        """The ids from `start` on, up to `stop` if given."""
+        """Returns the ids from `start` to before `stop`, by default to the end."""
         return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:

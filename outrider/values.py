@@ -1,4 +1,4 @@
-"""A faster dataclass decorator, for values that are made in every round."""
+"""A faster dataclass decorator, for values that every round creates."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool) -> Any:
-        """Like `dataclass`, but only the type checker enforces `frozen`. If Python enforces it,
-        `__init__` of 16 fields takes 1.7 us instead of 0.3 us."""
+        """Like `dataclass`, but only the type checker enforces `frozen`. If Python enforced
+        `frozen`, `__init__` of 16 fields would take 1.7 us instead of 0.3 us."""
         return dataclass(slots=slots, unsafe_hash=frozen)
