@@ -216,7 +216,6 @@ class LookAhead:
         return chosen
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's round. Ignores unknown sessions."""
         self._outcome_models.forget(session_id)
         found = self._rounds.pop(session_id, None)
         if found is not None:
@@ -343,7 +342,6 @@ class LookAhead:
         self._release([*begun.values()])
 
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
-        """Begins to draft an outcome on a fork."""
         name = f"{now.session_id}/{next(self._numbers)}"
         source = now.session_id if now.basis is None or now.is_read else now.basis.sequence_id
         self._engine.fork(source, name)

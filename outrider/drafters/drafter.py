@@ -82,7 +82,8 @@ class DraftRequest:
     """Asks for up to `num_draft_tokens` tokens after the committed tokens of a session."""
 
     session_id: str
-    """A drafter may cache data of the session under this id, if that does not change proposals."""
+    """A drafter may cache data of the session under this id, but the data must not change
+    proposals."""
     tenant: str
     token_ids: Sequence[int]
     """All committed tokens, prompt first. After the drafter's answer, the sequence may change."""
@@ -97,7 +98,7 @@ class DraftRequest:
     """The tokens that the grammar allows after the committed tokens. None if there is no grammar,
     or if this process does not know it."""
     digests: TokenSequence | None = None
-    """A prefix of `token_ids` with known digests, to compare it with a cached prefix quickly. After
-    the drafter's answer, the prefix may change."""
+    """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix.
+    After the drafter's answer, the prefix may change."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
     """Look-ups ignore this time limit, because they take only microseconds."""

@@ -102,7 +102,6 @@ class TextIndex:
         return list(token_ids[: len(self._ids)]) == self._ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens."""
         n = self._gram_length
         ids, last, previous = self._ids, self._last, self._previous
         for token_id in token_ids:
@@ -116,7 +115,6 @@ class TextIndex:
             previous.append(place)
 
     def cut(self, num_tokens: int) -> None:
-        """Cuts off the first tokens."""
         n = self._gram_length
         first = self._num_cut + num_tokens + n
         for start in range(min(num_tokens, len(self._ids) - n + 1)):
@@ -159,9 +157,10 @@ class TextIndex:
 
 
 OCCURRENCES_MAX = 256
-"""Number of latest occurrences among which the longest match is found."""
+"""The longest match is searched among this many of the latest occurrences."""
 TOKENS_PER_MATCH = 3
-"""Maximum number of draft tokens for each token of the match. A short match predicts few tokens."""
+"""A guess has at most this many tokens for each token of its match, because a short match predicts
+few tokens."""
 
 
 class NgramDrafter(LookupDrafter):

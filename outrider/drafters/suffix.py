@@ -40,7 +40,7 @@ class SuffixConfig:
     """This many of the latest matches are read in the session, and as many in the tenant's
     history."""
     tokens_per_match: int = 4
-    """Maximum number of draft tokens for each token of the match."""
+    """A draft has at most this many tokens for each token of its match."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Top-p first searches only this number of largest weights."""
+"""Top-p first searches only this many of the largest weights."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
@@ -88,7 +88,8 @@ def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> No
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. Rounding depends on no other row."""
+    """The sum of each row of `weights` [R, V]: [R], float64. Rounding does not depend on other
+    rows."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]

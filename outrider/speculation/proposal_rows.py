@@ -20,8 +20,8 @@ class JudgedRows:
     """Results for R rows: [R] each, on the CPU."""
 
     behind: RealArray
-    """If the row judges a draft token, min(1, p / q) of this token, or, under block, pi after this
-    token. NaN if the token is outside its q."""
+    """If the row judges a draft token x: min(1, p(x) / q(x)), or, under block, pi after x. NaN if x
+    is outside its q."""
     left: RealArray
     """Z of block verification."""
     drawn: IntArray

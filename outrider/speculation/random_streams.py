@@ -170,7 +170,6 @@ def _split(fields: int, num: int) -> tuple[int, ...]:
 
 
 def uniform(word: int) -> float:
-    """Turns a 32-bit random word into a number in (0, 1)."""
     return (word + 0.5) * _WORD_SCALE
 
 
