@@ -260,7 +260,7 @@ def load_reading(config: DeploymentConfig, options: PromptOptions, progress: Pro
 
 
 class Reading:
-    """The target's answers to prompts, read by the draft."""
+    """Lets the draft read the target's answers to prompts."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
-        """`asked` with its answer's tokens. `rows` has p [V] at each token."""
+        """Returns `asked` with `token_ids` and their figures. `rows` has p [V] at each token."""
         ids = (*asked.prompt_ids, *token_ids)
         drafted = self.reader.distributions(ids, len(asked.prompt_ids), params)
         places = [

@@ -1,7 +1,7 @@
-"""`outrider bench emulate`: compares decoding modes. Speed and acceptance of the models are set.
+"""`outrider bench emulate`: compares decoding modes on emulated models.
 
-The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, each in a
-process of its own.
+The engines are emulated, with set step times and acceptance (`outrider.engine.emulated`). The
+services and Redis are real, each in a process of its own.
 
 Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting (without
 look-ahead) and look-ahead. The two modes with drafts also run with a longer round trip between
@@ -11,8 +11,8 @@ fraction_of_ideal    tokens a second, divided by the tokens a second of ideal ro
                      takes one target step and commits the expected number of tokens
 look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
-overhead_ms_p50      median of a round's time minus its model steps, which are the target's step
-                     and, without look-ahead, the draft's K steps
+overhead_ms_p50      median of a round's time minus the time of its model steps (the target's step,
+                     and without look-ahead the draft's K steps)
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ from .report import Report, table
 TOKENS_MAX = 8_000
 """Maximum of `--tokens`. Prompt and answer must fit into the context of the emulated models."""
 SPARE_TOKENS = 16
-"""Tokens at the end of a session that are not measured, because the last rounds draft fewer tokens.
-"""
+"""This many tokens at the end of a session are not measured, because the last rounds draft fewer
+tokens."""
 WARM_UP_TOKENS = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4

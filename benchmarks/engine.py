@@ -59,10 +59,10 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 RUNNING_TOKENS = 256
 SETTLING_GAPS = 16
-"""Gaps at the start of a session that are not measured, because other sessions are still starting.
-"""
+"""This many gaps at the start of a session are not measured, because other sessions are still
+starting."""
 GAPS_BEFORE = 64
-"""Gaps of each session that are measured before the long prompt is sent."""
+"""This many gaps of each session are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
 """Wait after the answer to the long prompt. Gaps that overlap the prefill end in this time."""

@@ -5,7 +5,7 @@ rounds      Time of a round and of its parts, from sending the draft request to 
 capacity    Rounds a second of one coordinator with many sessions. Client, coordinator, canned
             replicas and Redis each have their own process.
 transports  Time that gRPC and HTTP add until the first token, and to each chunk. Clients and
-            coordinator run in this process, the canned target in another.
+            coordinator run in this process. The canned target runs in another process.
 
 Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
