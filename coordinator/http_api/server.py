@@ -34,7 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
-from coordinator.http_api.reading import error_body, to_json
+from coordinator.http_api.reading import error_body, error_response, to_json
 from outrider.config import CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, Unavailable
 from outrider.files import FileWatch
@@ -296,7 +296,8 @@ class HttpServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, and records the time from its arrival to the last byte sent. While
-        the server stops, the response ends its connection."""
+        the server stops, the response ends its connection. If the request is cancelled before its
+        response has begun, for example while its body arrives, responds with an error."""
         status: int | None = None
 
         async def send_noted(message: Message) -> None:
@@ -311,6 +312,10 @@ class HttpServer:
         begun = time.monotonic()
         try:
             await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            if status is not None:
+                raise
+            await error_response(_stopping())(scope, receive, send_noted)
         finally:
             if (times := self._options.times) is not None:
                 route = getattr(scope.get("route"), "path", "")
@@ -355,7 +360,7 @@ class HttpServer:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stops the server. Cancels the tasks of requests that still run after `grace_s` seconds.
-        Each `LiveResponse` then ends with an error."""
+        Each of them then ends with an error."""
         if self._serving is None:
             return
         # uvicorn's time limit begins after `HTTP_LAST_REQUEST_S`.
@@ -391,7 +396,7 @@ class LiveResponse(Response):
                 if responding.done():
                     responding.result()
             except asyncio.CancelledError:
-                raise Unavailable("this server is shutting down") from None
+                raise _stopping() from None
             finally:
                 for task in tasks:
                     task.cancel()
@@ -413,6 +418,10 @@ class LiveResponse(Response):
     def _error_events(self, error: dict[str, Any]) -> bytes:
         """Returns the events that end a stream with this error."""
         return b"data: " + to_json(error) + b"\n\n"
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this server is shutting down")
 
 
 async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None:

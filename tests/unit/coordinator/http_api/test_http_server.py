@@ -447,16 +447,20 @@ async def test_a_server_that_stops_answers_on_open_connections(shares_port: bool
 
 
 async def test_requests_that_outlast_the_grace_are_told_why_they_end() -> None:
+    """Also a request whose body has not arrived."""
     service = Service(1, asyncio.Event())
     server, port = await started(service)
-    async with connected(port) as stream, connected(port) as whole, asyncio.timeout(WAIT_S):
+    async with connected(port) as stream, connected(port) as whole, connected(port) as sending:
         for pair, body in ((stream, STREAM), (whole, BODY)):
             pair[1].write(posted(body))
-        await stream[0].readuntil(b"data: ")
-        while service.num_begun < 2:
-            await asyncio.sleep(0.01)
-        await server.stop(0.05)
-        assert b"shutting down" in await stream[0].read()
-        answer = await whole[0].read()
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert b"shutting down" in answer
+        sending[1].write(posted(BODY)[:-1])
+        async with asyncio.timeout(WAIT_S):
+            await stream[0].readuntil(b"data: ")
+            while service.num_begun < 2:
+                await asyncio.sleep(0.01)
+            await server.stop(0.05)
+            assert b"shutting down" in await stream[0].read()
+            for reader in (whole[0], sending[0]):
+                answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b"shutting down" in answer
