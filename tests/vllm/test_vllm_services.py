@@ -44,8 +44,8 @@ async def test_completions_follow_the_targets_law(
 ) -> None:
     """The draft looks ahead, and a head reads the target's hidden states."""
 
-    def narrow(family: str, vocab_size: int) -> Any:
-        return config_of(family, vocab_size=vocab_size, hidden_size=32)
+    def narrow(family: str, vocab_size: int, **sizes: Any) -> Any:
+        return config_of(family, vocab_size=vocab_size, hidden_size=32, **sizes)
 
     def engine_of(module: Any, _: Any, draft_layer: Any = None) -> Any:
         directory = tmp_path / f"model-{id(module)}"
