@@ -236,8 +236,8 @@ class LookAhead:
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
         """Returns the actual outcome of the round `before`, and reports it to the outcome model.
-        Returns an empty outcome if no outcome was guessed, or if the newest tokens of `committed`
-        come from several rounds."""
+        Returns an empty outcome if nothing was guessed, or if later rounds have committed tokens.
+        """
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -314,8 +314,8 @@ class LookAhead:
         return [*rows.split(sizes)]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has
-        the rows of the pass that read the round. Before that pass, it is None."""
+        """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` is
+        None before the pass that reads the round."""
         # For each x_i, the likely tokens of its distribution.
         parts = [] if now.basis is None else now.basis.rows[: len(now.drafted)]
         if read is not None:
@@ -429,8 +429,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops the outcomes whose drafts have lost their pages to an older session. If the wanted
-        draft has lost its pages, the draft ends with the tokens that it has."""
+        """Drops outcomes whose drafts have lost their pages to an older session. A wanted draft
+        that has lost its pages ends with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}

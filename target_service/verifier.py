@@ -216,9 +216,8 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to the verdicts of items that ask for them. Copies
-        the hidden states of all items from the device at once. If the copy fails, later verdicts
-        bring these hidden states."""
+        """Adds hidden states of committed tokens to the verdicts of items that ask for them. If the
+        copy from the device fails, later verdicts bring these hidden states."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -293,8 +292,7 @@ class Verifier(StepWorker):
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
     positions. The rows of a message and of a step are limited. Rounds that lack the fewest rows
-    come first, because a draft proposes nothing while it lacks rows. Later verdicts bring the rows
-    that are left out."""
+    come first, because a draft proposes nothing while it lacks rows."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from

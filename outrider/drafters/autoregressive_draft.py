@@ -166,8 +166,8 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws from rows on the same device. If this raises an error, draws from each row alone,
-        so that the error ends only the draft that caused it."""
+        """Draws from rows on the same device. After an error, draws from each row alone, so that
+        the error ends only the draft that caused it."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [
             len(draft.token_ids) + index

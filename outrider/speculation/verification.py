@@ -226,8 +226,8 @@ def subtract_drafts(
 
 
 def _entries(rows: ProposalRows, judged: IntArray) -> tuple[IntArray, IntArray, RealArray]:
-    """Three arrays with the E entries of all q. For each entry, they have the index in `judged` of
-    the row that the q belongs to, the entry's token, and the probability of this token."""
+    """Returns three arrays [E] about the E entries of all q: the index in `judged` of the entry's
+    row, the entry's token, and the token's probability."""
     token_ids, counts = [], []
     for drafted, q in zip(rows.drafted[judged].tolist(), rows.q, strict=True):
         token_ids.append((drafted,) if q is None else q.token_ids)
