@@ -1,4 +1,4 @@
-"""Where traces and metrics go, parsed from one setting."""
+"""The destinations of traces and metrics, as the setting `telemetry` names them."""
 
 import re
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ _ALLOWED = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Value of the `telemetry` setting."""
+    """The parsed setting `telemetry`."""
 
     otlp_endpoint: str = ""
     """URL (http or https) of a collector that takes OTLP over gRPC; empty = no collector."""
     prometheus_port: int | None = None
-    """Port of the coordinator's metrics; 0 = any free port, None = no metrics for Prometheus. Other
-    roles use the next ports, in the order of `ROLES`."""
+    """Port for the metrics of the first role of `ROLES`. The other roles use the next ports, in
+    this order. 0 = any free port, None = no metrics for Prometheus."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -41,8 +41,8 @@ class Destination:
         return cls(found.get("otlp", ""), None if port is None else int(port))
 
     def port(self, role: Role, slot: int = 0) -> int | None:
-        """Port for the metrics of a process. `slot` numbers the processes of a role on one machine;
-        each slot has `len(ROLES)` ports."""
+        """Returns the port for the metrics of a process. `slot` numbers the processes of one role
+        on a machine. Each slot has `len(ROLES)` ports."""
         if not self.prometheus_port:
             return self.prometheus_port
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot

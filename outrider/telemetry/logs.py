@@ -1,4 +1,4 @@
-"""Log lines as JSON objects with session and trace ids. Bounded log files and directories."""
+"""Log lines in JSON with session and trace ids, and size limits of log files and directories."""
 
 import fcntl
 import json
@@ -18,13 +18,13 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Adds the ids to all later log lines of this task and of the tasks that it starts. Must be
-    called in a task that serves only this session."""
+    """Adds the ids to all later log lines of the current task, and of tasks that this task starts.
+    Must be called in a task that serves only this session."""
     _identity.set((session_id, trace_id))
 
 
 def about(**fields: object) -> dict[str, Mapping[str, object]]:
-    """The `extra` of a log call that adds these fields to its line."""
+    """Returns the `extra` of a log call that adds these fields to the log line."""
     return {"about": fields}
 
 
@@ -55,14 +55,14 @@ class LogFile(RotatingFileHandler):
     rotated files, which end with `.1` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
-        """Appends to an existing file. `take_over` redirects `descriptors` of the process to the
-        file, and later to each new file."""
+        """Appends to an existing file. `take_over` redirects the process's file `descriptors` to
+        the log file. After each rotation, they are redirected to the new file."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
     def _open(self) -> TextIOWrapper:
-        """Lets only this user read the file, because it may contain prompts. Holds a lock while a
-        process has the file open, so that `make_room` keeps the file."""
+        """Opens the file with mode 0600, because the file may contain prompts. Locks the file, so
+        that `make_room` keeps it while a process has it open."""
         while True:
             file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115
@@ -70,7 +70,7 @@ class LogFile(RotatingFileHandler):
                 fcntl.flock(stream, fcntl.LOCK_SH)
             if os.path.exists(self.baseFilename):
                 return stream
-            stream.close()  # `make_room` has removed the file before it was locked.
+            stream.close()  # `make_room` removed the file before the lock was taken.
 
     def doRollover(self) -> None:  # noqa: N802 (the library's name)
         super().doRollover()
@@ -83,10 +83,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Makes room for a new replica's log files. Removes files from the directory until the
-    remaining and the new files have at most `LOG_DIRECTORY_BYTES_MAX` bytes. Removes rotated files
-    first, then files of processes that have ended, in each group the least recently written first.
-    Current files of running processes always stay."""
+    """Makes room for a new replica's log files. Removes old log files until the remaining files
+    and the largest possible new files fit in `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files
+    first, and then files of ended processes. In both groups, the least recently written file goes
+    first. Current files of running processes always stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Metrics of a process: OpenTelemetry instruments with the names in docs/operations.md."""
+"""Metrics of a process, as OpenTelemetry instruments. docs/operations.md explains the metrics."""
 
 from bisect import bisect
 from collections import Counter
@@ -16,10 +16,10 @@ SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
     60, 120, 300,
 )  # fmt: skip
-"""Upper bounds of the buckets of histograms of times, s."""
+"""Upper bounds of the buckets of time histograms, in s."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
-"""Parts of a round's time. draft: the wait for a proposal. wire, queue, verify: parts of the wait
-for a verdict. commit: from the decision until the tokens may be shown."""
+"""Parts of a round's time. draft: the wait for a proposal. wire, queue, verify: the three parts of
+the wait for a verdict. commit: from the round's outcome until its tokens may be shown."""
 _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES = tuple(rule.value for rule in Rule)
@@ -63,10 +63,9 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
-"""Counters of a coordinator, by name: description, label, and label values that are exported from
-the start. With the increases of the audit counters during a period, the mean drift of a token is
-(surprise - entropy) / tokens, and the z value of all tokens (surprise - entropy) / sqrt(variance).
-"""
+"""Counters of a coordinator. Name -> description, label, and label values that are exported from
+the start. For the increases of the audit counters in a period, the mean drift of a token is
+(surprise - entropy) / tokens, and the z value is (surprise - entropy) / sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
@@ -75,13 +74,13 @@ AUDIT_SUMS = {
     "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
     "variance": "audit_variance_nats2",
 }  # fmt: skip
-"""For each of these fields of `AuditSums`, the counter to which it is added."""
+"""Field of `AuditSums` -> counter."""
 GREEDY_AUDIT_SUMS = {
     "num_unlikely": "audit_unlikely_tokens", "num_near_ties": "audit_near_ties"
 }  # fmt: skip
 REQUEST_TIMES = {
     **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
-    "outrider.request_queue_time_seconds": "From arrival until the target began the first step.",
+    "outrider.request_queue_time_seconds": "From arrival until the target began its first step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
     "outrider.inter_token_latency_seconds":
         "Time between two events at the client, divided by the tokens of the second.",
@@ -91,22 +90,22 @@ REQUEST_TIMES = {
     "gen_ai.server.time_per_output_token": "Mean time of a token after the first.",
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
 }  # fmt: skip
-"""Histograms of a coordinator, by full name."""
+"""Histograms of a coordinator. Full name -> description."""
 READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
     "target_available": (
-        "1 if a target answers; 0 if no target answers, so no session makes progress.",
+        "1 if a target answers; 0 if no target answers. Sessions then make no progress.",
     ),
     "store_available": (
-        "1 if the session store answers; 0 if it does not answer, so sessions pause.",
+        "1 if the session store answers; 0 if the store does not answer. Sessions then pause.",
     ),
     "replicas_wanted": (
         "Replicas that the deployment should have; the same at every coordinator.", "role",
     ),
     "replicas_present": (
-        "Announced replicas that are not leaving; the same at every coordinator.",
+        "Announced replicas, neither leaving nor on trial; the same at every coordinator.",
         "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
@@ -115,20 +114,20 @@ READINGS: dict[str, tuple[Any, ...]] = {
         "Proposals and verdicts that came after their round or session was over.", "side", True,
     ),
 }  # fmt: skip
-"""Values read from a coordinator, by name: description, label, and whether they only grow."""
+"""Values read from a coordinator. Name -> description, label, whether the value only grows."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one for each label value. The SDK reads them when it collects, so
-    that `add`, which runs many times in a round, is fast."""
+    """A counter with a number for each label value. The SDK reads these numbers only when it
+    collects metrics. So `add` is fast, which matters because it runs many times in a round."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
-        """Without a `label` there is one number, under the label value "". `known` label values
-        start at 0, because Prometheus does not count the event that creates a series."""
+        """Without a `label`, the only label value is "". `known` label values are exported from the
+        start, because Prometheus does not count the event that creates a series."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
-        # The SDK collects on its own thread, so it gets a copy.
+        # The SDK gets a copy, because it collects on its own thread.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
     def add(self, amount: float, value: str = "") -> None:
@@ -137,8 +136,8 @@ class ObservedCounter:
 
 
 class SpeculationCounters:
-    """The counters `spec_decode_num_...` of rounds with a proposal. `add` counts equal rounds
-    together. The sums by position are computed when the SDK collects."""
+    """The counters `spec_decode_num_...` of rounds with a proposal. The sums by position are
+    computed when the SDK collects metrics."""
 
     def __init__(self, meter: Meter) -> None:
         name, labels = "spec_decode_num_", ("position", "context")
@@ -146,7 +145,7 @@ class SpeculationCounters:
         self._proposed = ObservedCounter(meter, f"{name}draft_tokens", "Draft tokens proposed.")
         self._accepted = ObservedCounter(meter, f"{name}accepted_tokens", "Draft tokens accepted.")
         self._rounds: Counter[tuple[str, int, int]] = Counter()
-        """Number of rounds by context, number of draft tokens and number of accepted ones."""
+        """(Context, number of draft tokens, number of accepted ones) -> number of rounds."""
         watch(
             meter, f"{name}draft_tokens_per_pos", lambda: self._by_position(accepted=False),
             "Proposals with a token at this position, by context length.", labels, grows=True,
@@ -158,7 +157,7 @@ class SpeculationCounters:
         )  # fmt: skip
 
     def add(self, length: int, num_draft_tokens: int, num_accepted: int) -> None:
-        """Counts a round of a session of this length. Must be called on one thread only."""
+        """Counts a round of a session of `length` tokens. Must be called on one thread only."""
         self._drafts.add(1)
         self._proposed.add(num_draft_tokens)
         self._accepted.add(num_accepted)
@@ -169,7 +168,7 @@ class SpeculationCounters:
         sums: Counter[tuple[str, str]] = Counter()
         for (context, num_draft_tokens, num_accepted), num_rounds in dict(self._rounds).items():
             for at in range(num_draft_tokens):
-                # Adds zeros, so that positions without accepted tokens have a series, too.
+                # The sum may be 0. Positions without accepted tokens then have a series, too.
                 sums[str(at), context] += num_rounds * (at < num_accepted or not accepted)
         return sums
 
@@ -182,8 +181,8 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns on any thread, as a counter if `grows`, otherwise as
-    a gauge. The keys are label values: "" without a label, a tuple for several labels."""
+    """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge. Any
+    thread may call `read`. Its keys are label values: "" without labels, tuples with several."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
@@ -198,12 +197,12 @@ def watch(
 
 
 def times(meter: Meter, name: str, about: str) -> Histogram:
-    """A histogram of seconds. `name` includes its prefix."""
+    """Creates a histogram of seconds. `name` includes the prefix."""
     return meter.create_histogram(name, "s", about, explicit_bucket_boundaries_advisory=SECONDS)
 
 
 class HttpTimes:
-    """Times of HTTP requests, by route and status, as OpenTelemetry's conventions name them."""
+    """Times of HTTP requests, under the names of OpenTelemetry's semantic conventions."""
 
     def __init__(self, meter: Meter) -> None:
         self._times = times(
@@ -211,9 +210,9 @@ class HttpTimes:
         )
 
     def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
-        """Records a finished request. `route` is the pattern of its route, empty if no route
-        matches. `status` is None if the caller disconnected first. Unknown methods are recorded as
-        `_OTHER`, because callers could otherwise create any number of label values."""
+        """Records a finished request. `route` is the pattern of the request's route; empty if no
+        route matches. If the caller disconnected before the answer, `status` is None. Unknown
+        methods become `_OTHER`. Otherwise callers could create any number of label values."""
         found: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,

@@ -1,15 +1,16 @@
 """Events that a coordinator reports about its requests, and an observer that ignores them.
 
-With telemetry, `ObservedRequests` handles the events. Without telemetry, each event costs one empty
-call, and OpenTelemetry is not imported."""
+With telemetry, `ObservedRequests` handles the events. Without telemetry, OpenTelemetry is not
+imported, and each event costs one empty call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""The outcome of an audit. busy: no audit, because too many audits or sessions ran. repeated: no
-audit, because the session's tokens depend on those of an earlier session with the same seed."""
+"""The outcome of a session's audit. busy: not audited, because too many audits or sessions ran.
+repeated: not audited, because an audited session had the same seed, and so the same random
+numbers."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None:
@@ -17,7 +18,7 @@ def _ignore(self: Any, *_: Any, **__: Any) -> None:
 
 
 class RequestObserver:
-    """Ignores the events of one request. `ObservedRequest` describes them."""
+    """Ignores the events of one request. The subclass `ObservedRequest` describes the events."""
 
     __slots__ = ()
 
@@ -27,7 +28,7 @@ class RequestObserver:
         return ""
 
     def context(self, side: Side) -> str:
-        """The `traceparent` of a message to a draft or target."""
+        """Returns the `traceparent` for a message to a draft or target."""
         return ""
 
     opened = round_began = asked = answered = decided = shown = _ignore
@@ -38,15 +39,15 @@ SILENT = RequestObserver()
 
 
 Readings = Callable[[], Mapping[str, Mapping[str, float]]]
-"""Returns a coordinator's load and health: numbers by metric and label value."""
+"""Returns a coordinator's load and health. Metric -> label value -> number."""
 
 
 class Observation:
-    """Makes an observer for each request, which ignores all events. The subclass `ObservedRequests`
-    makes observers that handle the events."""
+    """Returns observers that ignore all events. The subclass `ObservedRequests` returns observers
+    that handle the events."""
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
-        """Begins to observe a request."""
+        """Returns the observer of a new request."""
         return SILENT
 
     watch = audited = audit_ended = _ignore

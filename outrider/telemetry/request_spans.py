@@ -1,13 +1,13 @@
 """Traces and metrics of every request that a coordinator serves.
 
-    chat MODEL                            from arrival to the last event; totals as attributes
+    chat or text_completion MODEL         from arrival to the last event, with totals as attributes
       outrider.open                       tokenizing, and opening the session in the store
       outrider.round                      a sampled round
-        outrider.wire  (peer = draft)     from question to answer: the network, and the child spans
+        outrider.wire  (peer = draft)     from request to answer; contains the next two spans
           outrider.queue, outrider.draft      in the draft
-        outrider.wire  (peer = target)
+        outrider.wire  (peer = target)    from request to answer; contains the next two spans
           outrider.queue, outrider.verify     in the target
-        outrider.commit                   from the decision to the acknowledgement
+        outrider.commit                   from the outcome until the tokens may be shown
 
 Rounds that are not sampled have no spans, but count in all totals."""
 
@@ -42,7 +42,7 @@ from outrider.telemetry.observer import AuditOutcome, Observation, Readings, Req
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 TRACED_ROUNDS = 2
-"""If `trace_every_rounds` is above 0, this many rounds at the beginning of a request have spans."""
+"""Number of first rounds of each request that have spans if `trace_every_rounds` is above 0."""
 
 
 class ObservedRequests(Observation):
@@ -64,7 +64,7 @@ class ObservedRequests(Observation):
         return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
-        """Begins to observe a request for a model. An invalid `traceparent` begins a new trace."""
+        """Returns the observer of a new request. If `traceparent` is invalid, begins a trace."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
@@ -108,7 +108,7 @@ class ObservedRequest(RequestObserver):
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
         self._times: list[tuple[str, float]] = []
-        """Pairs of a phase and its seconds that are not in the histograms yet."""
+        """(Phase, seconds) of times that are not in the histograms yet."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._open_s = 0.0
         self._first_token_at: float | None = None
@@ -142,7 +142,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.response.id": session_id,
             "gen_ai.response.model": self._genai["gen_ai.request.model"],
             "gen_ai.conversation.id": session_id,
-            # Attributes have signed 64-bit numbers, so a larger seed is given as text.
+            # An attribute's number has 64 bits with sign, so a larger seed becomes a text.
             "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
             "gen_ai.usage.input_tokens": num_prompt_tokens,
         })  # fmt: skip
@@ -157,7 +157,7 @@ class ObservedRequest(RequestObserver):
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def asked(self, side: Side) -> None:
-        """Begins the span of a question to a draft or target; `answered` ends it."""
+        """Begins the span of a request to a draft or target. `answered` ends the span."""
         if (parent := self._rounds.get(self._index)) is not None:
             span = self._asked[side] = self._child(parent, "wire", kind=SpanKind.CLIENT)
             span.set_attribute("outrider.peer", side)
@@ -166,9 +166,9 @@ class ObservedRequest(RequestObserver):
     def answered(
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
-        """A proposal or verdict came, `seconds` after the question. The replica reported the times
-        in ms. If the replica was not `asked`, it ran the round in advance. Histograms omit the
-        times of these rounds, because no request waited for them."""
+        """A proposal or verdict came, `seconds` after the request. The times in ms come from the
+        replica. If `asked` is false, the replica ran the round in advance. The histograms omit the
+        times of such a round, because no request waited for the round."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
@@ -186,7 +186,7 @@ class ObservedRequest(RequestObserver):
         self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
     ) -> None:
         """The round has an outcome: `num_accepted` draft tokens were accepted, and `num_tokens`
-        tokens were added. The session now has `length` tokens."""
+        tokens were added to the session, which now has `length` tokens."""
         self._shared.counters["num_rounds"].add(1)
         if proposal:
             self._shared.speculation.add(length, len(proposal), num_accepted)
@@ -199,7 +199,7 @@ class ObservedRequest(RequestObserver):
 
     def shown(self, decided_s: Mapping[int, float], num_tokens: int) -> None:
         """The tokens of some rounds are committed, and go to the client in one event. `decided_s`
-        has the seconds since each of these rounds was decided, by round index."""
+        maps the index of each round to the seconds since the round's outcome."""
         now = time.monotonic()
         self._count_times({"commit": max(decided_s.values())})
         self._record_times()
@@ -218,7 +218,7 @@ class ObservedRequest(RequestObserver):
                 span.end()
 
     def finished(self, event: Finished) -> None:
-        """The last event goes to the client."""
+        """The request's last event goes to the client."""
         now, metrics = time.monotonic(), event.metrics
         num_tokens = event.usage.completion_tokens
         self.count("request_success", event.finish_reason.value)
@@ -237,8 +237,8 @@ class ObservedRequest(RequestObserver):
         self._end(event.finish_reason)
 
     def failed(self, error: BaseException) -> None:
-        """The request ends without a last event. Does nothing after `finished`. If the client
-        disconnects, the request counts as cancelled, not as failed."""
+        """The request ends without a last event. After `finished`, does nothing. If the client has
+        disconnected, counts the request as cancelled, not as failed."""
         if self._ended:
             return
         if not isinstance(error, Exception):
@@ -264,8 +264,8 @@ class ObservedRequest(RequestObserver):
             self._times += times.items()
 
     def _record_times(self) -> None:
-        """Records the times since the last call, while the next round runs, so that the request
-        does not wait for the recording."""
+        """Records the times since the last call. `shown` calls this method while the next round
+        runs, so the request does not wait for the recording."""
         for phase, seconds in self._times:
             self._shared.phases[phase].record(seconds)
         self._times.clear()

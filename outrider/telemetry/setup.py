@@ -1,5 +1,5 @@
-"""Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Sets no
-global providers, because Ray uses its own SDK in the process."""
+"""Starts and stops a process's OpenTelemetry SDK, and passes trace contexts between processes. Sets
+no global providers, because Ray uses its own SDK in the same process."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 EXPORT_TIMEOUT_S = 3.0
-"""Timeout of each export, including the last one of a process."""
+"""Timeout of each export, also of a process's last export."""
 SCOPE = "outrider"
 VLLM_COUNTERS = tuple(
     f"spec_decode_num_{name}"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
-"""Counters that vLLM also has, under the prefix `vllm:`."""
+"""Counters that vLLM has, too, with the prefix `vllm:`."""
 
 _log = logging.getLogger(__name__)
 
 
 class _VllmNames:
-    """Collects the metrics of a registry, and copies of the speculation counters under vLLM's
-    names. OpenTelemetry instruments cannot have these names, because they contain a colon."""
+    """Collects the metrics of a registry, and copies of `VLLM_COUNTERS` under vLLM's names. These
+    names contain a colon, so OpenTelemetry instruments cannot have them."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -58,7 +58,7 @@ class _VllmNames:
                 yield self._renamed(metric)
 
     def _renamed(self, metric: Metric) -> Metric:
-        """A copy under vLLM's name, summed over the labels that vLLM does not have."""
+        """Returns a copy under vLLM's name, summed over the labels that vLLM does not have."""
         sums: dict[str, float] = defaultdict(float)
         for sample in metric.samples:
             sums[sample.labels.get("position", "")] += sample.value
@@ -73,10 +73,10 @@ class _VllmNames:
 
 class Scrape:
     """A process's metrics in Prometheus' text format. The OpenMetrics format is not served, because
-    in it prometheus_client 0.26 replaces the colons of vLLM's names by underscores."""
+    prometheus_client 0.26 then replaces the colons of vLLM's names by underscores."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """`vllm_model` is the `model_name` of counters under vLLM's names; None = no counters."""
+        """With a `vllm_model`, adds counters under vLLM's names, with this name as `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
@@ -89,15 +89,15 @@ class Scrape:
             self._registry.register(_VllmNames(registry, vllm_model))
         self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
-        """HOST:PORT of the HTTP server; empty until `serve`."""
+        """HOST:PORT of the HTTP server; empty before `serve`."""
 
     def serve(self, host: str, port: int) -> None:
-        """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""
+        """Serves the metrics by HTTP at every path. Port 0 = any free one. Raises `SettingError`."""
         from prometheus_client import start_http_server
 
         try:
             server, thread = start_http_server(port, host, self._registry)
-        except (OSError, OverflowError) as error:  # The ports of further replicas may be too large.
+        except (OSError, OverflowError) as error:  # A large slot may give a port above 65535.
             reason = getattr(error, "strerror", error)
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {reason}"
@@ -109,7 +109,7 @@ class Scrape:
         _log.info("metrics are served on %s", self.address)
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format. Blocks."""
+        """Returns the metrics in Prometheus' text format. Blocks."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
@@ -172,10 +172,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """Starts the exports of the `telemetry` setting in a role's process, and serves Prometheus on
-    `host`. If `scraped`, the process itself also serves `Exports.scrape`. `slot` is as for
-    `Destination.port`, `vllm_model` as for `Scrape`. Returns None if there is nothing to export.
-    Raises `SettingError` if the port is taken."""
+    """Starts the exports of the setting `telemetry`, and serves Prometheus on `host`. With
+    `scraped`, also creates `Exports.scrape`, for the process's own HTTP server. `slot` is that of
+    `Destination.port`, and `vllm_model` that of `Scrape`. Returns None if there is nothing to
+    export. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -201,8 +201,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """The W3C `traceparent` of `span`; empty for an invalid span. Unless `sampled`, receivers make
-    no spans."""
+    """Returns the W3C `traceparent` of `span`; empty if the span is invalid. If `sampled` is false,
+    receivers create no spans."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""
@@ -211,12 +211,12 @@ def write_traceparent(span: Span, *, sampled: bool = True) -> str:
 
 
 def read_traceparent(text: str) -> Context | None:
-    """The context of a remote span; None for an invalid text."""
+    """Returns the context of a remote span; None if the text is invalid."""
     return _PROPAGATOR.extract({"traceparent": text}, Context()) or None
 
 
 def read_sampled(text: str) -> Context | None:
-    """The context of a remote span; None for an invalid text or a trace that is not sampled."""
+    """Like `read_traceparent`, but also returns None if the trace is not sampled."""
     if not text or text[-1] not in "13579bdf":
         return None
     return read_traceparent(text)

@@ -24,17 +24,17 @@ _FIGURES = {
     "num_preemptions": ("num_preemptions", "Sequences that lost their pages to an older one."),
     "num_prefill_chunks": (
         "num_prefill_chunks",
-        "Chunks of prefixes that did not fit in one step.",
+        "Parts of prefixes that were too long for one step.",
     ),
     "kv_cache_usage_perc": ("pages.usage", "Share of pages that running requests hold, 0..1."),
     "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),
-    "kv_cache_pages_evictable": ("pages.num_evictable", "Pages whose contents no request needs."),
+    "kv_cache_pages_evictable": ("pages.num_evictable", "Cached pages that no request uses."),
     "prefix_cache_queries": ("pages.prefix_queries", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("pages.prefix_hits", "Tokens that the prefix cache held."),
 }
-"""Metrics by name: the attribute of `StepFigures`, and the description. Metrics `kv_cache_...` rise
-and fall. Other metrics only grow."""
+"""Metric -> attribute of `StepFigures`, description. The metrics `kv_cache_...` are gauges, the
+other metrics counters."""
 
 
 class ObservedSteps:
@@ -59,7 +59,7 @@ class ObservedSteps:
         )
 
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
-        """Exports how many items wait for a step, and the counters of the steps."""
+        """Exports the number of items that wait for a step, and the counters of the steps."""
         watch(
             self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
         )
@@ -78,7 +78,7 @@ class ObservedSteps:
     def stepped(
         self, works: Sequence[StepRequest], answers: Sequence[Any], start: float, end: float
     ) -> None:
-        """A step has run, from `start` to `end` (loop time), and its answers were sent."""
+        """A step has run from `start` to `end` on the event loop's clock. Its answers were sent."""
         self._steps.add(1)
         self._compute.record(end - start)
         self._batch.record(len(works))
@@ -99,7 +99,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # The loop's clock has no date, so the date of a moment is computed from its age.
+        # The event loop's clock has no date, so a moment's date is now minus the moment's age.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)
