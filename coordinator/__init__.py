@@ -1,1 +1,1 @@
-"""The coordinator. It runs sessions and their decode loops, and serves clients by gRPC and HTTP."""
+"""The coordinator: runs sessions and their decode loops, and serves clients by gRPC and HTTP."""

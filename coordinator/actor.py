@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 GARBAGE_OBJECTS = 50_000
-"""Number of new objects (some MB) after which Python collects cyclic garbage. With Python's default
-number, collections took 6 % of the CPU time of 200 sessions, and found almost no garbage."""
+"""Number of new objects (some MB) after which Python collects cyclic garbage. With Python's
+default, garbage collection took 6 % of the CPU time of 200 sessions, and found almost nothing."""
 
 
 class CoordinatorActor(PlacedActor):
-    """A coordinator in its own process. Ray places the actor quickly, because only `start` imports
-    the large modules."""
+    """A coordinator in its own process. Only `start` imports the large modules, so Ray places the
+    actor quickly."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None
@@ -32,7 +32,8 @@ class CoordinatorActor(PlacedActor):
         return Engagement() if self.host is None else self.host.engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
-        """Starts the coordinator. Returns its gRPC address. Raises like `CoordinatorHost.start`."""
+        """Starts the coordinator. Returns its gRPC address. Raises the errors of
+        `CoordinatorHost.start`."""
         use_threads(1)
         gc.set_threshold(GARBAGE_OBJECTS)
         log_to(log_directory, config.log_name, config.log_level)

@@ -1,10 +1,10 @@
 """Audits committed tokens against the target's distribution (docs/operations.md).
 
-Sessions are chosen when they begin. A choice among ended sessions would prefer short answers. After
-a chosen session has ended, a second session sends the tokens of the first session to the target as
-proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). The
-second session has its own tenant, so the target does not use cached pages. An audit therefore also
-detects tokens that were decoded from wrong keys and values.
+Sessions are chosen when they begin, because a choice among ended sessions would prefer short
+answers. After a chosen session has ended, a second session sends the tokens of the first session to
+the target as proposals. Each verdict contains the result of an audit
+(`outrider/speculation/audit.py`). The second session has its own tenant, so the target does not use
+cached pages. An audit therefore also detects tokens that were decoded from wrong keys and values.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
 SEATS_LOOKS = 600
-"""If this many checks in a row find the targets full, the audit is dropped."""
+"""If the targets are full in this many checks, the audit is dropped."""
 SEATS_PERIOD_S = 0.1
 
 
@@ -39,16 +39,16 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Of several sessions with the same seed, only the first is
-        audited, because all of them use the same random numbers."""
+        """Seeds of chosen sessions. Of several sessions with one seed, only the first is audited,
+        because all of them use the same random numbers."""
         self._num_chosen = 0
-        """Number of chosen sessions that run, wait or are being audited."""
+        """Number of chosen sessions whose audit has not ended."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a new session will be audited. If so, call `take` when the session
-        ends."""
+        """Decides whether a new session will be audited. If this method returns True, call `take`
+        when the session ends."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -64,13 +64,13 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """Queues a chosen session that has ended."""
+        """Queues a chosen session that has ended for its audit."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # If the task is cancelled before it starts, the callback runs, but no code in `_run`.
+        # A callback, because a task that is cancelled before it starts runs no code of `_run`.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:

@@ -24,19 +24,19 @@ from .service import CoordinatorService
 
 
 class CoordinatorServicer:
-    """The methods of `outrider.v1.Coordinator`. The API key of a call determines its tenant."""
+    """The methods of `outrider.v1.Coordinator`. A call's API key determines the call's tenant."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()
-        """Caller's name -> number of the caller's running calls that read a stored session."""
+        """Caller's name -> number of running calls of `_reading`."""
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. If the client disconnects, the generation stops. If no client then
-        resumes it within `resume_grace_ms`, the generation is cancelled."""
+        """Streams a generation. If the client disconnects, decoding stops. If no client resumes the
+        session within `resume_grace_ms`, the session is cancelled."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -44,7 +44,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the events that the client lacks. A disconnect has the same effect as in
+        """Streams the events that the client lacks. A disconnect has the same effects as in
         `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
@@ -59,7 +59,7 @@ class CoordinatorServicer:
                 yield event_to_proto(event)
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        """Ends a session as cancelled. The session's stream still gets the event `Finished`."""
+        """Cancels a session. The session's stream still gets the event `Finished`."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         with self._reading(caller):
@@ -67,8 +67,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. The read counts as a request of the caller, but takes no
-        slot, because slots are for generations."""
+        """Reads a session from the store. The read counts for the caller's rate limit, but not for
+        the limit on concurrent generations."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -79,8 +79,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Raises `Overloaded` if `RECORD_READS_MAX` reads of the caller run already. The limit
-        bounds memory, because a record may be long."""
+        """Raises `Overloaded` if `RECORD_READS_MAX` reads of the caller run already. Records may be
+        long, so the limit bounds memory."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
@@ -108,5 +108,5 @@ class CoordinatorServicer:
 
 
 def _traceparent(context: Context) -> str:
-    """Returns the call's `traceparent` (W3C Trace Context); empty if missing."""
+    """Returns the `traceparent` (W3C Trace Context) of the call; empty if it is missing."""
     return str(dict(context.invocation_metadata() or ()).get("traceparent", ""))

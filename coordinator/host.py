@@ -48,8 +48,7 @@ _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorHost:
-    """One coordinator with its servers. `start` raises `ConfigError`, `Unavailable`,
-    `Incompatible`."""
+    """One coordinator with its servers."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
@@ -59,12 +58,13 @@ class CoordinatorHost:
         self.http: HttpServer | None = None
         self.exports: Exports | None = None
         self._open = AsyncExitStack()
-        """All that `stop` closes. The entry that was added last is closed first."""
+        """The parts that `stop` closes. The part that was added last is closed first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
 
     async def start(self) -> str:
-        """Starts all parts. Returns the address of the gRPC server."""
+        """Starts all parts. Returns the address of the gRPC server. Raises `ConfigError`,
+        `Unavailable` and `Incompatible`."""
         config, member = self._config, self._config.membership
         link = _links_by(config)
         replicas: dict[str, Any] = {}
@@ -176,8 +176,8 @@ class CoordinatorHost:
             await self.server.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new requests, waits up to `grace_s` seconds for running requests, commits their
-        last tokens, and closes all parts. Further calls wait for the same shutdown."""
+        """Refuses new requests, waits up to `grace_s` for running requests, commits their last
+        tokens, and closes all parts. A second call waits for the shutdown of the first."""
         if self._stopping is None:
             self.engagement, self._grace_s = replace(self.engagement, leaving=True), grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
@@ -193,8 +193,8 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Updates the gRPC server's health status periodically. If a bug has ended the commits, stops
-    both servers and returns."""
+    """Updates the gRPC server's health status periodically. If a bug ends the commits, stops both
+    servers and returns."""
     serving = True
     while not service.failed:
         healthy = not (service.trouble or (http is not None and http.failed))
@@ -210,9 +210,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Creates a name in the session store that no other process has. If a restarted coordinator had
-    the name of the dead process, its lease would also protect the sessions of the dead process, and
-    no other coordinator could take these sessions over."""
+    """Creates a name for the session store that no other process has. A restarted coordinator must
+    not have the name of its dead predecessor. Its lease would otherwise protect the sessions of the
+    predecessor, and no other coordinator could take these sessions over."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"
@@ -232,7 +232,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    """Returns a function that creates a link to a target or draft at an address."""
+    """Returns a function that creates a link to the target or draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:
         from outrider.transport.tls import internal_trust

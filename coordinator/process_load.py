@@ -10,17 +10,17 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""A longer delay counts as this delay. Otherwise one long pause would dominate the mean."""
+"""Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
 
 
 class ProcessLoad:
-    """Measures its process and the event loop that runs `watch`."""
+    """Measures the current process, and the event loop that runs `watch`."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
-        """Number of newest measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
+        """Number of measurements since the last delay of at most `LOOP_LAG_MS_MAX`."""
 
     async def watch(self) -> None:
         while True:
@@ -37,11 +37,11 @@ class ProcessLoad:
 
     @property
     def busy(self) -> float:
-        """Mean number of CPU cores that the process uses."""
+        """Mean number of CPU cores in use by the process."""
         return self._sums.rate(self._clock(), "cpu_s")
 
     def check(self) -> None:
-        """Raises `Overloaded` if the newest `LOOP_LAG_LOOKS` measurements were all late."""
+        """Raises `Overloaded` if the newest `LOOP_LAG_LOOKS` delays are above `LOOP_LAG_MS_MAX`."""
         if self._num_late >= LOOP_LAG_LOOKS:
             raise Overloaded(
                 f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "

@@ -1,1 +1,1 @@
-"""Runs sessions: opening, rounds, commits, text, resumption and end."""
+"""Runs sessions: opens, decodes, commits, detokenizes, resumes and ends them."""

@@ -1,1 +1,1 @@
-"""Chooses how many tokens each round drafts."""
+"""Chooses how many draft tokens each round asks for."""

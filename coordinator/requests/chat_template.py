@@ -1,4 +1,4 @@
-"""Reads the chat template that replaces a model's own."""
+"""Reads the chat template that replaces the model's own template."""
 
 import re
 from importlib.resources import files
@@ -12,8 +12,8 @@ _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def read_chat_template(name: str) -> str:
-    """Returns the text of a template. `name` is a path, or `HERMES` for the template of this
-    package. If `name` is empty, returns an empty text. Raises `SettingError`."""
+    """Returns the text of a chat template. `name` is a path, or `HERMES` for the template in this
+    package, or empty for an empty text. Raises `SettingError`."""
     if not name:
         return ""
     if name == HERMES:
@@ -22,7 +22,7 @@ def read_chat_template(name: str) -> str:
 
     try:
         text = read_file(Path(name)).decode()
-        # jinja2 does not know the `generation` blocks of transformers.
+        # jinja2 cannot parse the `generation` blocks of transformers.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINED.sub("", text))  # noqa: S701
         if not text.strip():
             raise ConfigError(f"{name} is empty")

@@ -1,6 +1,6 @@
 """Checks in child processes whether constraints can be compiled within limits of time and memory.
 
-If a constraint fails this check, its request is refused. The check keeps no compiled constraint,
+If a constraint cannot be compiled, its request is refused. A compiled constraint is dropped,
 because each replica compiles the constraint for itself. Tenants take turns.
 """
 
@@ -31,26 +31,26 @@ _PROGRAM = (
     "from coordinator.requests.grammar_process import main; main()"
 )
 _Key = tuple[str, bytes]
-"""A tenant, and the digest of a constraint."""
+"""(tenant, digest of a constraint)."""
 
 
 class FairQueue:
-    """Gives a compiler to each constraint. Waiting tenants take turns. The constraints of one
-    tenant get compilers in the order in which they came."""
+    """Gives compilers to constraints. Tenants take turns. The constraints of one tenant get their
+    compilers in the order of arrival."""
 
     def __init__(self, compilers: Iterable["_Compiler"]) -> None:
-        # The compiler that was used last comes first, so that no process starts without need.
+        # The compiler that was used last comes first, because its process runs already.
         self._idle: asyncio.LifoQueue[_Compiler] = asyncio.LifoQueue()
         for compiler in compilers:
             self.give_back(compiler)
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """A lock for each tenant. The constraint that holds the lock waits for a compiler. The
+        """Tenant -> lock. The constraint that holds its tenant's lock waits for a compiler. The
         tenant's other constraints wait for the lock."""
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> "_Compiler":
-        """Waits for a compiler for a constraint of this tenant. If too many constraints wait
-        already, raises `Overloaded`."""
+        """Waits for a compiler for a constraint of this tenant. Raises `Overloaded` if too many
+        constraints wait already."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
             most = f"{limits.COMPILATIONS_PER_TENANT_MAX} constraints of yours"
             raise Overloaded(f"{most} wait already; try again later")
@@ -66,18 +66,17 @@ class FairQueue:
                 del self._num_waiting[tenant], self._turns[tenant]
 
     def give_back(self, compiler: "_Compiler") -> None:
-        """Must be called when the compiler's constraint is done."""
         self._idle.put_nowait(compiler)
 
 
 class ConstraintChecks:
-    """Checks the constraints of one coordinator's requests. Results are kept for each tenant
-    separately, so that response times do not reveal the constraints of other tenants."""
+    """Checks the constraints of one coordinator's requests. Each tenant has its own cache of
+    results. With a shared cache, response times would reveal the constraints of other tenants."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        """`load` returns the EOS tokens, and the tokenizer as JSON of Hugging Face's `tokenizers`.
-        The first check calls `load` on a thread, because `load` may block. If `load` raises
-        `ConfigError`, every constraint is refused."""
+        """`load` returns the tokenizer, as JSON of Hugging Face's `tokenizers`, and the EOS ids.
+        Because `load` may block, it runs on a thread. If `load` raises `ConfigError`, every
+        constraint is refused."""
 
         @cache
         def first_line() -> bytes:
@@ -86,14 +85,14 @@ class ConstraintChecks:
 
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
-        """Why each constraint is refused. Empty = the constraint can be compiled."""
+        """Constraint -> the reason to refuse it; empty = the constraint can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue(self._compilers)
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
-        """Raises `BadRequest` if the constraint cannot be compiled within `COMPILE_S_MAX` seconds
-        and `COMPILE_BYTES_MAX` of memory. The error's field is the constraint's kind. If too many
-        constraints wait, raises `Overloaded`."""
+        """Raises `BadRequest` if the constraint cannot be compiled within `COMPILE_S_MAX` and
+        `COMPILE_BYTES_MAX`. The error's field is the constraint's kind. Raises `Overloaded` if the
+        check cannot be made now."""
         key = tenant, constraint.digest()
         if key not in self._reasons:
             try:
@@ -108,13 +107,13 @@ class ConstraintChecks:
             raise BadRequest(constraint.kind, reason)
 
     async def close(self) -> None:
-        """Kills the child processes. Raises nothing."""
+        """Kills the child processes."""
         for compiler in self._compilers:
             await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
         compiler = await self._turns.take(key[0])
-        # If all requests stop waiting, the compilation goes on, and its result is kept.
+        # If all requests stop waiting, the compilation continues, and its result is kept.
         judging = asyncio.create_task(self._judge(compiler, key, constraint))
         judging.add_done_callback(lambda _: self._turns.give_back(compiler))
         await asyncio.shield(judging)
@@ -122,13 +121,13 @@ class ConstraintChecks:
     async def _judge(self, compiler: "_Compiler", key: _Key, constraint: Constraint) -> None:
         reason = self._reasons[key] = await compiler.compile(constraint)
         if reason in (_TOO_SLOW, _TOO_LARGE):
-            # Perhaps the machine was only busy, so the constraint may be checked again later.
+            # The machine may only have been busy, so the constraint may be checked again later.
             asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._reasons.pop, key, None)
 
 
 class _Compiler:
-    """Runs `coordinator.requests.grammar_process`, a child process that compiles one constraint at
-    a time. The first constraint starts the process. If the process dies, another is started."""
+    """Runs a child process with `coordinator.requests.grammar_process`. The first constraint starts
+    the process. If the process dies, a new process is started."""
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
@@ -136,9 +135,9 @@ class _Compiler:
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> str:
-        """Returns the reason to refuse the constraint, or an empty text. If the process does not
-        answer, or was killed from outside, raises `Overloaded`. If the process died for an unknown
-        reason, raises `InvariantError`."""
+        """Returns the reason to refuse the constraint; empty = the constraint can be compiled.
+        Raises `Overloaded` if the process did not answer or was killed, and `InvariantError` if the
+        process died for an unknown reason."""
         try:
             process = self.process
             if process is None or process.returncode is not None:
@@ -148,7 +147,7 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            # The process has a timer that ends it after half of this time.
+            # A timer of the process should end the process after half of this time.
             async with asyncio.timeout(2 * limits.COMPILE_WAIT_S_MAX):
                 line = await process.stdout.readline()
         except TimeoutError:
@@ -157,7 +156,7 @@ class _Compiler:
         if line:
             return str(json.loads(line))
         status = -await process.wait()
-        # Start another process now, so that the next constraint need not wait for the start.
+        # Start the next process now, so that the next constraint does not wait for the start.
         with suppress(OSError, OutriderError):
             await self._start()
         match status:
@@ -183,7 +182,6 @@ class _Compiler:
         return self.process
 
     async def close(self) -> None:
-        """Kills the process, and starts no other process. Raises nothing."""
         self._is_closed = True
         if (process := self.process) is not None:
             with suppress(ProcessLookupError):

@@ -1,17 +1,17 @@
 """A child process in which a coordinator compiles constraints, one at a time. The compiler has no
-time limit, and may need minutes for a schema of 50 bytes. So it runs in a process of its own, which
-can be killed.
+time limit, and may need minutes for a schema of 50 bytes. It runs in its own process, because a
+process can be killed.
 
-The process reads lines of JSON from standard input: the tokenizer, and then each constraint. It
-answers each constraint with a line on standard output. The output of libraries goes to standard
-error.
+The process reads lines of JSON from standard input: first the tokenizer, then the constraints. For
+each constraint, the process writes one line to standard output. The output of libraries goes to
+standard error.
 
     <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}
-    -> ""                                              or the reason for a refusal
+    -> ""                                              or the reason to refuse the constraint
 
-If a constraint takes too much time, the kernel kills the process. If a constraint takes too much
-memory, the compiler aborts the process. The process ends when its standard input is closed.
+If a constraint takes too much time, a timer's signal kills the process. If a constraint takes too
+much memory, the compiler aborts the process. The process ends when its standard input is closed.
 """
 
 import json
@@ -29,14 +29,14 @@ from outrider.limits import COMPILE_BYTES_MAX, COMPILE_S_MAX, COMPILE_WAIT_S_MAX
 
 def main() -> None:
     output = os.dup(1)
-    os.dup2(2, 1)  # Otherwise the coordinator could take a library's output for an answer.
+    os.dup2(2, 1)  # Otherwise the coordinator could read a library's output as an answer.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first, trouble = json.loads(sys.stdin.readline()), ""
     try:
         tokenizer = GrammarTokenizer(first["tokenizer"], tuple(first["eos_token_ids"]))
     except ConfigError as error:
         trouble = error.message
-    limit_memory()  # Once is enough: later constraints reuse the memory of earlier ones.
+    limit_memory()  # Only once, because later constraints reuse the memory of earlier ones.
     for line in sys.stdin:
         asked, answer = json.loads(line), trouble
         if not trouble:
@@ -46,19 +46,19 @@ def main() -> None:
             except BadRequest as error:
                 answer = error.reason
             except MemoryError:
-                os.abort()  # The compiler also aborts when it has no memory.
+                os.abort()  # The compiler itself also aborts when it is out of memory.
             limit(0, 0)
         os.write(output, json.dumps(answer).encode() + b"\n")
 
 
 def limit(cpu_s: float, wait_s: int) -> None:
-    """Limits the processor time and the elapsed time from now on, both in s. 0 = no limit."""
+    """Limits the CPU time and the elapsed time from now on, both in s. 0 = no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.alarm(wait_s)
 
 
 def limit_memory() -> None:
-    """Allows this process `COMPILE_BYTES_MAX` more memory than it uses now."""
+    """Limits this process's memory to its present size plus `COMPILE_BYTES_MAX`."""
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -31,8 +31,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in. These parameters suffice to run the request,
-    or to resume it after a failure."""
+    """A checked request with every default filled in. These parameters are enough to run the
+    request, and to resume its session after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -41,7 +41,7 @@ class GenerationParameters(GenerateRequest):
     num_draft_tokens: int
     deadline_ms: int
     weights: str = ""
-    """Only targets with these `ReplicaDescription.weights` may run the request."""
+    """`ReplicaDescription.weights` of the targets that may run the request."""
 
     def to_json(self) -> str:
         """Returns these parameters without the prompt, for the session store."""
@@ -63,8 +63,8 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 
 
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
-    """Checks every field that can be checked before the prompt is tokenized. Raises `BadRequest`
-    for the first field outside its limits (`outrider.limits`)."""
+    """Checks the fields that need no tokenized prompt. Raises `BadRequest` for the first field
+    outside its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
     _check_min_tokens(request, model)
     check_roles(request.prompt)
@@ -106,9 +106,9 @@ def resolve(
     config: CoordinatorConfig,
     random_seed: int,
 ) -> GenerationParameters:
-    """Fills in the defaults of a request that `check_fields` has accepted. Errors name the prompt
-    `prompt_field`. Raises `BadRequest` if the prompt is empty, has an unknown token, or leaves no
-    room for `max_tokens`."""
+    """Fills in the defaults of a request that `check_fields` has accepted. `prompt_field` is the
+    prompt's name in errors. Raises `BadRequest` if the prompt is empty, has an unknown token, or
+    leaves too little room for `max_tokens`."""
     num_ids, length = len(prompt_ids), model.max_model_len
     if not prompt_ids:
         raise BadRequest(prompt_field, "the prompt is empty; at least one token is needed")
@@ -144,13 +144,13 @@ def resolve(
     }  # fmt: skip
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
-    elif request.rule is None:  # The tokens of a seed must not depend on the drafter.
+    elif request.rule is None:  # With a given seed, tokens must not depend on the drafter.
         known["rule"] = Rule(config.unseeded_rule) if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
 
 def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
-    """Raises `BadRequest` for an id outside the vocabulary."""
+    """Raises `BadRequest` if an id is outside the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
         raise BadRequest(
@@ -163,7 +163,7 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def check_roles(prompt: Prompt) -> None:
-    """Raises `BadRequest` for a chat message whose role is not a plain name. Chat templates write
+    """Raises `BadRequest` if the role of a chat message is not a plain name. Chat templates write
     roles between special tokens, so a role with special tokens could forge a message."""
     for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
         if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
@@ -175,7 +175,7 @@ def check_roles(prompt: Prompt) -> None:
 
 
 def check_stop(stop: tuple[str, ...]) -> None:
-    """Raises `BadRequest` for too many stop strings, or one that is empty or too long."""
+    """Raises `BadRequest` if there are too many stop strings, or one is empty or too long."""
     if len(stop) > limits.STOP_STRINGS_MAX:
         most = limits.STOP_STRINGS_MAX
         raise BadRequest("stop", f"got {len(stop)} strings; allowed: up to {most}")
@@ -188,29 +188,28 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 
 TOKENIZER_THREADS = 2
-"""At most this many prompts are tokenized at the same time. Further prompts wait until their
-deadline."""
+"""Largest number of prompts that are tokenized at the same time. Further prompts wait."""
 
 
 class PromptEncoder:
-    """Tokenizes the prompts of one coordinator, and checks constraints with the tokenizer."""
+    """Tokenizes prompts, and checks whether constraints can be compiled for the tokenizer."""
 
     def __init__(self, text: TokenizerText | None) -> None:
-        """If `text` is None, the model has no tokenizer, and takes only token ids."""
+        """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
-        """Running calls of the tokenizer. Their keys are the `id` of the prompt object, which all
-        generations of one request share, and `add_special_tokens`. A running call refers to its
-        prompt object. So no other object can get the same `id` meanwhile."""
+        """Running calls of the tokenizer, by (`id` of the prompt object, `add_special_tokens`). All
+        generations of one request share a prompt object. A running call refers to its prompt
+        object, so no other object can get the same `id`."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
         self, request: GenerateRequest, tokens_max: int, *, add_special_tokens: bool = True
     ) -> tuple[str, tuple[int, ...]]:
         """Returns the name of the prompt's field, and the prompt's token ids. `add_special_tokens`
-        affects plain text only. If several calls get the same prompt object at the same time, it is
-        tokenized once. Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes
-        than `tokens_max` tokens can hold."""
+        affects plain text only. Simultaneous calls with the same prompt object tokenize the prompt
+        once. Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes than
+        `tokens_max` tokens can have."""
         text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
@@ -241,9 +240,9 @@ class PromptEncoder:
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
     ) -> None:
-        """Raises `BadRequest` if the constraint cannot be compiled with the model's tokenizer. The
-        error's field is the constraint's kind. If the check cannot be made now, raises
-        `Overloaded`."""
+        """Raises `BadRequest` if the constraint cannot be compiled for the model's tokenizer. The
+        error's field is the constraint's kind. Raises `Overloaded` if the check cannot be made
+        now."""
         text = self._text
         if text is None:
             raise BadRequest(
@@ -254,7 +253,7 @@ class PromptEncoder:
         await self._checks.check(constraint, tenant)
 
     async def close(self) -> None:
-        """Accepts no more prompts. Running calls of the tokenizer are not awaited."""
+        """Stops accepting prompts. Does not wait for running calls of the tokenizer."""
         self._calls.close()
         if self._checks is not None:
             await self._checks.close()

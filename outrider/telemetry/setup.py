@@ -92,7 +92,7 @@ class Scrape:
         """HOST:PORT of the HTTP server; empty before `serve`."""
 
     def serve(self, host: str, port: int) -> None:
-        """Serves the metrics by HTTP at every path. Port 0 = any free one. Raises `SettingError`."""
+        """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""
         from prometheus_client import start_http_server
 
         try:
