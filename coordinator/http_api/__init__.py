@@ -14,7 +14,7 @@
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 
-The coordinator checks requests for both gRPC and HTTP (`coordinator/requests/validation.py`). The
-errors of this check name fields of `GenerateRequest`. The HTTP API replaces such a name by the name
-of the body's field.
+`coordinator/requests/validation.py` checks the requests of both gRPC and HTTP. Its errors name
+fields of `GenerateRequest`. The HTTP API replaces each of these names by the name of the body's
+field.
 """

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 IMPOSSIBLE = -9999.0
-"""Replaces a log-probability of minus infinity, which JSON cannot express. OpenAI's API does the
-same."""
+"""OpenAI's value for a log-probability of minus infinity, because JSON cannot express infinity."""
 _CUT_OFF = (FinishReason.DEADLINE, FinishReason.CANCELLED)
 
 
@@ -36,16 +35,15 @@ def as_text(data: bytes) -> str:
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
 """A token's offset in the answer's text, and pairs of bytes and log-probability. The first pair is
-for the token itself. The other pairs are for the likeliest tokens at its position. The
+for the token itself. The other pairs are for the likeliest tokens at the same position. The
 log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
-    """Turns tokens and their log-probabilities into `Scored`."""
-
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """`offset` is the offset of the first token. For the tokens of a prompt, `given` is the
-        prompt's text. The answer's text has no special tokens, except those within `given`."""
+        """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
+        `given` is the prompt's text. A special token adds text to the answer only where `given`
+        contains the token's name."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 
@@ -76,7 +74,7 @@ class _Choice:
     """The generated part of one choice of an answer."""
 
     def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt | None) -> None:
-        """The choice's text begins with the prompt `echoed`. None = without a prompt."""
+        """`echoed` is the prompt with which the choice's text begins. None = no prompt."""
         self._text, self._echoed = text, echoed
         self.reader = form.make_reader()
         self.num_calls = 0
@@ -92,8 +90,8 @@ class _Choice:
         self.scored: list[Scored] = []
 
     def begin(self, started: Started) -> None:
-        """Begins the choice with the echoed prompt. The event shows that the prompt's tokens are
-        valid, so they can be decoded."""
+        """Begins the choice's text with the echoed prompt. The prompt's token ids can be decoded,
+        because the coordinator checks them before it starts a session."""
         self.session_id, self.num_prompt_tokens = started.session_id, started.num_prompt_tokens
         before, text = self._echoed, self._text
         if not isinstance(before, str):
@@ -103,7 +101,7 @@ class _Choice:
 
 
 class EventStream:
-    """How an answer is sent as server-sent events."""
+    """An answer that can be sent as a stream of server-sent events."""
 
     is_named: ClassVar[bool] = False
     """Whether each event has an `event:` line with its type, and a `sequence_number`."""
@@ -113,15 +111,16 @@ class EventStream:
     """Whether the answer is sent as events. If not, `whole` returns it."""
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """Adds an event of a choice. Returns the parts to send for this event, often none."""
+        """Adds a coordinator's event of a choice. Returns the server-sent events to send for it,
+        often none."""
         raise NotImplementedError
 
     def whole(self) -> Json:
-        """Returns the whole answer after all choices have ended."""
+        """Returns the whole answer. Must be called after all choices have ended."""
         raise NotImplementedError
 
     def failed(self, error: Json) -> Json:
-        """Returns the event that ends a stream with this error."""
+        """Returns the server-sent event that ends a stream with this error."""
         return error
 
 
@@ -134,7 +133,7 @@ class Answer(EventStream):
     chunk_kind: ClassVar[str]
     """A chunk has this value in its field `object`."""
     opening: ClassVar[Json | None] = None
-    """Each choice begins with an extra chunk that has this content. None = without this chunk."""
+    """Each choice begins with an extra chunk that has this content. None = no extra chunk."""
     closing: ClassVar[Json]
     """Each choice ends with an extra chunk that has this content."""
 
@@ -156,7 +155,7 @@ class Answer(EventStream):
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
-        """Counts rounds by their numbers of proposed and of accepted tokens."""
+        """Maps (number of proposed tokens, number of accepted tokens) to the number of rounds."""
 
     delta: Callable[[_Choice], Json]
     """Returns the new text of a choice in the form for a chunk."""
@@ -203,8 +202,8 @@ class Answer(EventStream):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # Without tools and reasoning, each round has a chunk, even if the round adds no text.
-        # Otherwise the parser may hold text back, and a round has a chunk only if there are parts.
+        # If answers are not parsed, each round has a chunk, even if the round adds no text. A
+        # parser may hold text back, so with a parser a round has a chunk only if there are parts.
         is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
@@ -257,7 +256,7 @@ class Answer(EventStream):
         return found
 
     def _usage(self) -> Json:
-        # A prompt counts once, however many choices it has.
+        # The `n` choices of a prompt follow each other. The prompt counts once for all of them.
         num_prompt_tokens = sum(one.num_prompt_tokens for one in self._choices[:: self._asked.n])
         num_tokens = sum(one.num_tokens for one in self._choices)
         return {
@@ -269,7 +268,7 @@ class Answer(EventStream):
     def _metrics(self) -> Json:
         """Returns statistics of all choices together, under vLLM's names. A round without draft
         tokens also counts as a speculative step. So `mean_acceptance_length` is the mean number of
-        tokens of a round. Tokens of the last round count even if they follow the answer's end."""
+        tokens that a round commits. Accepted tokens after the end of the answer count, too."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -291,8 +290,8 @@ class Answer(EventStream):
         return {"speculative_decoding": found}
 
     def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """Counts the rounds whose proposals have one of these `lengths`, for each number of
-        accepted tokens from 0 to `most`."""
+        """Returns the number of rounds for each number of accepted tokens from 0 to `most`. Counts
+        only rounds whose proposals have one of these `lengths`."""
         return [
             sum(self._rounds[length, accepted] for length in lengths)
             for accepted in range(most + 1)
@@ -300,8 +299,8 @@ class Answer(EventStream):
 
 
 def stop_reason(finished: Finished) -> str | int | None:
-    """Returns the stop string or the id of the stop token that ended the text. If the text was cut
-    off, returns the finish reason."""
+    """Returns the stop string or the id of the stop token that ended the text. If the deadline or a
+    cancellation ended the text, returns the finish reason."""
     if finished.finish_reason in _CUT_OFF:
         return finished.finish_reason
     return finished.stop_token_id if finished.stop_string is None else finished.stop_string
@@ -327,7 +326,7 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": nothing, "refusal": None, **found}}
 
     def _joined_parts(self, choice: _Choice) -> Json:
-        """Returns the new content, reasoning and calls of a choice."""
+        """Joins the choice's new content, reasoning and calls."""
         found: Json = {}
         calls: list[Json] = []
         for kind, text in choice.parts:
@@ -385,7 +384,7 @@ class CompletionAnswer(Answer):
 
 
 class NativeEvents(EventStream):
-    """The answer to `POST /api/generate`. It has the events of one session, as JSON."""
+    """The answer to `POST /api/generate`: the events of one session, as JSON."""
 
     def __init__(self, text: TokenizerText | None) -> None:
         self._text = text

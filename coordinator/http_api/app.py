@@ -55,8 +55,8 @@ class Generated(LiveResponse):
     server-sent events. When the response ends for any reason, it closes `events`."""
 
     def __init__(self, events: Events, answer: EventStream, progress: Progress) -> None:
-        """`answer` turns events into the parts of a stream. `progress` leaves out the parts that
-        the client has already."""
+        """`answer` turns events into the parts of a stream. `progress` omits the parts that the
+        client already has."""
         super().__init__()
         self._events, self._answer, self._progress = events, answer, progress
 
@@ -88,10 +88,10 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. Yields the first event of each stream, then, stream by
-    stream, the events that the client already has, and then all others as they come. An error of
-    one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued. A stream
-    can raise `BadRequest` only in place of its first event."""
+    """Merges the events of all streams. Yields the first event of each stream. Then yields, stream
+    by stream, the events that the client already has. Then yields the other events as they come.
+    An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are
+    queued. A stream can raise `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -142,7 +142,7 @@ class RepeatHeaders(BaseModel):
     """Headers of requests for generations."""
 
     idempotency_key: str | None = None
-    """If a request is repeated with the same key, it continues the first request."""
+    """A request with the key of an earlier request continues the earlier request."""
     last_event_id: str | None = None
     """The id of the last event that the client has."""
 
@@ -162,8 +162,8 @@ class Generations:
         headers: RepeatHeaders,
         session_id: str = "",
     ) -> Response:
-        """Responds with the answer that `kind` makes. If there is a `session_id`, the answer is the
-        rest of that session. Raises `BadRequest`."""
+        """Responds with an answer of the class `kind`. If `session_id` is given, the response has
+        the rest of this session's answer. Raises `BadRequest`."""
         service, created = self._service, int(time.time())
         answer = kind(asked, service.text, service.config.num_draft_tokens, created)
         key, event_id = headers.idempotency_key, headers.last_event_id
@@ -185,15 +185,15 @@ class Generations:
         key: str | None,
         session_id: str,
     ) -> Events:
-        """Yields the events of all choices. If there is a `session_id`, continues that session.
-        Otherwise continues the sessions of the `key`, or opens new sessions.
+        """Yields the events of all choices. If `session_id` is given, continues this session. If
+        the `key` has sessions, continues them. Otherwise opens new sessions.
 
         All choices together count as one request of the caller, and each choice as one generation.
         No choice runs before all choices are admitted. All choices count as running until the last
         choice ends.
 
-        Raises `BadRequest` if the caller's API key allows fewer generations at a time. Raises the
-        errors of `CoordinatorService`, with the names of the body's fields."""
+        If the request has more choices than the caller may run at a time, raises `BadRequest`.
+        Also raises the errors of `CoordinatorService`. A `BadRequest` names the body's field."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
@@ -283,7 +283,7 @@ def build_app(
     app = FastAPI(
         title="Outrider",
         version=version("outrider"),
-        docs_url=None,  # `show_page` replaces FastAPI's page, which loads scripts from elsewhere.
+        docs_url=None,  # FastAPI's page loads scripts from other hosts. `show_page` replaces it.
         redoc_url=None,
         responses=_ERRORS,
         redirect_slashes=False,
@@ -312,7 +312,7 @@ _REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
 _RESUMED: dict[str, type[Answer]] = {
     one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)
 }
-"""The answers that can be resumed by their ids. The keys are the prefixes of these ids."""
+"""Maps the prefixes of answers' ids to the classes of answers that can be resumed."""
 
 
 def _add_generation(
@@ -340,7 +340,7 @@ def _add_generation(
     async def resume(
         answer_id: str, request: Request, headers: Headers, body: bodies.ResumeBody = _REST
     ) -> Response:
-        """Returns the rest of the answer with this id. Only its first choice is resumed."""
+        """Returns the rest of the answer with this id. Only the first choice is resumed."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))

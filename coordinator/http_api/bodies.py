@@ -1,10 +1,10 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
-The coordinator checks the limits of its requests. `TranslatedBody.renamed` replaces the field names
-in the coordinator's errors by names of the body's fields.
+The coordinator checks the limits of the translated requests. `TranslatedBody.renamed` replaces the
+field names in the coordinator's errors by names of the body's fields.
 
 Some clients send every field of OpenAI's API. So a field that Outrider does not implement is
-accepted if its value asks for nothing. Any other value is refused.
+accepted if its value changes nothing, such as OpenAI's default. Any other value is refused.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Maps each field that is not implemented to the values that are accepted because they ask for
-nothing. Null is always accepted."""
+"""Maps each field that is not implemented to the accepted values, which change nothing. Null is
+always accepted."""
 ANY_VALUE = object()
-"""Means that every value is accepted. Used for labels and hints, which change no answer."""
+"""In `Unserved`, accepts every value. For fields that are labels or hints."""
 _COMPLETION_TOKENS = 16
-"""OpenAI's default for `max_tokens` of a completion."""
+"""OpenAI's default of `max_tokens` for completions."""
 
 Wished = list[tuple[str, Constraint]]
 """Constraints, each with the name of the field that asks for it."""
@@ -60,7 +60,7 @@ def asks_nothing(names: str, *values: Any) -> Unserved:
 
 
 def field_error(name: str, reason: str, kind: Any = "value_error") -> ValidationError:
-    """Makes an error about one field. A validator of the whole body can raise this error."""
+    """Makes an error about one field, for the validators of a whole body."""
     error = PydanticCustomError(kind, "{reason}", {"reason": reason})
     details: InitErrorDetails = {"type": error, "loc": (name,), "input": None}
     return ValidationError.from_exception_data("", [details])
@@ -99,7 +99,8 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing. 1 and True are equal, so `isinstance` tells them apart."""
+    """Whether a value is one of the accepted values `idle`. In Python 1 equals True, so also
+    compares the types."""
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -107,7 +108,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> WrapValidator:
-    """Makes a single error of pydantic's errors about the members of a union."""
+    """If a value fits no member of a union, replaces pydantic's errors by a single error."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -191,8 +192,7 @@ class GenerationBody(Body):
         **asks_nothing("web_search_options previous_response_id conversation"),
         **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
     }
-    """If a subclass has a field with one of these names, the entry for this name has no effect
-    there."""
+    """If a subclass has a field with one of these names, the field replaces the entry."""
 
     model: str = ""
     """The name of the served model. May be left out."""
@@ -234,9 +234,9 @@ class GenerationBody(Body):
         formats: ChatFormats | None = None,
         **own: Any,
     ) -> TranslatedBody:
-        """Makes the requests for these prompts. `names` maps the names of request fields to those
-        of body fields. Without `formats`, the answers are not parsed. `own` has the request fields
-        that only one kind of body sets."""
+        """Makes the requests for these prompts. `names` maps the names of request fields to the
+        names of body fields. Without `formats`, the answers are not parsed. `own` has the request
+        fields that only one kind of body sets."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
@@ -288,8 +288,8 @@ class GenerationBody(Body):
         return SamplingParams(**values | listed)
 
     def _constraints(self, tools: Tools | None) -> Wished:
-        """Returns the constraints that the body asks for. If the answer must be a tool call,
-        `_format` is ignored. Raises `BadRequest`."""
+        """Returns the constraints that the body asks for. If the answer must be a tool call, the
+        response format is ignored. Raises `BadRequest`."""
         held = None if tools is None else tools.constraint()
         found = [("tools", held)] if held else self._format()
         for kind, value in self.structured_outputs.items():
@@ -299,7 +299,7 @@ class GenerationBody(Body):
         return found
 
     def _format(self) -> Wished:
-        """Returns the form of the text that the body asks for. Raises `BadRequest`."""
+        """Returns the constraint that the response format asks for, if any. Raises `BadRequest`."""
         raise NotImplementedError
 
 
@@ -318,7 +318,8 @@ class ChoicesBody(GenerationBody, StreamedBody):
 
 
 def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
-    """Reads a `response_format`. The other arguments are names for errors. Raises `BadRequest`."""
+    """Returns the constraint that a response format asks for, if any. Raises `BadRequest`, which
+    names `field` or `schema_field`."""
     match given:
         case {"type": "text"}:
             return []
@@ -456,7 +457,7 @@ class FunctionTool(Body):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str = ""
     parameters: dict[str, Any] = {}
-    """JSON schema of the parameters. The default is a function without parameters."""
+    """JSON schema of the parameters. By default, the function has no parameters."""
 
 
 class Tool(OfFunction):
@@ -641,7 +642,7 @@ class DetokenizeBody(Body):
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-"""Maps the names of request fields to those of body fields, for bodies of every kind."""
+"""Maps the names of request fields to the names of body fields, for bodies of every kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,7 +653,7 @@ class TranslatedBody:
     requests: tuple[GenerateRequest, ...]
     """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""
     names: Mapping[str, str]
-    """Maps the names of request fields to those of body fields."""
+    """Maps the names of request fields to the names of body fields."""
     n: int = 1
     """Number of answers to each prompt."""
     echoes: bool = False
@@ -662,11 +663,11 @@ class TranslatedBody:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """Returns the coordinator's error about a request, with the name of the body's field."""
+        """Returns the coordinator's error about the request with this `index`. The new error names
+        the body's field."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest

@@ -52,8 +52,8 @@ _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
 """After these statuses, the gateway tries the next coordinator."""
 _PASSING_LATER = _PASSING | {429}
-"""Replaces `_PASSING` once the client's response has begun. Before this, the gateway passes the
-status 429 on to the client, which can repeat its request."""
+"""Used instead of `_PASSING` once the response to the client has begun. Earlier, the gateway passes
+status 429 on, because the client can then repeat its request."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -61,11 +61,12 @@ _HOP_BY_HOP = frozenset({
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
-"""After an event with these bytes and without an id, another coordinator can continue the stream.
+"""If an event without an id contains these bytes, another coordinator can continue the stream.
 Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})')
-"""Finds the time limit of a request. Parsing the body would block all other streams."""
+"""Finds a request's deadline. The gateway does not parse the body, because parsing would block all
+other streams."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -99,7 +100,7 @@ class Coordinators:
 
 
 class Forwarded(LiveResponse):
-    """The response to a client, joined from the responses of one or several coordinators."""
+    """The response to a client. It consists of the responses of one or several coordinators."""
 
     def __init__(self, coordinators: Coordinators, request: Request, body: bytes) -> None:
         super().__init__()
@@ -131,8 +132,8 @@ class Forwarded(LiveResponse):
 
     async def _answer(self, send: Send) -> Response | None:
         """Asks one coordinator after another until one serves the request or refuses it for good.
-        For the result, see `_ask`. When the time is up, returns the last coordinator's refusal, or
-        raises `Unavailable` if this coordinator did not answer."""
+        Returns the result of `_ask`. When the time is up, returns the refusal of the coordinator
+        that was asked last. If this coordinator did not answer, raises `Unavailable`."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -165,9 +166,9 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """Whether the request may be tried again. If the client has events without ids, a `POST`
-        cannot be repeated. Any other request is tried once at each coordinator, because it may be a
-        probe, which must fail soon."""
+        """Whether the request may be tried again. A `POST` may not if the client has events without
+        ids, because such a stream cannot be resumed. A request with another method is tried once at
+        each coordinator. It may be a probe, and a probe must fail soon."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
@@ -229,8 +230,8 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
 def _passed_on(
     headers: Sequence[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """Returns the headers to pass on: all except those in `without`, and those that the header
-    `connection` names, because they concern one connection only."""
+    """Returns the headers to pass on. Omits the headers in `without`, and the headers that the
+    header `connection` names, because they concern only one connection."""
     named = httpx2.Headers(headers).get("connection", "").lower().split(",")
     left_out = {*without, *map(str.strip, named)}
     found = [(name.lower(), value) for name, value in headers]

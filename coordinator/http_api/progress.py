@@ -4,7 +4,7 @@ The client receives server-sent events, here called *parts*. The id of a part sa
 choice the client has after this part. A repeated request with the same `Idempotency-Key` continues
 the first request.
 
-To resume an answer, the coordinator makes it again from its first part, and sends only the parts
+To resume an answer, the coordinator makes all parts of the answer again, and sends only the parts
 that the client lacks. So a part may depend on all earlier parts, and on data that is stored with
 the session, but on nothing else.
 """
@@ -50,7 +50,7 @@ class Position:
     event, and 1 for each event without tokens."""
 
     def after(self, event: Event) -> Position:
-        """Returns the position that follows an event at this position."""
+        """Returns the position after an event that begins at this position."""
         if isinstance(event, Tokens) and event.token_ids:
             num_tokens = event.first_index + len(event.token_ids)
             digest = reduce(extend_digest, event.token_ids, self.digest)
@@ -71,7 +71,8 @@ class Progress:
         self._sent = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self.num_parts = 0
-        """Number of parts that the client has. At the beginning, 0 means no `last_event_id`."""
+        """Number of parts that the client has. Before the first event, 0 means that the request has
+        no `last_event_id`."""
         self._begun = (0, 0, 0)
         """If the client has only some parts of an event: the index of the event's choice, the
         event's number of tokens, and the number of parts that the client has. Otherwise zeros."""
@@ -88,9 +89,9 @@ class Progress:
                 self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request for all events of a choice, before the first of them comes. Its `cuts`
-        are the ends of the last event that the client has whole, and of the event of which the
-        client has some parts."""
+        """Returns a request for all events of a choice. Must be called before the choice's first
+        event. The client has all parts of the events before the first of the `cuts`, and some parts
+        of the event between the two `cuts`."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -157,12 +158,11 @@ class _Turn:
         self.running: list[Progress] = []
         self.ended = asyncio.Event()
         self.num_waiting = 0
-        """Number of requests that wait for `ended`."""
 
 
 class RepeatedRequests:
-    """Lets only one request with each key run at a time. Clients repeat broken requests, and two
-    running requests could take the session from each other again and again."""
+    """Lets only one request with each key run at a time. Clients repeat broken requests. If two
+    requests with one key ran, they could take the session from each other again and again."""
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}

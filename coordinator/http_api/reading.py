@@ -40,7 +40,7 @@ from outrider.errors import (
 _log = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-"""One encoder for all calls. `json.dumps` with these options makes a new encoder in each call."""
+"""Shared by all calls, because `json.dumps` with these options makes a new encoder in each call."""
 UNKNOWN_FIELD = "extra_forbidden"
 """pydantic's type of errors about fields that do not exist."""
 SHOWN_CHARS_MAX = 64
@@ -77,8 +77,6 @@ def json_response(
 
 
 class ErrorDetail(BaseModel):
-    """An error."""
-
     message: str
     type: str
     param: str | None
@@ -94,7 +92,8 @@ class ErrorBody(BaseModel):
 
 def error_body(error: Exception) -> dict[str, Any]:
     """Returns the body for an error. An error that is not an `OutriderError` is a bug. The client
-    gets only a general message about it. The traceback of every error with status 500 is logged."""
+    gets only a general message about a bug. The traceback of every error with status 500 is
+    logged."""
     shown = OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, OutriderError):
         shown = error
@@ -110,8 +109,8 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 def error_response(error: Exception) -> Response:
     """Returns the response for an error. `Retry-After` says when a repeated request may succeed.
-    OpenAI's clients repeat every request that ends with status 409 or 504. If a repetition cannot
-    help, `x-should-retry: false` prevents it."""
+    OpenAI's clients repeat every request that ends with status 409 or 504. The header
+    `x-should-retry: false` prevents a repetition that cannot help."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
     if isinstance(error, Incompatible | DeadlineExceeded):
@@ -298,8 +297,8 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key. Probes have no key. The window asks its user for a key, so
-    its files need none."""
+    """Whether a path needs no API key. Probes have no key. The files of the window need no key,
+    because the window itself asks its user for a key."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
@@ -312,7 +311,7 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
         try:
-            # This prevents DNS rebinding (see `server.py`).
+            # This prevents DNS rebinding (see `HttpOptions.hosts`).
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
                 wanted = "call localhost, or give the server API keys"
                 raise PermissionDenied(f"the header Host does not name this machine; {wanted}")

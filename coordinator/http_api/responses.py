@@ -68,8 +68,8 @@ _NEEDED = {
 
 class Item(Body):
     """A part of the conversation: a message, a call that an earlier answer made, the result of a
-    call, or the reasoning before an earlier answer. A message needs `role` and `content`, a call
-    `call_id`, `name` and `arguments`, and a result `call_id` and `output`."""
+    call, or the reasoning before an earlier answer. A message must have `role` and `content`. A
+    call must have `call_id`, `name` and `arguments`. A result must have `call_id` and `output`."""
 
     unserved = asks_nothing("id status phase namespace caller summary encrypted_content", ANY_VALUE)
 
@@ -152,7 +152,8 @@ class ResponsesBody(ConversationBody):
     input: (
         Annotated[
             Several[Item],
-            Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),  # `instructions` is one more.
+            # `instructions` becomes one more message.
+            Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),
         ]
         | str
     )
@@ -229,8 +230,8 @@ the type of the item's text."""
 
 
 class _Item:
-    """The generated part of one item of an answer. `opened`, `grown` and `closed` return a stream's
-    events about the item's beginning, new text and end."""
+    """The generated part of one item of an answer. `opened`, `grown` and `closed` yield the events
+    to send when the item begins, gets new text, and ends."""
 
     def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
         """For a call, `call` has the `call_id` and `name`. For other items, `call` is empty."""
@@ -301,7 +302,7 @@ class ResponseAnswer(ChatAnswer):
         return self._response(self._status)
 
     def failed(self, error: Json) -> Json:
-        """Returns the event of a failed response. It has the items that came before the error."""
+        """Returns the event `response.failed`. It has the items that came before the error."""
         for item in self._items[-1:]:
             item.status = "incomplete"
         detail = error["error"]
@@ -324,7 +325,8 @@ class ResponseAnswer(ChatAnswer):
             yield _event("created", response=begun)
             yield _event("in_progress", response=begun)
         if has_ended and all(one.kind == "content" for one in self._items[-1:]):
-            choice.parts = choice.parts or [Part("content", "")]  # At least an empty message.
+            # An answer without text has an empty message.
+            choice.parts = choice.parts or [Part("content", "")]
         for kind, text in choice.parts:
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
                 if self._items:

@@ -11,7 +11,7 @@ class Schema(BaseModel):
 
 
 class Usage(Schema):
-    """Numbers of tokens of all choices. A prompt counts once, however many choices it has."""
+    """Numbers of tokens of all choices. A prompt with several choices counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -159,15 +159,13 @@ class ResponseObject(Schema):
 
 
 class ResponseEvent(Schema):
-    """A change of a response. OpenAI's reference describes its other fields."""
+    """A change of a response. OpenAI's reference describes the other fields of each event."""
 
     type: str
     sequence_number: int
 
 
 class Tokenized(Schema):
-    """The tokens of a prompt."""
-
     count: int
     max_model_len: int
     tokens: list[int]
@@ -175,8 +173,6 @@ class Tokenized(Schema):
 
 
 class Detokenized(Schema):
-    """The text of tokens."""
-
     prompt: str
 
 

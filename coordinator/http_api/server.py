@@ -6,9 +6,9 @@
 - When the maximum number of connections is reached, each new connection replaces a connection
   without a request. So idle connections do not keep other callers out.
 
-A server that stops closes its listening socket first, so a server that shares its port gets all new
-connections. On open connections it still serves requests for `HTTP_LAST_REQUEST_S`. After this time
-it waits for the running requests.
+A stopping server first closes its listening socket. If another server shares the port, all new
+connections then go to the other server. For `HTTP_LAST_REQUEST_S`, the stopping server still serves
+requests on open connections. Then it waits for the running requests.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048
 """The kernel queues at most this many connections until they are accepted."""
 _ACCEPTS = 16
-"""At most this many connections are accepted before they are counted. More connections could use up
-all file descriptors."""
+"""At most this many connections are accepted before they are counted. More uncounted connections
+could use up all file descriptors."""
 CLOSE_S = 2.0
 """When the server ends a response, the response has this time to send its last event."""
 _POLL_S = 0.02
@@ -104,7 +104,7 @@ class HttpOptions:
     port: int = 0
     """0 = any free port."""
     shares_port: bool = False
-    """Whether a later server that `takes_over` may listen on the same port."""
+    """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
     """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
     in use is an error."""
@@ -113,17 +113,17 @@ class HttpOptions:
     access: AccessControl = OPEN
     """Identifies and limits callers."""
     tls: TlsFiles | None = None
-    """None = without TLS. When the files change, they are read again. If this fails, the old
-    certificates stay in use."""
+    """None = without TLS. Changed files are read again. If they are invalid, the old certificates
+    stay in use."""
     times: HttpTimes | None = None
     """Records the time of each request."""
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The allowed values of the header `Host`. An empty set means that all are allowed. If the
-        server has no API keys and listens on loopback, another name is a sign of DNS rebinding: a
-        web page lets its own host name resolve to this machine, and makes a browser call this
-        server."""
+        """The allowed values of the header `Host`. An empty set means that all are allowed. The
+        values are limited if the server has no API keys and listens on loopback. This prevents DNS
+        rebinding, in which a web page lets its own host name resolve to this machine, and makes a
+        browser call this server."""
         if self.access.asks_for_keys or not is_loopback(self.host):
             return frozenset()
         return _LOOPBACK_NAMES | {_in_url(self.host).lower()}
@@ -153,7 +153,7 @@ class OpenConnections(dict["HttpConnection", _State]):
         """The maximum number of connections. It is exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
-        """If the maximum is reached and not all connections are busy, closes one of the others."""
+        """If the maximum is reached, closes a connection that is not busy, if there is one."""
         if len(self) >= self.num_max:
             oldest = min(self, key=self.__getitem__)
             if self[oldest] is not _State.BUSY:
@@ -219,7 +219,7 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
             self._enter(_State.IDLE)
-        else:  # The response was sent before the whole body came. The client must send the rest.
+        else:  # The client must still send the rest of the body of the answered request.
             self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -285,8 +285,8 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio sets the length of the kernel's queue to `_ACCEPTS`, too. `listen` sets
-        # this length again.
+        # handshake. asyncio also uses `backlog` as the length of the kernel's queue. `listen` then
+        # sets this length to `BACKLOG`.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -377,9 +377,9 @@ class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
     is cancelled.
 
-    If the server cancels the response, this counts as an error. If an error comes before the
-    response has begun, the error is raised, so that the response has the error's status. A later
-    error becomes the last event of the response."""
+    If the server cancels the response, the response fails with `Unavailable`. If an error comes
+    before the response has begun, the error is raised, so that the response has the error's status.
+    A later error becomes the last event of the response."""
 
     _has_begun = False
 
@@ -410,7 +410,7 @@ class LiveResponse(Response):
         raise NotImplementedError
 
     async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Sends the status and headers, unless they have been sent."""
+        """Sends the status and headers. Further calls do nothing."""
         if not self._has_begun:
             await send({"type": "http.response.start", "status": status, "headers": headers})
             self._has_begun = True

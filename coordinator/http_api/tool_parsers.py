@@ -5,7 +5,7 @@
 | `Reader` | text without calls |
 | `Hermes`, `Llama3`, `Mistral`, `DeepSeek` | text with calls as this family of models writes them |
 | `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
-| `Reasoning` | `<think>...</think>`. Another parser gets the text after that |
+| `Reasoning` | `<think>...</think>`. Another parser gets the text after `</think>` |
 
 A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. A parser
 gets the text in pieces. If a piece ends with what may be the beginning of a mark, the parser holds
@@ -51,8 +51,8 @@ _HEAD_OF_OBJECT = re.compile(
 `parameters` instead of `arguments`. A match contains no closing brace, so `_call` waits for a match
 only until the first closing brace."""
 _JSON_MARK = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
-"""Matches what matters to find the end of a JSON object. A backslash and the next character are one
-match."""
+"""Matches the characters by which `_value` finds the end of a JSON object. A backslash and the next
+character are one match."""
 
 
 class Part(NamedTuple):
@@ -115,7 +115,6 @@ class Reader:
         return found
 
     def _read(self) -> Reading[None]:
-        """Parses the whole text."""
         if not self.marks:
             yield from self._all("content")
         if self.begins_with_calls and (yield from self._peek()) == "{":
@@ -155,7 +154,6 @@ class Reader:
             yield
 
     def _all(self, kind: Kind) -> Reading[None]:
-        """Adds all further text as this kind."""
         while True:
             self._add(kind, self._text)
             self._text = ""
@@ -268,7 +266,6 @@ def _without_space(text: str) -> str:
 
 
 def _loaded(text: str) -> Any:
-    """Returns the value of JSON. If the JSON is invalid, returns None."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -384,8 +381,8 @@ CALL_READERS: dict[str, type[Reader]] = {
 
 
 ARGUMENTS = "arguments"
-"""The parser of answers that are the arguments of a named tool. As in OpenAI's API, such answers do
-not end with `tool_calls`."""
+"""The parser of answers that are the arguments of a named tool. As in OpenAI's API, the finish
+reason of these answers is not `tool_calls`."""
 _READERS = CALL_READERS | {"": Reader, "list": HeldCalls, ARGUMENTS: HeldArguments}
 
 

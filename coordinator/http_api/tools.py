@@ -36,8 +36,8 @@ class Tools:
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on an answer that must consist of calls. If a tool is `named`, the
-        answer is the arguments of this tool. Otherwise it is a list of objects with `name` and
-        `arguments`. If the answer may be text, returns None. Raises `BadRequest`."""
+        answer is the arguments of this tool. Otherwise the answer is a list of objects with `name`
+        and `arguments`. If the answer may be text, returns None. Raises `BadRequest`."""
         if not self.is_required:
             return None
         if self.named:
@@ -71,8 +71,8 @@ def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool
 ) -> Tools | None:
     """Makes the tools of a request with these functions. If the answer may call no function,
-    returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`, and `REQUIRED` if a function is `named`.
-    Raises `BadRequest`."""
+    returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice` must
+    be `REQUIRED`. Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = Counter(one["name"] for one in functions)
@@ -97,8 +97,8 @@ def check_arguments(texts: Sequence[str], field: str) -> None:
 
 
 def call_id_of(session_id: str, index: int) -> str:
-    """Makes the id of a call in a session. When the session is resumed, the id is the same. It has
-    nine letters and digits, as Mistral's chat templates require."""
+    """Makes the id of a call in a session. When the session is resumed, the id is the same. The id
+    has nine letters and digits, as Mistral's chat templates require."""
     return hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:9]
 
 
@@ -124,7 +124,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Moves a schema to `place` of a larger schema. Its references get this prefix."""
+    """Moves a schema to `place` of a larger schema. Each `$ref` in the schema gets this prefix."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
