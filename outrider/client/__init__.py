@@ -8,14 +8,14 @@
 | class | calls | from |
 | --- | --- | --- |
 | `Client` | a server by gRPC | one event loop |
-| `Client(InProcessTransport(c))` | a coordinator in this process, without gRPC | its event loop |
+| `Client(InProcessTransport(c))` | the coordinator `c` in this process | the event loop of `c` |
 | `SyncClient` | a server by gRPC | any thread |
 
     trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS
     Client("inference.example:50051", api_key=os.environ["OUTRIDER_API_KEY"], trust=trust)
 
-Every call has a deadline. Every error is one of `outrider.errors`. Leaving a stream early cancels
-its session.
+Every call has a deadline. Every error is one of `outrider.errors`. If the caller closes a stream
+early, the session is cancelled.
 """
 
 from __future__ import annotations

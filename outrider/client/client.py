@@ -52,13 +52,13 @@ class Client:
         - HOST:PORT, or several of them separated by commas.
         - A function that returns such a text, or an empty text while there are no coordinators. If
           a coordinator does not answer, the client calls the function again to find new ones.
-        - A transport, which has its own key. The client's `close` also closes the transport.
+        - A transport. The other parameters are then ignored, and `close` also closes the transport.
 
         Nothing is sent before the first call. `api_key` is sent with each call. Without TLS
         (`trust`, see `caller_trust`), the key is not encrypted. For up to `resume_timeout_s`
-        seconds, the client resumes broken streams and repeats requests that cannot be served now;
-        0 = never. If `server` is a function and no coordinator answers, the client also repeats
-        calls that generate no tokens, for up to this time."""
+        seconds, the client resumes broken streams, and repeats requests for generations that cannot
+        be served now; 0 = never. If `server` is a function and no coordinator answers, the client
+        also repeats other calls, for up to this time."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -81,21 +81,22 @@ class Client:
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """Yields the events of one generation as they arrive. Closing the iterator early (`aclose`)
-        cancels the session. Raises the coordinator's errors, and `DeadlineExceeded` if the last
-        event does not arrive within some seconds after the generation's deadline. If the stream
-        breaks and cannot be resumed, raises `StreamBroken`. A later `resume` may then succeed."""
+        cancels the session. Raises the coordinator's errors. If the last event does not arrive
+        within some seconds after the generation's deadline, raises `DeadlineExceeded`. If the
+        stream breaks and cannot be resumed, raises `StreamBroken`. A later `resume` may then
+        succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
         return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """Continues a generation whose stream broke, in this client or in another one. Yields
+        """Continues a generation whose stream broke, in this client or in another client. Yields
         `Started` again, and then all events after the first `num_tokens` tokens. The session may
-        have ended meanwhile. If an earlier stream of the session is still open, that stream ends
-        with `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer than `num_tokens`
-        tokens, and `Unavailable` while another coordinator may still own the session (about two
-        seconds)."""
+        have ended meanwhile. If an earlier stream of the session is still open, the earlier stream
+        ends with `StaleEpoch`. Raises `NotFound`. If the store has fewer than `num_tokens` tokens,
+        raises `DataLoss`. For about two seconds, another coordinator may still own the session, and
+        the call raises `Unavailable`."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
@@ -210,9 +211,9 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Runs a coroutine whose calls block, so that it never suspends. Meanwhile removes the thread's
-    hooks for async generators. Otherwise an event loop of this thread would register the
-    coroutine's generators, and close them when the loop ends."""
+    """Runs a coroutine that never suspends, because its calls block. While the coroutine runs, the
+    thread has no hooks for async generators. With hooks, an event loop of this thread would
+    register the coroutine's generators, and close them when the loop ends."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

@@ -35,11 +35,11 @@ serve now. It is long enough for a restart of coordinators, drafts or targets.""
 LOOK_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""A pool keeps up to this number of connections to coordinators that are no longer named, because
-calls may still run on them."""
+"""A pool keeps up to this number of endpoints of coordinators that are no longer named, because
+calls may still run on these endpoints."""
 AVOIDED_S = 5.0
-"""If a coordinator does not answer, no call begins there for this time. If a coordinator answers
-that it cannot serve now, its error states the time (`retry_after_ms`)."""
+"""If a coordinator does not answer, new calls avoid the coordinator for this time. If a coordinator
+answers that it cannot serve now, the time is that of its error (`retry_after_ms`)."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries."""
 
@@ -93,8 +93,9 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Returns the endpoint for a new call: the next one that is not avoided or, if all are
-        avoided, the next one. Raises `StreamBroken` if there are no endpoints."""
+        """Returns the endpoint for a new call: the next endpoint that new calls do not avoid. If
+        they avoid all endpoints, returns the next endpoint. Raises `StreamBroken` if there are no
+        endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -117,8 +118,8 @@ class EndpointPool(Generic[Endpoint]):
 
     def renew(self) -> list[Endpoint]:
         """Calls the function that names the coordinators again. If the function returns an empty
-        text or fails, the named coordinators stay the same. Returns endpoints that the pool no
-        longer keeps. The caller must close them."""
+        text or fails, the named coordinators stay the same. Returns the endpoints that the pool no
+        longer keeps. The caller must close these endpoints."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -180,8 +181,8 @@ class ResumingTransport(Transport):
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the answer of the first coordinator that answers. If all coordinators raise
-        `Unavailable`, raises the error of the last. If a function names the coordinators and none
-        of them answers, calls them again until the time is over."""
+        `Unavailable`, raises the error of the last coordinator. If a function names the
+        coordinators and none of them answers, calls them again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -238,8 +239,8 @@ class Tries:
         *,
         is_stream: bool = True,
     ) -> None:
-        """`is_stream` is false for calls that generate no tokens. These calls do not wait for a
-        coordinator that cannot serve now."""
+        """`is_stream` is false for calls that generate no tokens. If a coordinator answers that it
+        cannot serve now, these calls do not wait for it."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -247,16 +248,16 @@ class Tries:
         self.received: ResumeRequest | None = None
         self._is_started = False
         self._tried: set[Transport | None] = set()
-        """Coordinators that could not begin the call, since the last wait."""
+        """Coordinators that could not begin the call since the last wait."""
         self._tried_until: float | None = None
         """Time at which the tries end. None if no try has failed since the last token."""
         self._has_answer = False
         """Whether a coordinator in `_tried` answered that it cannot serve now. A later try may then
         succeed."""
         self._num_waits = 0
-        """Number of waits after a coordinator did not answer, since the last token."""
+        """Number of waits for coordinators that did not answer, since the last token."""
         self._stayed = False
-        """Whether the latest try repeats the try before it at the same coordinator."""
+        """Whether the latest try and the try before it are at the same coordinator."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
         """Returns a request for the remaining events of the generation, within `left_s` seconds;
@@ -296,15 +297,15 @@ class Tries:
         call.
 
         Before a stream has begun, all coordinators are called without waiting. If a stream has just
-        broken, its coordinator is called a second time, because this coordinator has the session,
-        and perhaps only the connection is lost. If a coordinator answered that it cannot continue
-        the session now, it is called again after the time that its error states. No other
-        coordinator could continue the session sooner.
+        broken, its coordinator is called a second time. This coordinator has the session, and
+        perhaps only the connection is lost. If a coordinator answered that it cannot continue the
+        session now, the same coordinator is called again after the time that its error states. No
+        other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. If all coordinators have failed to begin the call, a later try may succeed in two
-        cases: a function may name other coordinators, or a coordinator answered a stream's request
-        that it cannot serve now. In other cases, also raises `error`."""
+        over. Also raises `error` if all coordinators have failed to begin the call and a later try
+        cannot succeed. A later try can succeed if a function may name other coordinators, or if a
+        coordinator answered a stream's request that it cannot serve now."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

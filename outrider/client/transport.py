@@ -51,7 +51,7 @@ from outrider.v1 import coordinator_pb2_grpc, types_pb2
 
 CLOSED = "the client is closed"
 GENERATE_SLACK_S = 10.0
-"""Time by which the timeout of a generating call exceeds the generation's deadline."""
+"""The timeout of a generating call is the generation's deadline plus this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +326,12 @@ class InProcessTransport(Transport):
     """Calls a coordinator in this process."""
 
     def __init__(self, service: Any, tenant: str = "") -> None:
-        """`service` is a `coordinator.service.CoordinatorService`. `close` does not close it.
-        Sessions belong to `tenant`."""
+        """`service` is a `coordinator.service.CoordinatorService`. `close` does not close the
+        service. Sessions belong to `tenant`."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
-        """Timeouts of all calls that wait for the service."""
+        """Timeouts of the calls that wait for the service."""
         self._idle: set[AsyncGenerator[Event]] = set()
         """Streams whose caller has received an event and has not asked for the next event yet."""
         self._closed = False
@@ -352,8 +352,8 @@ class InProcessTransport(Transport):
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
-                # Each event has a timeout of its own, because a timeout that covers a `yield` would
-                # cancel what the caller awaits meanwhile.
+                # Each event has its own timeout. A timeout around a `yield` would cancel what the
+                # caller awaits at this time.
                 async with self._until(deadline):
                     try:
                         event = await anext(events)

@@ -6,7 +6,7 @@
                                                     the number of replicas started so far; with a
                                                     time to live
 
-The braces are part of the keys. A lease is the time to live of a record's key. Invalid contents are
+The braces are part of the keys. A lease is the time to live of a record's key. Invalid values are
 ignored. No settings of replicas are stored, because programs that can write to Redis must not
 choose what code or model a replica runs."""
 
@@ -53,11 +53,11 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """Returns the result of `fleet` for one role."""
+        """Returns the records of one role, as `fleet` does."""
         return (await self.fleet((role,)))[role]
 
     async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
-        """Returns, by role, the records of the replicas with current leases, sorted by name. Omits
+        """Maps each role to the records of its replicas with current leases, sorted by name. Omits
         invalid records. Removes names without a lease from Redis."""
         members = await self._run(*(("SMEMBERS", self._names(role)) for role in roles))
         keys = [
@@ -77,7 +77,7 @@ class RedisRegistry:
             elif text is None:
                 over.append(("SREM", self._names(role), name))
         if over:
-            # A replica that still runs adds its name again at its next announcement.
+            # If one of these replicas still runs, its next announcement adds the name again.
             await self._run(*over)
         return records
 
@@ -108,8 +108,8 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
-        """Returns the number stored by `note_started`, at most `REPLICA_NUMBER_MAX`; 0 without a
-        valid number."""
+        """Returns the number that `note_started` stored. If there is no number from 0 to
+        `REPLICA_NUMBER_MAX`, returns 0."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
 
@@ -151,7 +151,7 @@ class Lease:
         self._task = asyncio.create_task(self._run())
 
     def say_again(self) -> None:
-        """Announces the replica at once. Call if its record has changed."""
+        """Announces the replica at once. Must be called when the replica's record has changed."""
         self._soon.set()
 
     async def _run(self) -> None:
@@ -181,7 +181,7 @@ class Lease:
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """Parses decimal digits; None if the text is no number from 0 to `most`."""
+    """Parses decimal digits. Returns None if the text is not a number from 0 to `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     number = int(text)

@@ -1,8 +1,8 @@
 """The types of the registry, in which a deployment's replicas announce themselves.
 
-A record expires after `LEASE_S`, and its replica renews it every `RENEWAL_S`. Coordinators do not
-rely on records alone. Before a coordinator uses a replica, it asks the replica for its description.
-A coordinator also detects by itself if a replica cannot be reached.
+A record expires after `LEASE_S`. Its replica renews the record every `RENEWAL_S`. Coordinators do
+not rely on records alone. Before a coordinator uses a replica, it asks the replica for its
+description. A coordinator also detects by itself that a replica cannot be reached.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load, as means over about `WINDOW_S`. A figure is None if its value is not known,
-    or if replicas of the role do not have this figure."""
+    """A replica's load, as means over about `WINDOW_S`. A figure is None if its value is unknown,
+    or if the replica's role does not have this figure."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -40,16 +40,17 @@ class Figures:
     """For a draft or target, the share of the time in which a step ran, 0 to 1. For a coordinator,
     the number of CPU cores that it used."""
     fill: _Figure = None
-    """Number of requests in a step, as a share of the maximum, 0 to 1."""
+    """Number of requests in a step, divided by the maximum, 0 to 1."""
     step_ms: _Figure = None
-    """Duration of a step of the engine."""
+    """Duration of a step of the engine, ms."""
     queue_steps: _Figure = None
     """Time that requests waited for a step, divided by the duration of a step."""
     kv_usage: _Figure = None
     """Share of the KV cache's pages that running requests need, 0 to 1."""
     # Only coordinators have the following figures.
     draft_waits: _Figure = None
-    """Share of the draft service's proposals that were queued for longer than they were drafted."""
+    """Share of the draft service's proposals that waited in its queue for longer than their
+    drafting took."""
     acceptance: _Figure = None
     """Share of the draft tokens that were accepted."""
     look_ahead_hits: _Figure = None
@@ -57,7 +58,7 @@ class Figures:
     tokens_per_second: _Figure = None
     """Number of tokens that the coordinator's sessions commit in a second."""
     loop_lag_ms: _Figure = None
-    """Delay with which the event loop runs its callbacks."""
+    """Delay with which the event loop runs its callbacks, ms."""
 
 
 NO_FIGURES = Figures()

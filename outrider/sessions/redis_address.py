@@ -6,7 +6,7 @@ password in one of these places:
 
 | place of the password | set by |
 | --- | --- |
-| `password_file`, on each machine | `redis_password_file`; on a single machine also `serve` |
+| `password_file`, on each machine | the setting `redis_password_file`, or `serve` on one machine |
 | variable OUTRIDER_REDIS_PASSWORD | the environment of Ray, such as a pod with a Secret |
 """
 
@@ -67,10 +67,10 @@ SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str]]:
-    """Returns the address without passwords and without a user in the URL, and the passwords that
-    it had, by field. A password in the URL overrides the setting `password`. Raises `SettingError`
-    if the URL has a password among its options, or if there are both a password in the URL and a
-    password file."""
+    """Returns the address without its passwords, and these passwords by field. Moves the URL's user
+    to the field `username`. A password in the URL overrides the field `password`. Raises
+    `SettingError` if the URL has a password among its options, or if there are both a password in
+    the URL and a password file."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot be given with a password in redis_url")
@@ -86,8 +86,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
 
 
 def with_password(address: RedisAddress) -> RedisAddress:
-    """The address with its passwords. Raises `SettingError` if a needed password is not on this
-    machine."""
+    """Adds the passwords that the address needs. Raises `SettingError` if a needed password is not
+    on this machine."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -110,8 +110,8 @@ def with_password(address: RedisAddress) -> RedisAddress:
 
 
 def read_password(path: Path, key: str) -> str:
-    """The password in a file, without the end of the line. Raises `SettingError` for the setting
-    `key` if the file is not one line."""
+    """Returns the password in a file, without the end of the line. If the file is not one line,
+    raises `SettingError` for the setting `key`."""
     try:
         with blaming(key):
             text = read_file(path).decode()
@@ -124,7 +124,7 @@ def read_password(path: Path, key: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """The URL without user and password, the user, and the password. Raises `SettingError`."""
+    """Returns the URL without user and password, the user, and the password."""
     try:
         credentials, separator, _ = urlsplit(url).netloc.rpartition("@")
     except ValueError:

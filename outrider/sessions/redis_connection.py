@@ -1,4 +1,4 @@
-"""Connects to Redis, checks that the server can keep sessions, and converts its errors. A
+"""Connects to Redis, checks that the server can keep sessions, and converts the server's errors. A
 `ConfigError` names the server by its URL, with the password masked."""
 
 import asyncio
@@ -41,7 +41,7 @@ _PASSING = re.compile(
 )
 """Errors of a server that runs but cannot serve now. The server may be busy or failing over, its
 disk or memory may be full, or a user's rights may be changing. The client library has classes for
-some of these errors, but not for errors of a script, whose text names the cause."""
+some of these errors. An error inside a script has no such class, but its text names the cause."""
 _REPLACED = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
     r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"
@@ -52,11 +52,12 @@ _DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Too few replicas have a write. Others cannot be reached, or follow another primary."""
+    """Too few replicas have a write. The other replicas cannot be reached, or follow another
+    primary."""
 
 
 def masked_url(url: str) -> str:
-    """The URL with `***` in place of every password, even if the URL cannot be parsed."""
+    """Replaces every password in the URL by `***`, even if the URL cannot be parsed."""
     return re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
 
 
@@ -66,7 +67,7 @@ async def answering() -> AsyncIterator[None]:
 
     The time is counted in slices. A slice starts when the event loop has handled the end of the
     previous slice. So a pause of this process, such as a garbage collection, uses up only one
-    slice. A single timer could end the call although its answer arrived during the pause."""
+    slice. After a pause, a single timer could end a call whose answer arrived during the pause."""
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -89,8 +90,9 @@ async def answering() -> AsyncIterator[None]:
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Limits the time of a call as `answering` does. If the server fails, or may no longer be the
-    primary (`may_be_replaced`), closes idle connections. So the next call connects anew, and finds
-    the primary by the server's name or by Sentinel. A failed call closes its own connection."""
+    primary (`may_be_replaced`), closes idle connections. The next call then connects anew, and
+    finds the primary by the server's name or by Sentinel. A failed call closes its own
+    connection."""
     try:
         async with answering():
             yield
@@ -107,7 +109,7 @@ def may_be_replaced(error: Exception) -> bool:
 
 @contextmanager
 def redis_errors() -> Iterator[None]:
-    """Converts errors of the Redis client into ours."""
+    """Converts errors of the Redis client into `OutriderError`."""
     try:
         yield
     except (RedisError, OSError, TimeoutError) as error:
@@ -115,8 +117,8 @@ def redis_errors() -> Iterator[None]:
 
 
 def to_our_error(error: Exception) -> OutriderError:
-    """`StoreUnavailable` for a temporary error, `DataLoss` for a key with a value of another type
-    than Outrider writes, `InvariantError` for a wrong command."""
+    """Returns `StoreUnavailable` for a temporary error, `DataLoss` if a key's value has a type that
+    Outrider does not write, and `InvariantError` for a wrong command."""
     if isinstance(error, NotReplicated):
         return StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
@@ -134,16 +136,16 @@ def _named(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, MasterNotFoundError):
-        # Keeps only the names of errors, because the text describes each Sentinel's client.
+        # Keep only the names of errors, because the text describes each Sentinel's client.
         reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
         return ", ".join(["no Sentinel names a primary of that service that is up", *reasons])
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def new_client(address: RedisAddress) -> redis.asyncio.Redis:
-    """A client that connects when it is first used. `without_password` must have removed user and
-    password from the URL. The client never retries and has no timeouts, so each call needs
-    `calling` around it."""
+    """Returns a client that connects at its first call. `without_password` must have removed user
+    and password from the URL. The client never retries and has no timeouts, so each call must be
+    within `calling`."""
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
@@ -177,8 +179,8 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
 
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
-    """Raises `ConfigError` unless the server answers and `check_info` accepts it. Waits while the
-    server loads its file, and while Sentinels elect a primary."""
+    """Raises `ConfigError` if the server does not answer, or if `check_info` refuses the server.
+    Waits while the server loads its data, and while Sentinels elect a primary."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
     began_at = loop.time()
@@ -216,8 +218,8 @@ def _why_unfit(error: Exception) -> str:
 
 
 def check_info(name: str, info: dict[str, Any]) -> None:
-    """Raises `ConfigError` unless the server with this answer to INFO can keep sessions: it must be
-    new enough, accept writes, and evict no keys."""
+    """Raises `ConfigError` if the server with this answer to INFO cannot keep sessions. The server
+    must be new enough, accept writes, and evict no keys."""
     version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "unknown")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     reason = ""
@@ -276,7 +278,7 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client that connects to the primary that Sentinels name. The URL has this form:
+    """Returns a client that connects to the primary that Sentinels name. The URL has this form:
 
         redis+sentinel://HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 

@@ -42,19 +42,19 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas have its writes and all
-        earlier writes. The command WAIT waits only for writes of its own connection. A script may
-        write nothing, so `replicated_key` is set on this connection before each WAIT."""
+        earlier writes. The command WAIT waits only for earlier writes of the same connection. A
+        script may write nothing, so `replicated_key` is set on the connection before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """By script, runs that wait for the next round trip. If a task is sending runs of a script,
-        the script is a key, even if no run waits."""
+        """Maps a script to the runs that wait for its next round trip. While a task sends runs of a
+        script, the script has an entry, even if no run waits."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """The answer to one run. While a round trip of the script is under way, further runs wait,
-        and then share the next round trip. Raises the run's error."""
+        """Returns the answer to one run. While a round trip of the script is under way, further
+        runs wait. They then share the next round trip. Raises the run's error."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -148,7 +148,8 @@ class ScriptRunner:
 
 
 def _packed(command: Sequence[str | int | bytes]) -> bytes:
-    """The command in Redis' protocol. The client's own function takes three times as long: 8 us."""
+    """Encodes a command in Redis' protocol. The client's own function takes 8 us, three times as
+    long."""
     parts = [b"*%d\r\n" % len(command)]
     for word in command:
         data = word if isinstance(word, bytes) else str(word).encode()

@@ -1,13 +1,13 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: sessions of this owner that others want to take over,
-                                      or `cancel:<id>` for those that they want to cancel; expires
+    <prefix>lease:{<owner>}:wanted    set: ids of this owner's sessions that others want to take
+                                      over, or `cancel:<id>` if they want to cancel them; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
                                       rewrite ('1' while the owner sends all tokens again after a
-                                      lost take-over); meanwhile pending_tokens_start ...
+                                      lost take-over); during a rewrite pending_tokens_start ...
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte
@@ -18,7 +18,7 @@
 The braces are part of the keys. Each change is one run of a Lua script (`lua/`). Redis does not
 roll back a script that fails. So each script keeps the session consistent after each of its
 commands, as `lua/layout.lua` describes. Each script uses keys of one hash slot only. So a take-over
-first reads the owner's lease in a separate run, and then checks that epoch and owner are unchanged.
+reads the owner's lease in a separate run. The next run checks that epoch and owner are unchanged.
 A lease is a key with a time to live, so the clocks of machines are never compared. If a restarted
 Redis has lost the lease of a running owner, other coordinators can take over the owner's sessions.
 The owner's later writes then fail because their epoch is too low."""
@@ -72,7 +72,7 @@ _CLAIM_KEY = Script("claim_key", replicated=True)
 Field = str | int | bytes
 """An argument of a script. Redis stores it as bytes."""
 _CANCEL = "cancel:"
-"""Prefix of a session's id in the set `wanted`. It asks the owner to cancel the session."""
+"""With this prefix, a session's id in the set `wanted` asks the owner to cancel the session."""
 
 
 class RedisStore(SessionStore):
@@ -91,9 +91,9 @@ class RedisStore(SessionStore):
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
-        """Connects, and raises `ConfigError` if the server cannot keep sessions. Calls of the store
-        raise `StoreUnavailable` if fewer than `wait_replicas` replicas have the data after
-        `REDIS_WAIT_MS`. Leases and `release` need no replicas."""
+        """Connects to the server. Raises `ConfigError` if the server cannot keep sessions. If fewer
+        than `wait_replicas` replicas have the data after `REDIS_WAIT_MS`, a call of the store
+        raises `StoreUnavailable`. Leases and `release` need no replicas."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -219,7 +219,7 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """Reads a record, beginning with the answer of the script `load` or `take_over`. Returns
+        """Reads the record that `answer`, of the script `load` or `take_over`, describes. Returns
         None if the tokens were replaced meanwhile, or if Redis has lost the last tokens."""
         match answer:
             case [b"missing", _]:
@@ -254,7 +254,7 @@ class RedisStore(SessionStore):
 
 
 def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
-    """The result of a write: the stored length, or an error."""
+    """Returns the stored length, or an error, from the answer to a write."""
     match answer:
         case int() | OutriderError():
             return answer
@@ -290,8 +290,8 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
-    """The session from its hash, tokens and log-probabilities. Raises `DataLoss` if these are not
-    complete, or if their form is unknown."""
+    """Makes a record from a session's hash, tokens and log-probabilities. Raises `DataLoss` if the
+    tokens are not complete, or if the form of the data is unknown."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)

@@ -1,5 +1,5 @@
-"""The state of one session at its owner: which tokens are decided, which are stored, and which may
-be shown.
+"""The state of one session at its owner: how many tokens are decided, how many are stored, and how
+many may be shown to the client.
 
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store has lost tokens)
@@ -47,8 +47,8 @@ class Session:
         self.showable_length = len(self.tokens)
         """Number of tokens that may be shown: the largest number that the store has held."""
         self.finish_reason: FinishReason | None = None
-        """Why the session has ended; None while it runs, or if it was lost while it ran. The store
-        may still lack the last tokens."""
+        """Why the session has ended; None while the session runs, or if it was lost before its end.
+        The store may still lack the last tokens."""
         self.error: OutriderError | None = None
         """Why the session is lost (see `supersede`). A lost session sends nothing more to the
         store. None if the session is not lost."""
@@ -72,7 +72,6 @@ class Session:
 
     @property
     def num_uncommitted(self) -> int:
-        """Number of decided tokens that the store lacks."""
         return len(self.tokens) - self.acknowledged_length
 
     @property
@@ -106,9 +105,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`; None
-        without `has_news`. A call before the store's answer returns the same tokens again, and
-        newer tokens."""
+        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`. If
+        there are none, returns None. A call before the store's answer returns the same tokens
+        again, and newer tokens."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -130,7 +129,7 @@ class Session:
         )
 
     def ending(self) -> Finish:
-        """The message that ends this session in the store."""
+        """Returns the message that ends this session in the store."""
         if self.finish_reason is None:
             raise InvariantError(f"session {self.session_id} ends without a reason")
         return Finish(
@@ -154,18 +153,19 @@ class Session:
         self.showable_length = max(self.showable_length, stored_length)
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the session. The store still gets the tokens that it lacks."""
+        """Ends the session. `next_append` still returns the tokens that the store lacks."""
         self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """Marks the session as lost, because another coordinator took it over (`StaleEpoch`), or it
-        is no longer stored (`DataLoss`). Tokens that were never stored will not be shown."""
+        """Marks the session as lost. Another coordinator took the session over (`StaleEpoch`), or
+        the session is no longer stored (`DataLoss`). Tokens that were never stored will not be
+        shown."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless the inequalities in the module's docstring hold."""
+        """Raises `InvariantError` if an inequality of the module's docstring does not hold."""
         check(self.epoch >= FIRST_EPOCH, f"epoch {self.epoch}")
         check(
             0 < self.prompt_length <= self.showable_length <= self.length,

@@ -64,9 +64,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the owner will send further tokens that the store has held before. This matters if
-    the store has lost the owner's take-over and the owner sends all tokens again. Readers then get
-    the old tokens until an append with `more_follow` false."""
+    """Whether the owner will send further tokens that the store has held before. If the store has
+    lost the owner's take-over, the owner sends all tokens again. Readers then get the old tokens
+    until an append with `more_follow` false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SessionRecord:
     seed: int
     rule: Rule
     parameters: str
-    """JSON with all that is needed to continue the request. The store does not read it."""
+    """JSON with all that is needed to continue the request. The store does not parse this JSON."""
     prompt_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
@@ -117,7 +117,7 @@ class SessionRecord:
         parameters: str,
         prompt_ids: tuple[int, ...],
     ) -> Self:
-        """A newly opened session."""
+        """Returns the record of a new session."""
         return cls(
             session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,
             TokenSequence(prompt_ids).digest(),
@@ -125,14 +125,14 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """The name that replaces `owner` in released sessions. No process has this name, so no lease
-    protects these sessions, and any coordinator may take them over."""
+    """Returns the name that replaces `owner` in released sessions. No process has this name, so no
+    lease protects these sessions, and any coordinator may take them over."""
     return f"{owner} (released)"
 
 
 class SessionStore(Protocol):
-    """Keeps sessions, and the leases of their owners. Every method may raise `StoreUnavailable`.
-    The call may then have taken effect or not. Repeating a call does no harm.
+    """Keeps sessions, and the leases of their owners. Every method may raise `StoreUnavailable`,
+    whether or not the call has taken effect. Repeating a call does no harm.
 
     A session has one owner and one epoch. Each take-over raises the epoch by one. An owner's writes
     (`append`, `finish`, `release`) state owner and epoch. The store compares these with the stored
@@ -150,16 +150,15 @@ class SessionStore(Protocol):
     """
 
     async def open(self, session: SessionRecord) -> None:
-        """Creates a session from `SessionRecord.new`. Repeating this with the same owner changes
-        nothing. Raises `InvariantError` if another session has the id."""
+        """Creates a session from `SessionRecord.new`. If the session exists with the same owner,
+        changes nothing. Raises `InvariantError` if another session has the id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended. If the length is
-        smaller, the store has lost the last tokens, and the owner sends them again. If the length
-        is larger, the store has the tokens already. An append without tokens asks for the
-        length."""
+        length is not expected_length + len(token_ids), nothing was appended. If it is smaller than
+        this sum, the store has lost the last tokens, and the owner sends them again. If it is
+        larger, the store has the tokens already. An append without tokens asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
@@ -172,7 +171,7 @@ class SessionStore(Protocol):
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """Releases a session that no longer runs. The session's owner becomes `released(owner)`,
-        which has no lease. The session's epoch stays the same. A finished session is unchanged,
+        which has no lease. The session's epoch stays the same. A finished session stays unchanged,
         even if the stored epoch is lower. Raises `DataLoss` if the session is not stored. Raises
         `StaleEpoch` if the session has another owner, or is released already."""
 
@@ -208,19 +207,20 @@ class SessionStore(Protocol):
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
         empty, only reads. Returns the key's value, or an empty text if there is none. After each
-        call, the store keeps the value for as long as a session without writes."""
+        call, the store keeps the value for as long as an unfinished session after its last
+        write."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""
 
 
 def not_found(session_id: str) -> SessionNotFound:
-    """The error for an unknown session or a session of another tenant."""
+    """Returns the error for an unknown session or a session of another tenant."""
     return SessionNotFound(f"there is no session {session_id}")
 
 
 def contended(session_id: str) -> Unavailable:
-    """The error of a call during which another coordinator took the session over."""
+    """Returns the error of a call during which another coordinator took the session over."""
     return Unavailable(
         f"session {session_id} was taken over meanwhile; try again",
         retry_after_ms=TAKE_OVER_RETRY_MS,

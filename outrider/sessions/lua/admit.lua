@@ -12,8 +12,8 @@ end
 -- An epoch above the stored one means that Redis lost a take-over. The session runs again under
 -- this owner. The stored tokens may be a former owner's, so they no longer count (`rewrite`). They
 -- stay readable until this owner has sent all tokens again. The new tokens are stored after the old
--- tokens, in the byte ranges of the pending fields. With `keeps_end` a finished session is
--- unchanged.
+-- tokens, in the byte ranges of the pending fields. With `keeps_end`, a finished session
+-- stays unchanged.
 local function admit(key, epoch, owner, keeps_end)
   local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state', 'rewrite', 'tokens_start',
     'tokens_end', 'logprobs_start', 'logprobs_end', 'pending_tokens_start', 'pending_tokens_end',

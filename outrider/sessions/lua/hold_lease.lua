@@ -9,7 +9,7 @@ if ARGV[1] == '0' then
 elseif redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then
   redis.call('SET', KEYS[1], '1', 'PX', ARGV[1])
 end
--- An error here must not hide that the lease was renewed.
+-- An error of the next commands must not hide that the lease was renewed.
 local wanted = redis.pcall('SMEMBERS', KEYS[2])
 if wanted.err then return {} end
 if wanted[1] then redis.pcall('DEL', KEYS[2]) end

@@ -7,7 +7,8 @@
 -- replicas, rights withdrawn), readers see all of its changes or none. Times to live are set last.
 -- The next write corrects a missing or short time to live.
 
--- The part of a byte range that the string has. A damaged string may be shorter than the hash says.
+-- Returns the part of a byte range that lies in the string. A damaged string may be shorter than
+-- the hash says.
 local function extent(key, start, stop)
   local size = redis.call('STRLEN', key)
   stop = math.min(tonumber(stop), size)
