@@ -58,7 +58,7 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
         services = bench(
             target=target_service(_engine(), 0.0), draft=draft_service(_engine(SALT), 0.0),
             drafts=None if draft.drafter.runs_on == "draft" else {}, fallback=lookup,
-            lookup=draft if lookup else None, num_draft_tokens=k,
+            lookup=draft, num_draft_tokens=k,
         )  # fmt: skip
         async with services as served:
             for text in sample.texts:
