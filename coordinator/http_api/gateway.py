@@ -64,7 +64,7 @@ _INTERRUPTED = b'"type":"service_unavailable_error"'
 """If an event without an id contains these bytes, another coordinator can continue the stream.
 Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
-_DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})')
+_DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
 """Finds a request's deadline. The gateway does not parse the body, because parsing would block all
 other streams."""
 _TIMEOUT = httpx2.Timeout(

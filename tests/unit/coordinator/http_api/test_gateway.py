@@ -214,7 +214,9 @@ async def test_coordinators_are_asked_for_a_limited_time(
     assert now() - began < 0.1
 
 
-@pytest.mark.parametrize("body", [{}, {"deadline_ms": "7"}, {"prompt": '"deadline_ms": 7'}])
+@pytest.mark.parametrize(
+    "body", [{}, {"deadline_ms": "7"}, {"deadline_ms": 6e22}, {"prompt": '"deadline_ms": 7'}]
+)
 async def test_a_body_without_a_deadline_has_the_default(body: Any) -> None:
     made = Deployment(refusal(503), refusal(409), httpx2.Response(200, stream=Body(b"{}")))
     assert (await made.call(body)).status_code == 200
