@@ -84,7 +84,7 @@ class Chooser:
 
 
 def best(options: Iterable[Option]) -> Option:
-    """The fastest option. If two options differ by less than `GAIN_MIN`, the earlier one wins."""
+    """The fastest option. Of options that differ by less than `GAIN_MIN`, the earlier wins."""
     first, *others = options
     for option in others:
         if option.tokens_per_second > first.tokens_per_second * (1 + GAIN_MIN):
@@ -99,10 +99,10 @@ def speedup_interval(
     plain: Sequence[Rounds],
     chosen: tuple[Option, Sequence[Rounds]],
 ) -> tuple[float, float] | None:
-    """The lowest and the highest speed-up of an option over plain decoding, in the middle `LEVEL`
-    of `RESAMPLES` bootstrap samples of the texts. `prompt_tokens` [texts] are the lengths of the
-    prompts, `plain` [texts] the rounds without drafts, and `chosen` has the option and its rounds
-    [texts]. Returns None for a single text."""
+    """The range of an option's speed-up over plain decoding, in the middle `LEVEL` of `RESAMPLES`
+    bootstrap samples of the texts. `prompt_tokens` [texts] are the lengths of the prompts, `plain`
+    [texts] the rounds without drafts, and `chosen` has the option and its rounds [texts]. Returns
+    None for a single text."""
     num, generator = len(prompt_tokens), np.random.default_rng(0)
     if num < 2:
         return None
@@ -121,8 +121,8 @@ def speedup_interval(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """Category of texts, or `all` -> `num_tokens`, the number of tokens, and `by_position`: rule ->
-    `Rounds.by_position`."""
+    """For each category of texts, and for `all` texts: the number of tokens (`num_tokens`), and
+    `Rounds.by_position` of each rule (`by_position`)."""
     chosen: Option
     plain: Option
     options: tuple[Option, ...]
@@ -147,7 +147,7 @@ def choose(
         for k in SWEEP:
             parts.append(scripted(draft, sample, rule, k))
             rounds, hit_rates = total(parts[-1]), tuple[float, ...]()
-            # Look-ups have no look-ahead, and `ServiceTimes` has no times for that of hybrids.
+            # Look-ups have no look-ahead. `ServiceTimes` lacks times for the look-ahead of hybrids.
             if drafter.lookup is None:
                 hit_rates = sample.guessing[rule].hit_rates(rounds.chances(k))
             options.append(chooser.best_way(rule, k, rounds, hit_rates))

@@ -24,7 +24,7 @@ from .choosing import TemperaturePlan, choose
 from .rounds import Script, ServiceTimes, fitted
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
-"""Values of K in a rehearsal. Every second prompt has them in reverse order."""
+"""Values of K in a rehearsal. Every second prompt uses these values in reverse order."""
 TEXTS_MAX = 4
 TOKENS_MAX = 48
 OUTLIER = 3.0
@@ -57,7 +57,7 @@ async def rehearsed_plans(
     """Rehearses each sample, and returns a plan for each. All samples have the same prompts. `link`
     has further fields of `ServiceTimes`. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
-    # Each prompt is answered several times. The look-up must not copy the earlier answers.
+    # Each prompt is answered several times, and a look-up must not copy from the earlier answers.
     lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)
     coordinator = replace(config.coordinator, lookup=lookup)
     async with running_pair(config.target, config.draft, coordinator) as replicas:
@@ -92,7 +92,6 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 
 
 async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list[PlayedSession]:
-    """Plays some texts of the sample."""
     rule = rehearsed_rule(sample.temperature)
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
@@ -131,7 +130,7 @@ def fit(
     for session in played:
         num_tokens, rounds = len(session.text.prompt_ids), session.done.rounds
         k = session.num_draft_tokens
-        # Only the first session with a prompt prefills the prompt. For others it is cached.
+        # Only the first session with a prompt prefills the prompt. Later, the prompt is cached.
         first.setdefault(session.text.seed, (step_seconds(num_tokens), rounds[0].seconds))
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))

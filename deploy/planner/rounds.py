@@ -1,9 +1,10 @@
 """The rounds in which the target commits a given text, and the times of these rounds. The times
-come from the engines' cost tables. Linear functions, fitted to measured rounds, correct them.
+come from the engines' cost tables, and are corrected by linear functions that are fitted to
+measured rounds.
 
 Whatever is drafted, verification commits the target's own text x. So the rounds of a given text x
-are a Markov chain, and their expected numbers can be computed without decoding. p and q are the
-distributions at each place of the text, after all transforms:
+are a Markov chain, and their expected numbers can be computed without decoding. p is the target's
+distribution at a place of the text and q the draft's, both after all transforms:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
@@ -74,7 +75,8 @@ class Rounds(NamedTuple):
     num_texts: float
     num_tokens: float
     contexts: float
-    """The session's length at the start of a later round, in tokens, summed over these rounds."""
+    """The session's tokens at the start of a later round, summed over all later rounds.
+    """
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array

@@ -55,7 +55,8 @@ _GUESSED_MASS = 2.0**-10
 _DECOY_MASS = 2.0**-15
 """The draft's probability of each decoy (see `_rows`)."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""The order in which numbers of replicas are searched, the most expensive role first."""
+"""The roles in the order of the search for their numbers: the most expensive role first.
+"""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
@@ -89,12 +90,12 @@ class Pair:
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Most sessions in a step of a role's replica."""
+        """Largest number of sessions in a step of a replica of this role."""
         times = self.times
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
-        """The cost table of a role's steps, corrected as `times` says."""
+        """The cost table of a role's steps, corrected by the lines in `times`."""
         times, k = self.times, len(self.survival)
         if role == "target":
             return _on_line(times.target, times.verify if k else times.plain)
@@ -317,8 +318,8 @@ class _Request(NamedTuple):
     """The time and the number of tokens of each event."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """For the tokens that came after the time `begin` and after the first event, the seconds
-        per token and the number of tokens. None if no such token came."""
+        """The seconds per token, and the number of tokens, of the tokens that came after `begin`
+        and after the first event. None if there were no such tokens."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -333,7 +334,7 @@ class _Simulation:
         self._rounds: list[RoundReport] = []
         """Rounds after the warm-up."""
         self._ends: list[bool] = []
-        """Whether each request that ended after the warm-up was served."""
+        """For each request that ended after the warm-up, whether the request was served."""
 
     async def run(self) -> FleetFigures:
         scenario, fleet = self._scenario, self._scenario.fleet
@@ -352,7 +353,7 @@ class _Simulation:
             self.begin(self._arrive(scenario.rate))
 
         def busy_s() -> list[float]:
-            """For each role, the mean seconds for which a replica has worked so far."""
+            """For each role, the mean time for which a replica has worked so far."""
             groups: list[Sequence[Any]] = [*replicas.values(), coordinators]
             return [sum(one.busy_s for one in group) / max(1, len(group)) for group in groups]
 
@@ -415,7 +416,6 @@ class _Simulation:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
     def _measured(self, busy: Sequence[float]) -> FleetFigures:
-        """The figures for the time after the warm-up."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         requests, num_rounds = self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
@@ -494,8 +494,8 @@ def _stepped(ms: float, rows: int) -> StepCosts:
 def simulated(
     scenario: Scenario, tpot_ms: float | None, free: Sequence[Role], progress: Callable[[str], None]
 ) -> Report:
-    """Simulates a scenario, in which the `free` roles get the smallest numbers of replicas that
-    meet `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
+    """Simulates a scenario. The `free` roles get the smallest numbers of replicas that meet
+    `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
     coordinators. A pair of times is p50 and p99."""
     pair, figures = scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
