@@ -1,7 +1,7 @@
 """Replaces a model's attention by attention on a paged cache, through transformers' interface.
 
 If a module's attention is set to `PAGED`, the module passes each layer's queries, keys and values
-to the attention function of the current step, and builds no mask. This function is in a context
+to the attention function of the current step, and builds no mask. The function is in a context
 variable, because not every model passes extra arguments down to its layers."""
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 PAGED = "outrider_paged"
 _FINDING = "outrider_finding"
-"""A module with the attention of this name also builds masks, which say what tokens may see."""
+"""A module with this attention also builds masks, from which `find_layers` learns the windows."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
 """These arguments of attention functions change the result, but paged attention ignores them."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -57,8 +57,8 @@ _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on how many masked
 slots follow. Therefore a token's logits in bfloat16 are bit-equal with and without drafted tokens
-after the token, if the additional rows do not make matrix products use another kernel. An Intel
-Xeon with matrix tiles uses the same kernel for up to 32 rows."""
+after the token, as long as matrix products with and without the additional rows use the same
+kernel. An Intel Xeon with matrix tiles uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -113,9 +113,8 @@ class Group:
     num_tokens: int
     rows: slice | Tensor  # [N * T]: each token's row in the step
     targets: Tensor | None
-    """[N * T]: the row to which each token's output is written. This is the token's row in `rows`.
-    If the token only pads a segment, this is a spare row after the step's last row. None without
-    fixed shapes."""
+    """[N * T]: the row to which each token's output is written. The output of a token that only
+    pads a segment goes to a spare row after the step's last row. None without fixed shapes."""
     slots: Tensor
     """[N * L]: the slots of each segment. If a segment has fewer than L slots, its first slot is
     repeated."""
@@ -160,7 +159,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Chooses the slots of a segment that the layers with one window read, and their padding."""
+    """For layers with the same window, chooses the slots that segments read, and their padding."""
 
     window: int | None
     first_slot: int  # tokens do not see earlier slots of their sequence
@@ -227,7 +226,6 @@ def _in_units(num: int, unit: int) -> int:
 
 
 def _segments(held: HeldSequence, slots: _Ints, first_row: int) -> list[_Segment]:
-    """Cuts the new tokens of a sequence into segments."""
     length, num = held.length, len(held.step.token_ids)
     size = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // (length + num)))
     return [

@@ -7,10 +7,10 @@ from the model's hidden states at token j - 1. Slot j of a sequence holds:
     g_j
     the head's key and value of pair j
 
-The head's state is shared, forked, cut and moved together with its slots. Every step of the model
-also writes g and the pairs of the step's new tokens, without computing the head's attention. When
-the head drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The rotary
-position of pair j is j - 1."""
+So the head's state is shared, forked, cut and moved together with the slots. Every step of the
+model also writes g and the pairs of the step's new tokens, without computing the head's attention.
+When the head drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The
+rotary position of pair j is j - 1."""
 
 from collections.abc import Sequence
 

@@ -17,8 +17,8 @@ SCHEME = "emulated"
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
-"""The smallest `support` that is allowed with `acceptance_rates`. If the target refuses a draft
-token, it needs another token to commit."""
+"""The smallest `support` that is allowed with `acceptance_rates`. The target needs a second token,
+which it commits after it has rejected a draft token."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/... into a list."""

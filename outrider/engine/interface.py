@@ -45,8 +45,8 @@ class SequenceStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Counts of an engine's pages. The sequences that have run were given `prefix_queries` tokens
-    by `Engine.attach`, and began with `prefix_hits` of these from cached pages."""
+    """Counts of an engine's pages. `prefix_queries` counts the tokens that `Engine.attach` has
+    looked up, and `prefix_hits` those found in cached pages, for sequences that have run."""
 
     num_pages: int
     num_free: int
@@ -118,8 +118,8 @@ class Engine(Protocol):
         """Returns the current counts."""
 
     def tokens(self, sequence_id: str) -> TokenSequence:
-        """Returns the tokens in the sequence's slots, not a copy. Later calls may change them. An
-        unknown sequence has none."""
+        """Returns the tokens in the sequence's slots, not a copy. Later calls may change the
+        result. An unknown sequence has no tokens."""
 
     def length(self, sequence_id: str) -> int:
         """Returns the number of slots that the sequence holds, 0 for an unknown sequence."""

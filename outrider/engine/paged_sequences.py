@@ -32,11 +32,11 @@ class PagedSequences:
     info: ModelInfo
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
-    """The drafting head that runs on the model's pages. None if there is no such head."""
+    """The drafting head that runs on the model's pages."""
     _draft: DraftLayer | None = None
-    """The same head as a layer, with the features and pairs of all slots."""
+    """The drafting head as a layer, with the features and pairs of all slots."""
     _pairs: PairLayer | None = None
-    """The layer that runs in steps of its own, if there is one."""
+    """The layer that `forward_draft` runs."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, stores: Sequence[PageStore], max_num_seqs: int) -> None:

@@ -97,9 +97,9 @@ def measure_step_costs(
     be in use yet. Call this on the thread on which the engine's steps will run. `clock` counts
     seconds.
 
-    The measurement ends after about `limit_s`, without the time to warm up a device. The result
-    leaves out numbers of rows that are not measured by then. If contexts are not measured by then,
-    their costs are 0. For an emulated engine, the stated times are used."""
+    The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
+    of rows that are not measured by then are left out. If contexts are not measured by then, their
+    costs are 0. For an emulated engine, the stated times are used."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # Only to warm up the engine.
     until = bench.clock() + limit_s
@@ -112,7 +112,7 @@ def measure_step_costs(
     if context > SHORT_CONTEXT and bench.clock() < until:
         num = min(MEASURED_SESSIONS, max_sessions)
         costs = bench.contexts(costs, num, context, bench.clock() + limit_s * CONTEXTS_SHARE)
-    # The slowest measurements come last, as they may be left out.
+    # The slowest measurements come last, because there may be no time for them.
     if len(seconds) == len(few):
         seconds += bench.rows(rows[len(few) :], until)
     known = _costs(rows, seconds)
@@ -133,13 +133,13 @@ class _Bench:
         self._clock = clock
         self._try_s = try_s
         self._first_is_slow = False
-        """True on devices other than a CPU. On these devices the first step of each shape compiles
-        kernels, so the time of this step is not used, and does not count towards the time limit."""
+        """True on devices other than a CPU. There, the first step of each shape compiles kernels,
+        so its time is not used, and does not count towards the time limit."""
         self._excused_s = 0.0
-        """The total time of the first steps that do not count."""
+        """The total time that does not count towards the time limit."""
 
     def clock(self) -> float:
-        """Returns the time, less the time that does not count towards the time limit."""
+        """Returns the time without `_excused_s`."""
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:

@@ -37,8 +37,8 @@ _ELEMENTS = 2**20
 
 def start_workers() -> list[int]:
     """Starts torch's worker threads for the calling thread, and lowers their priority. Returns the
-    workers' ids. Does nothing on systems other than Linux, where a thread has no priority of its
-    own."""
+    workers' ids. Does nothing on systems other than Linux, because their threads have no priority
+    of their own."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()

@@ -34,9 +34,9 @@ class _PagedSequence:
         """The token in each slot."""
         self.num_written = 0
         """The number of slots, from the first slot on, to which the whole model has written. Only
-        these are shared."""
+        these slots are shared."""
         self.num_queried = 0
-        """The number of tokens that were looked up in the cache, until the first step."""
+        """The number of tokens that `attach` has looked up in the cache. 0 after the first step."""
         self.pages: list[int] = []
         """The page table, without pages that the slots do not need."""
         self.keys = [blake2b(salt.encode()).digest()]
@@ -151,9 +151,9 @@ class BlockPool:
         length instead. If the page copies have failed, then also `release` the sequences.
 
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
-        changes nothing. If not `whole`, only the draft layer writes to the new slots, so they are
-        never shared, and `written` must not be called. Before a call with `whole`, drop such slots
-        with `keep`, else the call raises `InvariantError`."""
+        changes nothing. If not `whole`, only the draft layer writes to the new slots. Do not call
+        `written` for these slots, because they must never be shared. Drop them with `keep` before
+        the next call with `whole`. Otherwise that call raises `InvariantError`."""
         for step in steps if whole else ():
             if (sequence := self._sequences.get(step.sequence_id)) is not None:
                 sequence.check_written()
@@ -265,8 +265,8 @@ class BlockPool:
             self._free.append(page)
 
     def _know(self, key: bytes, page: int) -> int:
-        """Makes known that `page` is the last page of the prefix of `key`, unless a page of this
-        prefix is known already. Returns the known page, to which no sequence may write."""
+        """Returns the known last page of the prefix of `key`. If no page is known, makes `page` the
+        known page. No sequence may write to the known page."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
         return known

@@ -4,7 +4,7 @@
 installed without dependencies, and its Python package is not imported. Only its shared library is
 loaded. The library registers the operators `torch.ops.pace`, and is built for one version of
 torch."""
-# Without `from __future__ import annotations`: TorchScript reads the annotations of `FusedLayers`.
+# `from __future__ import annotations` would hide the annotations of `FusedLayers` from TorchScript.
 
 from functools import cache
 from importlib import metadata

@@ -1,8 +1,8 @@
 """Runs steps on a CUDA device. A Triton kernel attends to the pages in place (`triton_kernels.py`).
 The kernel reads a step from tables, which are sent to the device in one copy.
 
-The new tokens of a sequence are cut into *blocks* of consecutive tokens. A program of the kernel
-computes one block. The tables consist of 64-bit words:
+The new tokens of a sequence are cut into *blocks* of consecutive tokens. Each program of the kernel
+computes one block for one key head. The tables consist of 64-bit words:
 
     token ids, positions, slots    for each row
     logit rows                     the rows whose logits are wanted
@@ -33,8 +33,8 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""A block has at most this many rows, one for each token and each query head that shares the key
-head."""
+"""A block has at most this many rows. It has a row for each pair of a token and a query head that
+shares the key head."""
 _BLOCK_ROWS_MIN = 16
 """A matrix product on tensor cores has at least this many rows."""
 _WIDTH_MIN = 16
@@ -194,7 +194,7 @@ TableAttention = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """The attention kernels of a device, which should run `num_programs` programs at a time."""
+    """A device's attention kernels, and how many programs the device should run at a time."""
 
     attend: TableAttention
     num_programs: int
@@ -241,9 +241,9 @@ class TableSteps(Steps):
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, so that no form is compiled while requests
-        wait. Writes to page 0, so no sequence may hold pages yet. After an
-        error, still runs all other layers, because other ranks of the model wait for this rank's
-        part of each layer. Then raises the first error."""
+        wait. Writes to page 0, so no sequence may hold pages yet. After an error, still runs all
+        other layers, because other ranks of the model wait for this rank's part of each layer. Then
+        raises the first error."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         held = HeldStep([HeldSequence(SequenceStep("", (0,), 1), 0, (0,))], PAGE_SIZE)

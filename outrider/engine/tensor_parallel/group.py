@@ -50,9 +50,9 @@ class RankGroup(Ranks):
         store_socket: socket.socket | None = None,
     ) -> None:
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
-        load, and `step_timeout_s` for each collective. If `in_order`, which must be the same on all
-        ranks, sums are added in the order of the ranks. Otherwise, sums of large tensors may be
-        added in another order. The leader also passes the socket of `open_rendezvous`. Raises
+        load, and `step_timeout_s` for each collective. If `in_order`, sums are added in the order
+        of the ranks. Otherwise, sums of large tensors may be added in another order. All ranks must
+        pass the same `in_order`. The leader also passes the socket of `open_rendezvous`. Raises
         `Unavailable` if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
@@ -164,8 +164,8 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening: socket.socket | 
 def _connected(
     store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Connects all ranks to the leader, and on one machine to each other. The table has the ports
-    on which ranks listen. Returns the connections by rank."""
+    """Connects all ranks to the leader, and on one machine to each other. The ranks find each
+    other's ports in `store`. Returns the connections by rank."""
     if rank != LEADER and rendezvous.host != LOOPBACK:
         port = int(store.get(f"port/{LEADER}"))
         return {LEADER: connect(rendezvous, port, rank, timeout_s)}

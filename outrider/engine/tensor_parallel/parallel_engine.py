@@ -138,7 +138,6 @@ def pack_call(name: str, *arguments: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value of a type that MessagePack does not know."""
     return list(value) if isinstance(value, Sequence) else int(value)
 
 

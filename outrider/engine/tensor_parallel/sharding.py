@@ -176,7 +176,7 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
         self._share, self._ranks = share, ranks
-        # Keeps the instance, because its class may do more than a look-up. Gemma's scales the rows.
+        # Keeps the instance, because its class may do more than a look-up: Gemma scales the rows.
         embedding.num_embeddings, embedding.padding_idx = share.size, None
         self.local = embedding
 
