@@ -152,7 +152,8 @@ class LlamaCpp:
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         emits = [partial(emit, index) for index in range(len(prompts))]
         with ThreadPoolExecutor(request["concurrency"]) as pool:
-            list(pool.map(self._complete, prompts, repeat(request), emits))  # Raises their errors.
+            # `list` raises the errors of the threads.
+            list(pool.map(self._complete, prompts, repeat(request), emits))
 
     def _complete(
         self, token_ids: list[int], request: dict[str, Any], emit: Callable[[list[int]], None]
@@ -263,7 +264,7 @@ DECODERS: dict[str, Callable[[dict[str, Any]], Decoder]] = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Text that a library prints now goes to standard error, not into the answers.
+    os.dup2(2, 1)  # Text that libraries print must go to standard error, not into the answers.
     library: Decoder | None = None
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,8 +1,8 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
-A machine's load, clock rates and temperature drift over minutes. So the sides take turns, each with
-one prompt or with half of the prompts (`_blocks`). After each of these blocks, the order of the
-sides is reversed.
+A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
+turn, a side decodes one prompt or half of the prompts (`_blocks`). After each block, the order of
+the sides is reversed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BenchClient(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Decodes one prompt. Raises an `OutriderError` if that fails."""
+        """Decodes one prompt. Raises an `OutriderError` if decoding fails."""
 
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int

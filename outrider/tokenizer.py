@@ -21,7 +21,7 @@ _HELD_TOKENS_MAX = 8
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
-"""Assumed largest number of bytes of text that one token for unknown words stands for."""
+"""A token for unknown words is assumed to stand for at most this many bytes of text."""
 
 
 class TokenizerText:
@@ -108,7 +108,7 @@ class TokenizerText:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a conversation, as `encode_chat` converts it to token ids."""
+        """The text of a conversation, which `encode_chat` converts to token ids."""
         if not self.chat_template:
             raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
         if wrong := variables.keys() & _not_for_templates():
@@ -160,15 +160,15 @@ class TokenizerText:
         )
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
-        """A converter of arriving tokens to text, in linear time. Its `push` takes a token and
-        returns the text that is now certain, often none. Its `finish`, called once at the end,
-        returns the remaining text, with U+FFFD for bytes that are not a character. The text
-        includes the special tokens named in `shown`."""
+        """A converter of arriving tokens to text, in linear time. `push` takes a token and returns
+        the text that is now certain, which may be empty. Call `finish` once at the end. It returns
+        the remaining text, with U+FFFD for bytes that are not a character. The text includes the
+        special tokens named in `shown`."""
         marks = {self._special_ids[name]: name for name in shown if name in self._special_ids}
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a special token."""
+        """Whether a token is a special token."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -195,7 +195,7 @@ class TokenizerText:
 
 
 class _ByteStream:
-    """Converts tokens of byte-level tokenizers, whose bytes show which characters are complete."""
+    """Converts tokens of byte-level tokenizers. The bytes show which characters are complete."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text

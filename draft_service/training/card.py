@@ -18,8 +18,8 @@ def render_card(
     seconds: Mapping[str, float],
     measured: Mapping[str, Measured],
 ) -> str:
-    """Returns the model card. `target` and `fingerprint` are the name of the target and the
-    fingerprint of its tensors. `seconds` are by stage. `measured` is by the name of the texts."""
+    """Returns the model card. `target` is the target's name, and `fingerprint` is that of the
+    target's tensors. `seconds` are by stage. `measured` is by the name of the texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""
@@ -59,7 +59,7 @@ turn, the hash includes the beginning of the answer.
 The drafter was measured in answers of conversations and in whole texts of the corpus, with its
 weights as they are stored. `greedy`: the share of places where target and drafter have the same
 likeliest token. `sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the
-probability at temperature 1 that draft token 1, 2, .. is accepted if those before it are.
+probability at temperature 1 that draft token 1, 2, .. is accepted if all earlier ones are.
 """
 
 

@@ -5,7 +5,7 @@ run can be resumed, and later runs reuse the results. A folder's name has a hash
 its content depends on.
 
 measured-<hash>     the answers that the target wrote to the prompts of `--measure`
-written-<hash>      the texts to train with that the target wrote
+written-<hash>      the texts that the target wrote for training
 answers-<hash>      the target's distributions along texts
 <kind>-<hash>       the checkpoint of a drafter
 """
@@ -44,8 +44,8 @@ from .writing import WrittenCorpus
 WRITING_SHARE = 0.4
 """Share of the time in which the target writes texts."""
 READING_SHARE = 0.15
-"""Share of the time in which the target computes its distributions along texts. With `--tokens`, it
-is larger by half of `WRITING_SHARE`."""
+"""Share of the time in which the target computes its distributions along texts. With `--tokens`,
+this share is larger by half of `WRITING_SHARE`."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Training gets the remaining time, but at least this share."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
@@ -59,7 +59,7 @@ class Distilled:
 
     out: Path
     measured: Sequence[Measured]
-    """The acceptance in held-out texts, and, with `--measure`, in the answers to its prompts."""
+    """The acceptance in held-out texts, and in the answers to the prompts of `--measure`."""
     num_steps: int
     seconds: float
     """Time of all stages except measuring, including earlier parts of the same run."""
@@ -99,8 +99,8 @@ class _Run:
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. The prompts of `--measure` come first, because they may not fit into the
-        target's pages, and the run then fails early."""
+        """Runs all stages. The prompts of `--measure` come first. If they do not fit into the
+        target's pages, the run fails early."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
@@ -226,7 +226,8 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Drops documents in which an EAGLE-3 head cannot draft the only learned token."""
+    """Drops documents with a single learned token, because an EAGLE-3 head may be unable to draft
+    this token."""
     return [document for document in documents if document.num_learned >= 2]
 
 

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
-"""One text in this many is held out."""
 _HELD_OUT_KEY = b"outrider distill: held out"
 DOCUMENT_TOKENS_MAX = 1024
 """Longer texts are cut into pieces. Conversations are never longer."""
@@ -40,7 +39,8 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or a piece of one. Tokens from index `first` on are learned, the others only read."""
+    """A text, or a piece of a text. Tokens from index `first` on are learned. Earlier tokens are
+    only read."""
 
     token_ids: Array
     first: int
@@ -63,16 +63,16 @@ class Document:
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out. A keyed hash of the tokens decides, so that a
-    drafter that is trained further has not learned the held-out texts in an earlier run."""
+    """Whether a text of these tokens is held out. A keyed hash of the tokens decides, because each
+    run must hold out the same texts: a drafter may be trained further in a later run."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """Returns the documents in a random order that depends only on their number. If the time is
-    over before all documents are read, those that were read are a fair sample."""
+    """Returns the documents in a random order that depends only on their number. If there is no
+    time to read all documents, the first documents are thus a fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 

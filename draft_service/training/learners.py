@@ -44,7 +44,8 @@ from .teacher import Batch, Target
 NUM_DEPTHS = 3
 """Length of the chains that train and measure an EAGLE-3 head."""
 _LAYERS_WITH_TAPS = 7
-"""If the target had fewer layers, two of the three `Eagle3.taps` would be equal."""
+"""An EAGLE-3 head needs at least this many layers of the target. With fewer layers, two of the
+three `Eagle3.taps` would be equal."""
 _FIRST_SCALE = 0.25
 """The last norm of a new EAGLE-3 head begins with the weight of the target's last norm times this
 factor. Without the factor, predictions are far too confident, because the target's norm was trained
@@ -52,8 +53,8 @@ for the last layer's output, and the head reads earlier layers. (Cross-entropy o
 and head after layer 6 of the demo target: 15.2 with factor 1, 6.7 with 0.3.)"""
 _QUIET = ("fc", "o_proj", "down_proj")
 _QUIET_DEVIATION = 1e-3
-"""The weights of the linear layers `_QUIET` begin with this standard deviation, and `fc` also with
-an identity. So a new EAGLE-3 head passes its input on almost unchanged."""
+"""Initial standard deviation of the weights of the linear layers `_QUIET`. An identity is added to
+`fc`. So a new EAGLE-3 head passes its input on almost unchanged."""
 
 
 class Depth(NamedTuple):
@@ -78,7 +79,6 @@ class Learner:
     """The sentences of the model card about the stored weights."""
     module: Any
     weights: dict[str, nn.Parameter]
-    """The weights to train."""
     token_ids: Array
     """[N], ascending: the tokens of the columns of the drafter's logits."""
 
@@ -135,8 +135,8 @@ class Learner:
 
 
 class Eagle3(Learner):
-    """One layer, which reads the inputs of three layers of the target. For a draft token, whose
-    inputs the target has not computed, the head reads its own output instead."""
+    """One layer, which reads the inputs of three layers of the target. The target has not computed
+    these inputs for a draft token, so there the head reads its own output."""
 
     kind = EAGLE3
     stored_form = (
@@ -164,9 +164,9 @@ class Eagle3(Learner):
         return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Draft token i of the chain that begins in row r is compared with row r + i, if that row
+        """Draft token i of the chain that begins in row r is compared with row r + i, if row r + i
         belongs to the same document. The head reads pairs of a token and the hidden states at the
-        token before it, so the first token of a text has no pair."""
+        previous token, so the first token of a text has no pair."""
         module, width = self.module, batch.token_ids.shape[1]
         features = module.fuse(batch.features[:, :-1].to(self.head.dtype))
         tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
@@ -197,8 +197,8 @@ class Eagle3(Learner):
         return found.module, found.token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
-        """Returns a layer that passes on the input of the target's third-last layer, until it is
-        trained. Each input is normalised, so that training need not learn the inputs' scale."""
+        """Returns a new head. Before training, the head passes on the input of the target's
+        third-last layer. Each tap is normalised, because training need then not learn its scale."""
         sizes, width = self._target.config.get_text_config(), self._embeddings.shape[1]
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -230,7 +230,7 @@ class Eagle3(Learner):
         return module.to(self._embeddings.device)
 
     def _fill(self, module: nn.Module) -> None:
-        """Initialises linear layers. Those not in `_QUIET` get torch's default variance."""
+        """Initialises linear layers. Layers outside `_QUIET` get torch's default variance."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
@@ -290,7 +290,7 @@ class Student(Learner):
 
     def _make(self, token_ids: Tensor) -> Any:
         rows = self._target.get_output_embeddings().weight.detach()
-        # The copy of the module has the target's own parameters.
+        # The copy of the module shares the target's parameters.
         student = copy.deepcopy(self._target, {id(one): one for one in self._target.parameters()})
         layers: Any = layers_of(student)
         for index in reversed(range(len(layers))):
@@ -322,8 +322,8 @@ LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Stud
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """[D]: the factors of an RMS or layer norm. They are measured, because model families store
-    them in different ways (Gemma stores the factor minus 1)."""
+    """[D]: the factors of an RMS or layer norm. This function measures the factors, because model
+    families store them in different ways (Gemma stores the factor minus 1)."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
@@ -339,7 +339,7 @@ def use_plain_attention(module: Any) -> None:
 
 
 _LAYERS_TO_COPY = 4
-"""A student with fewer layers gets no copying layers."""
+"""A student with fewer layers than this number gets no copying layers."""
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
 _SCORE_MIN = 0.2
 """A copying head gives at least this share of its attention to the token that it looks for."""
@@ -348,10 +348,11 @@ _SCORE_MIN = 0.2
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """Returns the layers of the target that a student gets, ascending: the last layer if more than
-    one is wanted, the two `copying` layers if at least four are wanted, and then the target's first
-    layers. (For the demo target, layers spread evenly, or two from each end, gave less acceptance.)
-    Raises `SettingError` if the target has too few layers."""
+    """Returns the layers of the target that a student gets, ascending. If more than one layer is
+    wanted, the last layer is kept. If at least four are wanted, the two `copying` layers are kept.
+    All other kept layers are the target's first layers. (For the demo target, layers spread evenly,
+    or two from each end, gave less acceptance.) Raises `SettingError` if the target has too few
+    layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()

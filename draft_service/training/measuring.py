@@ -33,13 +33,14 @@ class Measured:
     num_tokens: int
     greedy: float
     """Share of positions where p and q have the same likeliest token, in texts that the target
-    wrote at temperature 0. If there are none, the share is from all texts."""
+    wrote at temperature 0. Without such texts, the share is from all texts."""
     sampled: float
     """Mean of sum min(p, q) at temperature 1, with q truncated as in a proposal, in texts that the
-    target wrote at temperature 1. If there are none, the mean is from all texts. The sum is over
+    target wrote at temperature 1. Without such texts, the mean is from all texts. The sum is over
     the target's 64 likeliest tokens."""
     by_position: tuple[float | None, ...]
-    """The probability, at temperature 1, that each draft token is accepted if all before it are."""
+    """The probability at temperature 1 that each draft token is accepted, given that all earlier
+    draft tokens were accepted."""
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:

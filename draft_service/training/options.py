@@ -20,23 +20,23 @@ class DistillOptions:
     """The drafter's directory, from `check_out`."""
     kind: Literal["student", "eagle3"] = "student"
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
-    target's layers. It is saved in the format of `speculators`, which other programs also load."""
+    target's layers; its files have the format of `speculators`, which other programs also load."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """Time to write, read and train, including earlier parts of the same run. Measuring takes
     additional time."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Number of layers of a student; unset = 5. They are copies of layers of the target: the first
-    ones, the last one, and the two that copy from earlier text (an induction head)."""
+    """Number of layers of a student; unset = 5. The layers are copies of layers of the target: the
+    first ones, the last one, and the two that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[str | None] = None
-    """The name of a drafter of the same target and kind that is trained further. It keeps its
-    `layers` and `draft_vocab`. None = a new drafter is made."""
+    """The name of a drafter of the same target and kind that is trained further. This drafter keeps
+    its `layers` and `draft_vocab`. None = a new drafter is made."""
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts to measure with. The card reports the acceptance in the answers to these
-    prompts. They are not learned from, so they must not be among `prompts`."""
+    prompts. They are not used for training, so they must not be among `prompts`."""
     corpus: Internal[tuple[Path, ...]] = ()
     """Files of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0

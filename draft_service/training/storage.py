@@ -14,13 +14,13 @@ from outrider.files import locked
 
 CARD_FILE = "README.md"
 CACHE_VERSION = 5
-"""Increment this if the format of folders changes. Folders of older versions are then ignored."""
+"""Increment this number if the format of folders changes. Older folders are then ignored."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path at which the caller must write a file. Renames the complete file to `path`, so
-    that `path` never has an incomplete file."""
+    """Yields a path at which the caller must write a file. Then renames the complete file to
+    `path`. So `path` never has an incomplete file."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -43,7 +43,8 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """Returns the name of a folder whose content depends only on `parts`. Hashes their `repr`."""
+    """Returns the name of a folder whose content depends only on `parts`. The name has a hash of
+    the `repr` of `parts`."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 

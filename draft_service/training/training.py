@@ -1,5 +1,5 @@
-"""Trains a drafter. At first the loss is cross-entropy, later mostly -log(acceptance), where the
-acceptance of a draft token is sum min(p, q).
+"""Trains a drafter. At first the loss is cross-entropy. Later the loss is mostly -log(acceptance).
+The acceptance of a draft token is sum min(p, q).
 
 The budget is a number of steps or of seconds. Learning rate and loss depend on the used share of
 the budget. With a budget of steps, a run that is killed and resumed makes the same drafter as a run
@@ -25,12 +25,13 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
 """Number of tokens in a batch at the end of training, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (used share of the budget, share of `BATCH_TOKENS`). If an epoch begins before the used
-share of a pair is reached, its batches have that share of `BATCH_TOKENS`. At first, many small
-steps gain most. Later, steps with less noise gain more."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). The batches of an epoch have the share
+of the first pair whose used share is not yet reached. At first, many small steps gain most. Later,
+steps with less noise gain more."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
-"""The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, but at most this number."""
+"""The peak learning rate is `_PEAK_RATE_BY_WIDTH` divided by the model's width, but at most
+`_PEAK_RATE_MAX`."""
 _TRAINED_RATE = 0.5
 """If a drafter is trained further, the learning rate is multiplied by this factor."""
 _WARM_UP = 0.04
@@ -40,8 +41,8 @@ _LIKELIHOOD_SHARE = 0.9
 """While the used share of the budget grows from `_LIKELIHOOD_FROM` to `_LIKELIHOOD_UP_TO`, the
 weight of -log(acceptance) in the loss grows linearly from 0 to `_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
-"""Weight of a draft token in the loss, relative to the draft token before it. The weight is less
-than 1, because later draft tokens are accepted less often."""
+"""Weight of a draft token in the loss, divided by the weight of the previous draft token. This
+ratio is below 1, because later draft tokens are accepted less often."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
@@ -82,11 +83,10 @@ class Progress(BaseModel):
     done_of_epoch: int = 0
     """Number of finished batches of the current epoch."""
     batch_tokens: int = 0
-    """Number of tokens in a batch of the current epoch."""
 
 
 class Trainer:
-    """Trains one learner. The optimizer works on float32 copies of its weights, called masters."""
+    """Trains one learner. The optimizer works on float32 copies of the weights, called masters."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def overlap_loss(
     """Returns the mean loss over R rows, with a gradient for `hidden` [R, D]. `head` [N, D] has the
     same dtype. `columns` and `mass` [R, M] are those of a `Batch`. -log(acceptance) has the weight
     `likelihood_share`, and cross-entropy has the remaining weight. For the gradient, the logits of
-    each block of rows are computed again, because those of all blocks would take too much
+    each block of rows are computed again, because the logits of all blocks would take too much
     memory."""
     size = ROWS_OF_A_BLOCK[hidden.device.type]
     blocks = (torch.split(part, size) for part in (hidden, columns, mass))

@@ -1,5 +1,5 @@
-"""Lets the target write a corpus of conversations. After only the beginning of the chat template,
-the target writes the user's turn. Then it writes the answer."""
+"""Lets the target write a corpus of conversations. From only the beginning of the chat template,
+the target writes a user's turn, and then an answer."""
 
 import json
 import os
@@ -32,9 +32,10 @@ _BEGINNING = 16
 
 
 class WrittenCorpus:
-    """Conversations in a file, one in each line. The target first answers the given prompts. Then
-    it writes whole conversations. Apart from rounding in the target's steps, a conversation depends
-    only on seed, index and target. If a kill cuts off a line, its conversation is written again."""
+    """Conversations in a file, one in each line. The target first answers the given prompts, and
+    then writes whole conversations. Apart from rounding in the target's steps, a conversation
+    depends only on seed, index and target. If a kill cuts off a line, the target writes the
+    conversation of this line again."""
 
     def __init__(
         self,
@@ -62,9 +63,9 @@ class WrittenCorpus:
         self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
-        """Conversations by index."""
         self._num_first = self._first_tokens = 0
-        """Numbers of conversations before the first missing one, and of tokens in their answers."""
+        """`_num_first` conversations precede the first missing conversation. Their answers have
+        `_first_tokens` tokens."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -96,7 +97,6 @@ class WrittenCorpus:
 
     @property
     def part(self) -> float:
-        """The finished share of the writing."""
         done, wanted = float(len(self._records)), float(len(self._prompts))
         if self._tokens is not None:
             done, wanted = self._first_tokens, self._tokens
@@ -107,8 +107,9 @@ class WrittenCorpus:
     @torch.inference_mode()
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
         """Lets the target write the missing conversations, up to `num_together` at a time. If the
-        time is over, keeps the unfinished conversations. Drops those with fewer than `_BEGINNING`
-        tokens in the answer, because the missing tokens could decide whether they are held out."""
+        time is over, keeps unfinished conversations whose answers have at least `_BEGINNING`
+        tokens. In a shorter answer, a missing token could decide whether the conversation is held
+        out."""
         room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -152,7 +153,7 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """An unfinished conversation. A user's turn that is drawn becomes part of the prompt."""
+    """An unfinished conversation. A drawn user's turn becomes part of the prompt."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.index = index

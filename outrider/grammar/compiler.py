@@ -51,7 +51,7 @@ class Grammar:
 
     constraint: Constraint
     start: LLMatcher
-    """The matcher before the first token. It is copied before it is used."""
+    """The matcher before the first token. Callers use copies of this matcher."""
     tokenizer: GrammarTokenizer
     digest: bytes
     tenant: str = ""
@@ -77,11 +77,12 @@ class _Refusal:
     kind: str
     reason: str
     until_s: float = math.inf
-    """The time at which the refusal ends, because the constraint may have been slow by chance."""
+    """The time at which the refusal ends. Refusals of slow constraints end, because a constraint
+    may be slow by chance."""
 
     def error(self) -> BadRequest:
-        """A new error for each caller. A shared error would keep the stack frames of all callers
-        that raise it in memory, and with the frames their requests."""
+        """A new error for each caller. A shared error would keep references to the stack frames of
+        all callers, and the frames refer to requests."""
         return BadRequest(self.kind, self.reason)
 
 
@@ -115,7 +116,7 @@ class GrammarTokenizer:
             raise BadRequest(constraint.kind, reason) from None
         start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
         if not start.is_error():
-            # The first mask is slow, so a step must not compute it.
+            # The first mask is slow and would delay a step, so this thread computes it.
             first = start.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -142,7 +143,7 @@ class Grammars:
     reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint. If it raises `ConfigError`, refuses it."""
+        """`load` is called for the first constraint. A `ConfigError` of `load` refuses it."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -155,8 +156,8 @@ class Grammars:
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that have delayed a step once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens, and are only used after committed tokens.
-        Only the thread that runs steps may use this set."""
+        """Grammars that were too slow after draft tokens. They are used only after committed
+        tokens. Only the thread that runs steps may use this set."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
@@ -187,9 +188,9 @@ class Grammars:
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A new grammar for the constraint of `used_up`, which can compute no more masks. If no
-        other session has compiled the constraint again, compiles it on this thread, while all
-        sessions wait. Raises `BadRequest` if the last compilation took longer than `MASK_S_MAX`,
-        because this wait would be too long."""
+        other session has compiled the constraint again, compiles it on this thread. All sessions
+        wait for this thread. So if the last compilation took longer than `MASK_S_MAX`, raises
+        `BadRequest` instead."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -213,7 +214,7 @@ class Grammars:
         raise refusal.error()
 
     def close(self) -> None:
-        """Starts no more compilations. Does not wait for a running one."""
+        """Starts no more compilations. Does not wait for running compilations."""
         self._calls.close()
 
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
@@ -334,7 +335,6 @@ class _Document:
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """The number of alternatives in all parts. Each part counts once."""
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:
@@ -346,8 +346,8 @@ class _Document:
                 yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The number of alternatives that a schema lists itself, or, if larger, the number of
-        combinations of the alternatives of parts that apply together."""
+        """The larger of two numbers: the alternatives that a schema lists itself, and the
+        combinations of alternatives of its parts that apply together."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
@@ -356,13 +356,12 @@ class _Document:
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
     def _listed(self, schema: dict[str, Any]) -> float:
-        """The number of alternatives that a schema lists itself."""
         values = [{"const": value} for value in _list_at(schema, "enum")]
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """The sum of the weights of a union's alternatives. Returns 0 if only one alternative has a
-        weight above 0, because there is no choice."""
+        """The sum of the weights of a union's alternatives. If only one alternative has a weight
+        above 0, the sum is 0, because there is no choice."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -382,7 +381,8 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """The numbers of alternatives, if above 0, in the parts of a schema that apply together."""
+        """The number of alternatives in each part of a schema, for parts that apply together.
+        Omits parts without alternatives."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
@@ -404,7 +404,7 @@ class _Document:
         known = self._reached.get(id(value))
         if known is not None:
             return known
-        # Until the result is known, references back to this value count as all alternatives.
+        # A recursive reference to this value counts as all alternatives of the schema.
         self._reached[id(value)] = self._all_listed
         found = sum(map(self._reach, containers_in(value)))
         if isinstance(value, dict):
@@ -413,7 +413,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names, or `_all_listed` if there is none."""
+        """`_reach` of the part that a reference names, or `_all_listed` if this part is missing."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -33,8 +33,8 @@ class Constraint:
 
     kind: ConstraintKind
     text: str
-    """By `kind`, a schema as compact JSON, a regular expression, or a JSON list of choices. An
-    answer's keys have the order of the schema's keys."""
+    """A schema as compact JSON, a regular expression, or a JSON list of choices. The keys of a
+    schema keep their order, because an answer's keys have the same order."""
 
     @classmethod
     def of_schema(
@@ -71,7 +71,7 @@ class Constraint:
 
     @classmethod
     def of_choices(cls, choices: Iterable[str], field: str = ConstraintKind.CHOICE) -> Constraint:
-        """One of these texts. Raises `BadRequest` if there are none, too many, or empty ones."""
+        """One of these texts. Raises `BadRequest` for no texts, too many texts or an empty text."""
         listed = [choices] if isinstance(choices, str) else list(choices)
         if not 1 <= len(listed) <= CHOICES_MAX:
             raise BadRequest(field, f"got {len(listed)} choices; allowed: 1..{CHOICES_MAX}")
@@ -84,8 +84,8 @@ class Constraint:
 
     @classmethod
     def read(cls, kind: str, text: str, field: str = "constraint") -> Constraint:
-        """The constraint with a kind and a text that come from a message or the store. Raises
-        `BadRequest` if they are invalid."""
+        """The constraint of a kind and a text that come from a message or the store. Raises
+        `BadRequest` for an invalid kind or text."""
         if kind == ConstraintKind.JSON_OBJECT:
             return cls.any_object()
         if kind == ConstraintKind.JSON_SCHEMA:

@@ -1,7 +1,7 @@
 """Computes which tokens may follow a session's tokens, by its grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation, although the grammar accepts other tokens that begin it.
+begin this continuation. The grammar also accepts other tokens that begin this continuation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class PrefixMatcher:
         self._tokens: list[int] = []
         """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
-        """The number of `_tokens` before the first end token. The grammar has consumed these."""
+        """The number of `_tokens` before the first end token. The grammar has consumed these
+        tokens."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
         """Sets whether the next calls of `stand` and `mask` are for a position after draft tokens.
@@ -82,7 +83,7 @@ class PrefixMatcher:
         return TokenMask(bits)
 
     def _consume(self, token_ids: Sequence[int]) -> int:
-        """Adds `token_ids` up to the first one that is not allowed. Returns how many were added."""
+        """Adds `token_ids` up to the first illegal token. Returns the number of added tokens."""
         tokenizer, num_legal = self.grammar.tokenizer, 0
         ends = tokenizer.eos_token_ids
         if self._num_fed == len(self._tokens):
@@ -105,7 +106,7 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Lets the grammar consume `words` up to the first illegal one. Returns their number."""
+        """Feeds `words` to the grammar up to the first illegal token. Returns the number fed."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -123,8 +124,8 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """If the grammar is used up, replaces it and returns True. Raises `Incompatible` if the
-        constraint gets no new grammar, or if the matcher has failed for another reason."""
+        """If the grammar is used up, replaces the grammar and returns True. Raises `Incompatible`
+        if the constraint gets no new grammar, or if the matcher has failed for another reason."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)

@@ -35,8 +35,8 @@ class TokenMask:
 
 
 class Allowed(Protocol):
-    """Tells which tokens may follow the committed tokens of one session, by its grammar or its
-    `min_tokens`. The object is valid until the session's tokens change."""
+    """Tells which tokens may follow the committed tokens of one session, by the session's grammar
+    or `min_tokens`. The object is valid until the session's tokens change."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         """The tokens that may follow the committed tokens and `drafted`. None if `drafted` is not
@@ -44,5 +44,5 @@ class Allowed(Protocol):
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The object for the same session after it has committed these further tokens."""
+        """The object for the same session after the tokens `committed` are also committed."""
         ...

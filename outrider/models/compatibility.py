@@ -2,9 +2,9 @@
 
 A model is refused if one of its layers keeps more for a token than one key and one value, or if the
 logits of a sequence depend on the other sequences of a step. The trial runs the same tokens as two
-sequences, one sequence in one step, the other in two steps. The logits of both sequences must equal
-those of the module's own dense attention, up to rounding. A deterministic engine also compares
-steps of several sizes with each other (`dependent_at`)."""
+sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
+the logits of the module's own dense attention. A deterministic engine also compares steps of
+several sizes with each other (`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ _TRIAL_CHUNK = 13
 """The first step of the trial runs this many tokens of one sequence. The second step runs all other
 tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Maps a dtype to the largest allowed difference between two results of the trial, divided by their
-norm. `_HALF_TOLERANCE` is for dtypes of 16 bits. Smaller differences are due to rounding. Attention
-to wrong slots or at wrong positions makes a difference of about 1."""
+"""The largest allowed relative difference between two results of the trial, by dtype. Rounding
+makes smaller differences. Attention to wrong slots or at wrong positions makes a difference of
+about 1. `_HALF_TOLERANCE` is for dtypes of 16 bits."""
 _HALF_TOLERANCE = 0.2
 _LONG_TRIAL_TOKENS = 136
 """`dependent_at` runs a sequence of this length. Attention in fixed shapes divides such a sequence
@@ -38,8 +38,8 @@ _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
 """`dependent_at` then runs the sequence in steps of these numbers of tokens, together with other
 sequences."""
 CROWD_SLOTS = 1024
-"""The number of slots of the cache for `dependent_at`. The sequences of the largest step fit into
-these slots, even if the last page of each sequence is partly empty."""
+"""Slots of the cache for `dependent_at`. The sequences of the largest step fit into these slots,
+even if the last page of each sequence is partly empty."""
 _Model = Any
 
 
@@ -67,8 +67,8 @@ def check_supported(module: _Model, info: ModelInfo) -> None:
 
 
 def _unscaled_length(config: Any) -> int | None:
-    """Returns the length up to which the rotary embedding `longrope` uses fixed frequencies.
-    Returns None if the model has another rotary embedding."""
+    """Returns the length up to which the rotary embedding `longrope` uses fixed frequencies, or
+    None if the model has another rotary embedding."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     lengths = [
@@ -80,7 +80,7 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """Returns the tokens of the trial, at most `max_model_len` tokens."""
+    """Returns the tokens of the trial."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 

@@ -14,15 +14,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 earlier pairs. Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv
 heads, value width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""The attention function of transformers with this name calls its argument `attend`, an `Attend`
-for pairs [B, L]."""
+"""Name of an attention function that this module registers in transformers. The function calls its
+argument `attend`, an `Attend` for pairs [B, L]."""
 OUTPUT = -1
 """This entry of `DraftHead.layer_ids` means the output of the norm after the target's last
 layer."""
 
 
 class DraftHead(nn.Module):
-    """A draft head of width D. Its input is a pair of a feature g of one token and the id of the
+    """A draft head of width D. Its input is a *pair*: the feature g of one token, and the id of the
     next token. The feature is computed from the *taps*, the inputs of some of the target's layers
     at the feature's token. The output for a pair is the hidden state h. In shapes, `..` means any
     leading sizes."""
@@ -40,7 +40,8 @@ class DraftHead(nn.Module):
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any
     carries_normed = True
-    """Whether the feature of a drafted pair is norm(h). Otherwise the feature is h."""
+    """Whether the feature of a drafted pair is norm(h) of the previous pair. Otherwise the feature
+    is h of the previous pair."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Returns the ways in which this head may have been trained to read a target of
@@ -49,7 +50,7 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:
-        """Makes the head read the target in this way, a value of `ways`."""
+        """Makes the head read the target in the way `way`, which is a value of `ways`."""
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ class DraftHead(nn.Module):
     def _attended(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Runs the layer up to its attention. The pairs are given as for `keys_and_values`."""
+        """Runs the layer up to and including its attention. The pairs are given as for
+        `keys_and_values`."""
         raise NotImplementedError
 
     def _call(self, block: Any, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -111,10 +113,11 @@ class DraftHead(nn.Module):
         return logits
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """Runs a chain of `num_depths` pairs from each of L places of B texts, and yields h
-        [B, L, D] of each depth, with gradients. `features` [B, L, D] are those of the places.
-        `token_ids` [B, L + num_depths - 1] are the text's tokens after each place. A chain attends
-        to the text's pairs up to the chain's start, then to its own pairs."""
+        """Runs a chain of `num_depths` pairs from each of L places of B texts. Yields h [B, L, D]
+        of each depth, with gradients. `features` [B, L, D] are the features at the places. The
+        token after place i is `token_ids[:, i]`, with `token_ids` [B, L + num_depths - 1]. A pair
+        attends to the text's pairs up to the chain's start, and to the chain's pairs up to
+        itself."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []
 

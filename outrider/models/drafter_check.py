@@ -1,9 +1,9 @@
 """Checks whether a published head reads those layers of its target on which it was trained.
 
-A head's files may number layers differently, or not name the layers. A head that reads wrong layers
-raises no error, but drafts badly. For the check, the target writes a short text. At each place the
-head's likeliest token is compared with the target's, once after the text itself and once after one
-drafted pair. This is repeated for each way to read the target:
+A head's files may count the target's layers in another way, or not state the layers. A head that
+reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
+At each place the head's likeliest token is compared with the target's, once after the text itself
+and once after one drafted pair. The check compares several ways to read the target:
 
 way                    feature of the pair that ends at token j
 stated                 inputs of the stated layers at token j - 1
@@ -30,11 +30,11 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""If a head agrees with its target at a smaller share of places than this, the check warns.
-Published heads agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
+"""The check warns if a head agrees with its target at a smaller share of places. Published heads
+agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way is chosen only if its share of places is at least this much higher than the share of
-the stated way. Smaller differences may be chance."""
+"""Another way is chosen only if its agreement (share of places) is at least this much higher than
+the agreement of the stated way. Smaller differences may be chance."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHe
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """Chooses a way to read (see `_GAIN_MIN`), and returns the head set to this way. If this is not
-    the stated way, or if the head agrees with its target too rarely, the result has a `note` about
-    the head `name`. A rank without a head passes None, because all ranks must run the target for
-    the leader's `Reading`."""
+    """Chooses a way to read (see `_GAIN_MIN`), and returns the head set to this way. If the way is
+    not the stated way, or the head agrees with its target too rarely, the result has a `note` about
+    the head `name`. All ranks must run the target for the leader's `Reading`, so a rank without a
+    head passes None for `loaded`."""
     note = ""
     try:
         with torch.inference_mode():

@@ -17,7 +17,7 @@ raw          at the top, as for a Llama   the same, or one lower   `midlayer.*`,
 
 Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
 `embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's
-vocabulary, there is also a `d2t`."""
+vocabulary, the files also have `d2t`: row i of `lm_head` is for the target's token i + d2t[i]."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,6 @@ from outrider.models.published_drafters import read_config, read_tensors
 from outrider.models.sources import CONFIG_FILE
 
 _LAYER = "transformer_layer_config"
-"""The key of the layer's sizes in the speculators form."""
 _LAYER_FIELDS = (
     "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
     "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
@@ -140,8 +139,7 @@ class Eagle3Head(DraftHead):
         self.rotary_emb = LlamaRotaryEmbedding(layer)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The ways are the stated layers, the layers after these layers, and the layers before
-        them."""
+        """The ways are the stated layers, the layers one higher, and the layers one lower."""
         found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
         return {
             f"layers {', '.join(map(str, layer_ids))}": layer_ids
@@ -301,7 +299,7 @@ def _head_config(
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """Returns the layer's configuration. Takes sizes that are not stated from the tensors."""
+    """Returns the layer's configuration. Sizes that are not stated come from the tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     heads = stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)

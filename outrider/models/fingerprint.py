@@ -26,7 +26,8 @@ PICKLED_FILE = "pytorch_model.bin"
 are no safetensors, Outrider reads the tensors of this file."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
-"""These entries of `torch.cpu.get_capabilities` describe neither instructions nor caches."""
+"""Entries of `torch.cpu.get_capabilities` that the fingerprint ignores. All other entries describe
+instructions or caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
@@ -50,8 +51,7 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 
 def file_fingerprint(path: Path) -> str:
     """Returns a fingerprint of a file's size and of some blocks that are spread evenly over the
-    file. This is fast for files of any size. Another file with the same fingerprint can be
-    forged."""
+    file. Files of any size take little time, but a forged file can have the same fingerprint."""
     digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -118,8 +118,8 @@ TokenizerTable = dict[str, str]
 """The meaning of a tokenizer's ids. "id N" maps to the spelling of token N, which may be an added
 or special token. "merge N" maps to the N-th pair that a byte-pair encoding merges.
 
-The table does not say which tokens begin, end or pad a text, so that a base model may draft for its
-instruction-tuned variant, which ends texts with another token."""
+The table does not say which tokens begin, end or pad a text, because a base model may draft for its
+instruction-tuned variant. The variant may end texts with another token."""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:

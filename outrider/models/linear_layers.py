@@ -128,7 +128,7 @@ def quick(
 
 _BLOCK_ROWS = 16
 """`BlockedLinear` multiplies at most this many rows at a time. With so few rows, a row's result
-does not depend on the other rows. In bfloat16 tests with more than 32 rows, oneDNN changed to AMX
+does not depend on the other rows. In tests with more than 32 rows in bfloat16, oneDNN used AMX
 tiles, which round differently."""
 
 
@@ -173,9 +173,9 @@ _ELEMENT_WISE = (
 
 
 class AlignedActivation(nn.Module):
-    """An element-wise function, [...] -> [...]. The function runs on pieces of the input. Each
-    piece runs on one thread and is padded to whole vectors, so an element's result does not depend
-    on its place."""
+    """An element-wise function, [...] -> [...], that runs on pieces of the input. Each piece runs
+    on one thread and is padded to whole vectors. So the result of an element does not depend on the
+    element's place."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()

@@ -57,8 +57,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """Maps the name of each tensor in the model to its stored name, which may differ if an earlier
-    version of transformers stored the tensors. `wanted` has the names in the model as keys."""
+    """Maps the name of each tensor in the model to the tensor's stored name. Earlier versions of
+    transformers stored other names. The keys of `wanted` are the names in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -152,7 +152,7 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
         if missing := loading["missing_keys"]:  # transformers has filled these with random numbers.
             raise ValueError(f"its files lack the weights {min(missing)}")
         if quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
-            # transformers has taken the quantised numbers for weights.
+            # Without a quantizer, transformers has loaded the quantised numbers as weights.
             raise ValueError("transformers does not know how its weights are quantised")
     module = module.requires_grad_(False).eval()
     module = module if quantization else module.to(where)
@@ -220,8 +220,8 @@ def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, 
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end a text by any of a model's files. `tokenizer` must be
-    from the same directory."""
+    """Returns the ids of all tokens that any file of a model states as an EOS token. `tokenizer`
+    must be from the same directory."""
     from transformers import AutoConfig, GenerationConfig
 
     sources = [tokenizer]
@@ -317,9 +317,9 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
 def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
-    """Returns a model whose parameters have no values yet. The model's buffers, such as rotary
-    frequencies, have values, because no file contains them. If the files are quantised, raises
-    `ConfigError`. With `takes_quantised`, ignores the quantisation instead."""
+    """Returns a model whose parameters have no values yet. Buffers, such as rotary frequencies,
+    have values, because no file contains buffers. If the files are quantised and `takes_quantised`
+    is False, raises `ConfigError`."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
@@ -381,9 +381,9 @@ def put_weights(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Gives all parameters of a drafter's module their values from `tensors`, on the device, in the
-    dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. Buffers may be missing,
-    and then keep their values. Raises `ValueError` or `RuntimeError` if weights are missing or
-    unknown, do not fit, or are not finite."""
+    dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. Missing buffers keep
+    their values. Raises `ValueError` or `RuntimeError` if weights are missing or unknown, do not
+    fit, or are not finite."""
     state, parameters = module.state_dict(), dict(module.named_parameters())
     found = {name: values for name, values in state.items() if name not in parameters}
     for name, values in tensors.items():
@@ -398,7 +398,7 @@ def put_weights(
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` with the name of a tensor that is not finite."""
+    """Raises `ValueError` if a tensor is not finite."""
     for name, values in tensors.items():
         if not values.isfinite().all():
             raise ValueError(f"{name} is not finite")

@@ -98,9 +98,9 @@ def call_attention(
     block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     """Runs a probe [1, 4, width] through an attention `block`, up to the layer `o_proj`. The first
-    `rotated` elements of each head get a rotary angle. Returns the query, key and value of the
-    attention function and the input of `o_proj`, and then the options that the block itself passes
-    to the attention function. Returns None if the block cannot be called like Llama's."""
+    `rotated` elements of each head get a rotary angle. Returns two values: the query, key and value
+    of the attention function with the input of `o_proj`, and the options that the block itself
+    passes to the attention function. Returns None if the block cannot be called like Llama's."""
     rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}

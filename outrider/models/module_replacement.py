@@ -34,8 +34,8 @@ class NativeRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
     float32: [..., D] -> [..., D].
 
-    Computes sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) / sqrt(D), so that a CPU runs five
-    operators. The norm of transformers runs eight operators, and `functional.rms_norm` nine."""
+    Computes sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) / sqrt(D), because this needs only
+    five operators on a CPU. transformers' norm needs eight, and `functional.rms_norm` nine."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -332,7 +332,6 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _tensors(block: nn.Module) -> list[str]:
-    """Returns the names of a module's own parameters and buffers."""
     return [
         name for name, found in (block._parameters | block._buffers).items() if found is not None
     ]

@@ -6,10 +6,10 @@
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
 
-A drafted pair is a pair of a draft token. The target has not computed its g, so the pair has
-norm(h) of the pair before, as in transformers and `speculators`. For DeepSeek and GLM, vLLM differs
-in two things. In a drafted pair, vLLM uses h in place of norm(h). This is one of `MtpHead.ways`. In
-the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
+A drafted pair is a pair of a draft token. The target has not computed g for this pair, so the pair
+has norm(h) of the pair before, as in transformers and `speculators`. For DeepSeek and GLM, vLLM
+differs in two points. In a drafted pair, vLLM uses h in place of norm(h); `MtpHead.ways` has this
+way, too. In the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
@@ -52,8 +52,8 @@ But the engines refuse the target, because the state of linear attention cannot 
 _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
 """Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""The suffix of the name of a float8 weight's scales, and the rows and columns of a block with one
-scale."""
+"""The scales of a float8 weight have the weight's name with this suffix. By default, a block of
+this many rows and columns has one scale."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -101,8 +101,7 @@ class MtpHead(DraftHead):
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Returns the feature g [.., D] of the target's hidden states [.., D]. The hidden states
-        are the input of the target's last norm, or the norm's output if the head was made without
-        the norm."""
+        are the input of the target's last norm, or the norm's output if `target_norm` is None."""
         if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
@@ -121,7 +120,6 @@ class MtpHead(DraftHead):
         return self._call(block.self_attn, rows, positions, attend)
 
     def _x(self, features: Tensor, token_ids: Tensor) -> Tensor:
-        """Returns x [.., D] of the formulas above."""
         layer = self.layer
         embedded = layer.enorm(self.embed_tokens(token_ids))
         x: Tensor = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))

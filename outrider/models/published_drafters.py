@@ -25,7 +25,7 @@ from outrider.models.student import is_student
 
 class DrafterFormat(StrEnum):
     """A kind of published drafter that `recognise` accepts. A deployment still refuses a directory
-    of MTP layers, because it loads MTP layers only from their target's files."""
+    of MTP layers, because MTP layers are loaded only from their target's files."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
@@ -39,10 +39,10 @@ SERVED = (
 _UNSERVED = re.compile(
     "dflash|dspark|eagle(?!3|_)|medusa|mlpspeculator|pard2|ptd_token|mask_hidden", re.IGNORECASE
 )
-"""A drafter is not served if this matches a part of its architecture, of a key in `config.json` or
-of a tensor's name."""
+"""A drafter is not served if this expression matches a part of its architecture's name, of a key in
+`config.json` or of a tensor's name."""
 _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
-"""The kinds that these matches mean. Other matches are names of kinds."""
+"""Maps a match of `_UNSERVED` to the name of the kind. Other matches are the names themselves."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
@@ -67,8 +67,6 @@ def recognise(directory: Path) -> DrafterFormat | None:
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
-    """Returns the name of the drafter's kind if that kind is not served, otherwise an empty
-    text."""
     declared = stated.get("speculators_model_type")
     if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
         return str(declared)

@@ -73,7 +73,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` if `resolve_model` would certainly raise this error. Fetches nothing."""
+    """Raises the errors of `resolve_model` that show without fetching or converting a model."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     if name == DEMO:
@@ -164,8 +164,8 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
 
 
 CONVERSION_VERSION = 1
-"""If you change the conversion, increase this number, so that results of the old conversion are not
-used."""
+"""Increase this number when you change the conversion. Cached results of the old conversion are
+then ignored."""
 
 
 def converted(gguf: Path, cache: Path) -> Path:
@@ -184,8 +184,8 @@ def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     """Returns `path`. If `path` does not exist, `make` writes the file or directory to a temporary
-    path, which is then renamed to `path`. So `path` never holds a part of a result. While one
-    process does this, other processes wait."""
+    path, which is then renamed to `path`. So `path` never holds a part of a result. Other processes
+    that need `path` wait meanwhile."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
