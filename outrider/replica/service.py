@@ -186,6 +186,10 @@ class SteppedService:
         except OutriderError as error:
             logger.info("a constraint cannot be used here: %s", error)
             compiled = error
+        except Exception:
+            logger.exception("a constraint could not be compiled")
+            self._refuse(work, OutriderError("the constraint could not be compiled"))
+            return
         if not self._is_stale(work):
             self.submit(work.compiled(compiled))
 
@@ -395,7 +399,8 @@ class SteppedService:
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            self._worker.note_seconds(now - start)
+            if not self._executor.is_timed:  # Else the first step's time passes after both.
+                self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))
 
     def _run_items(self, items: Sequence[Any]) -> list[Any]:

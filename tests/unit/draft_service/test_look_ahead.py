@@ -174,6 +174,16 @@ async def test_a_step_corrects_what_its_passes_cost_unless_its_answer_was_known(
         assert budget._corrections == learned
 
 
+@pytest.mark.virtual
+async def test_the_first_of_two_emulated_steps_corrects_nothing() -> None:
+    """Its time passes after the second one."""
+    engine = ToyEngine(salt=2, max_model_len=256, pass_s=0.020)
+    async with draft_over(engine, costs=StepCosts((1, 64), (0.020, 0.020))) as draft:
+        await draft.send(item(PROMPT, held=(1, 2)))
+        assert len(engine.batches) > 1
+        assert draft.service._proposer._budget._corrections == {False: 1.0, True: 1.0}
+
+
 async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Replica) -> None:
     _, *pushed = await draft.send(item(PROMPT))
     committed = (*PROMPT, *pushed[0].assumed)

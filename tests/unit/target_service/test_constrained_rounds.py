@@ -15,7 +15,7 @@ from rounds import GREEDY, PATIENCE_S, Pair, Player, Replica, make_head, outcome
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import verdict_from_logits
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
@@ -289,3 +289,18 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
     assert len(names) == number
     assert all(name.startswith("grammar") for name in names)
     await target.close()
+
+
+async def test_a_bug_in_a_compilation_refuses_its_item() -> None:
+    class Buggy(GrammarTokenizer):
+        def compile(self, constraint: Constraint) -> Grammar:
+            raise RecursionError
+
+    known = Grammars(lambda: Buggy(hf_tokenizer(), (eos(),)))
+    async with running(known, None) as pair:
+        refused = await pair.target.ask(
+            VerifyItem(head_of(PROMPT, constraint=CONSTRAINTS["regex"]))
+        )
+        assert isinstance(refused, Refused)
+        assert refused.code == OutriderError.grpc_code
+        assert "could not be compiled" in refused.message
