@@ -69,11 +69,11 @@ class ServerConfig:
     host: str = LOOPBACK
     """Address that each server binds to."""
     insecure: bool = False
-    """Allow an address other than loopback without keys and TLS."""
+    """Let servers without keys and TLS bind an address other than loopback."""
     internal_tls_dir: str = ""
     """Directory of the certificates that `outrider certs` made. Every machine needs a copy at the
     same path. Coordinators, targets and drafts authenticate each other by these certificates. Empty
-    = these services use plain text and no authentication among themselves."""
+    = these services call each other without TLS and without authentication."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
     comma between them; empty = nowhere. The coordinator serves its metrics on PORT, the target on
@@ -176,7 +176,7 @@ class ModelServerConfig(ServerConfig):
     and the memory for keys and values can hold."""
     kv_cache_memory_bytes: Annotated[int, between(0, 2**50)] = 0
     """Bytes for keys and values on each rank; 0 = 1 GiB on a CPU, and on a GPU the memory that
-    `gpu_memory_utilization` allows, less the weights. A replica allocates no more than
+    `gpu_memory_utilization` allows, less the weights. A replica allocates at most what
     `max_num_seqs` sequences of full length need."""
     port: Port = 0
     """The replica's gRPC port, for firewalls that admit only some ports; 0 = any free port."""
@@ -326,8 +326,8 @@ class CoordinatorConfig(ServerConfig):
     ssl_keyfile: str = ""
     """Private key of `ssl_certfile`, in PEM."""
     ssl_ca_certs: str = ""
-    """Certificate authorities, in PEM. One of them must have signed each caller's certificate.
-    Empty = callers need no certificate."""
+    """Certificate authorities, in PEM. Each caller's certificate must be signed by one of these
+    authorities. Empty = callers need no certificate."""
     role = "coordinator"
 
     served_model_name: str = ""
@@ -346,7 +346,8 @@ class CoordinatorConfig(ServerConfig):
     tool calls in the text."""
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
     """Which part of a chat answer is reasoning: `qwen3` = a `<think>` block at the beginning,
-    `deepseek_r1` = all text before `</think>`, `none` = no part, `auto` = the template decides."""
+    `deepseek_r1` = all text before `</think>`, `none` = no part, `auto` = the chat template
+    decides."""
     redis: Internal[RedisAddress] = RedisAddress()
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the
@@ -375,8 +376,8 @@ class CoordinatorConfig(ServerConfig):
     """If a session's stream breaks, a client may resume the session within this time, ms. Meanwhile
     the session does not decode. A session that is not resumed in time is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
-    """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens that it
-    has drawn so far. Length control sets a shorter limit if drafting for this time would not pay.
+    """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens drawn so
+    far. If drafting for this time would not pay, length control sets a shorter limit.
     """
     target_gone_ms: WaitMs = 60_000
     """A request fails if its target cannot be reached for this time, ms."""
@@ -471,7 +472,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica once one replica fewer has been enough for this time, s."""
+    """Remove a replica once one replica fewer would have been enough for this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
