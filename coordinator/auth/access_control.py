@@ -1,18 +1,19 @@
-"""Access control for gRPC and HTTP: checks API keys, and limits each caller. All coordinators share
-a caller's limits.
+"""Access control for gRPC and HTTP: checks API keys, and limits each caller. The limits hold for
+all coordinators together.
 
-A token bucket limits a caller's requests. It has room for `requests_per_minute` requests, and
-refills evenly. Slots limit the concurrent generations: each generation holds one slot.
+A token bucket limits the rate of a caller's requests. The bucket has room for `requests_per_minute`
+requests, and refills evenly. Slots limit concurrent generations, because each generation holds one
+slot.
 
-A slot has the id of its session as its name, so a session keeps its slot when another coordinator
-resumes the session. Each coordinator renews the leases of its slots. If a coordinator dies, its
-slots become free after `SLOT_LEASE_MS`.
+A slot's name is the id of its session, so a session keeps its slot when another coordinator resumes
+the session. Each coordinator renews the leases of its slots. If a coordinator dies, its slots
+become free after `SLOT_LEASE_MS`.
 
 A resumption counts as a request. When a coordinator ends, its clients resume all their sessions at
-once. So for resumptions the bucket is `RESUME_DEPTH` times as large.
+once, so the bucket is `RESUME_DEPTH` times as large for resumptions.
 
-Redis keeps slots and buckets under two keys, which expire. `<name>` is the caller's name, and the
-braces are literal:
+Redis keeps a bucket and slots for each caller. Both keys expire. `<name>` is the caller's name, and
+the braces are literal:
 
     <prefix>limit:{<name>}:bucket    string: time at which the bucket is full again, ms
     <prefix>limit:{<name>}:slots     sorted set: names of slots, and the ends of their leases, ms
@@ -50,21 +51,21 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
-"""The factor by which the bucket is larger for resumptions."""
+"""For resumptions, the bucket is larger by this factor."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def current_caller() -> Caller:
-    """Returns the caller of the current gRPC call. Without API keys, the caller is `ANYBODY`."""
+    """Returns the caller of the current gRPC call; `ANYBODY` if no API keys are configured."""
     return _CALLER.get()
 
 
 def watch_keys(
     path: Path | None, given: dict[str, Caller] | None = None
 ) -> FileWatch[Mapping[str, Caller]]:
-    """Reads API keys from a file, and reads them again when the file changes. The keys in `given`
-    are always valid. Maps the hashes of keys to their callers. Raises `ConfigError` if the file
-    cannot be read or has errors."""
+    """Reads a file of API keys, and reads the file again when it changes. The keys in `given` are
+    added to those of the file. The result maps the hash of each key to the key's caller. Raises
+    `ConfigError` if the file cannot be read or has errors."""
 
     def read() -> Mapping[str, Caller]:
         return (given or {}) | (read_key_file(path) if path else {})
@@ -76,7 +77,7 @@ def watch_keys(
 
 
 class RateExceeded(Overloaded):
-    """The caller has made too many requests, and must wait `left_ms` before the next request."""
+    """The caller has made too many requests. The next request is allowed after `left_ms`."""
 
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
@@ -85,8 +86,8 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request and the slots that it holds. A request of a caller with unlimited
-    `concurrency` holds no slots."""
+    """An admitted request, and the slots that the request holds. If the caller's `concurrency` is
+    unlimited, the request holds no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
@@ -94,8 +95,8 @@ class Grant:
 
     async def note(self, event: Event, index: int = 0) -> None:
         """Must be called before an event of generation `index` is sent. If the event finishes the
-        request's last generation, `note` frees the slots. So a client that has received the last
-        event can make its next request at once."""
+        request's last running generation, frees the slots. The client can then make its next
+        request as soon as it has the event."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0 and (freed := self.drop()):
@@ -106,7 +107,7 @@ class Grant:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Frees the slots of the request in the background. Further calls do nothing."""
+        """Frees the request's slots in the background. A second call does nothing."""
         names, self._held = self._held, []
         return self._access.exchange(self._caller, names) if names else None
 
@@ -120,10 +121,10 @@ class AccessControl:
         """Without `keys`, all callers are `ANYBODY`. Without `slots`, no caller is limited."""
         self._keys, self._store = keys, slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
-        """Caller's name -> slot -> number of streams that use the slot. If a session is resumed
-        while its old stream is still open, two streams use the session's slot."""
+        """Caller's name -> slot -> number of streams that use the slot. While a session is resumed
+        and its old stream is still open, two streams use the session's slot."""
         self._empty_until: dict[Caller, float] = {}
-        """Caller whose bucket was empty -> time of the caller's next allowed request, by the event
+        """Caller whose bucket was empty -> time of the caller's next allowed request, on the event
         loop's clock."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
@@ -133,9 +134,9 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """Returns the caller that has the given API key. `shown` has the values of the HTTP header
-        or gRPC metadata `authorization`. If API keys are configured, exactly one value, `Bearer
-        KEY`, is required. Raises `Unauthenticated`."""
+        """Returns the caller of a request. `shown` has all values of the HTTP header or gRPC
+        metadata `authorization`. If API keys are configured, the request must have exactly one
+        value, `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -153,8 +154,8 @@ class AccessControl:
         return found
 
     def check_call(self, method: str, context: Context) -> None:
-        """Identifies the caller of a gRPC method. Health checks need no key, because probes have
-        none."""
+        """Identifies the caller of a gRPC method. Health checks need no API key, because probes
+        have no keys."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(
@@ -163,7 +164,7 @@ class AccessControl:
 
     def check_rate(self, caller: Caller) -> None:
         """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket
-        is still empty. Does not ask Redis, so the check can run before a request's body is read."""
+        is still empty. The check asks no Redis, so it can run before a request's body is read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -174,8 +175,8 @@ class AccessControl:
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
-        ends. `resumes` has the ids of the sessions that the request resumes. Raises `Overloaded`
-        with the time to wait if a limit is reached, and `StoreUnavailable`. After an error, the
+        ends. `resumes` has the ids of the sessions that the request resumes. If a limit is reached,
+        raises `Overloaded` with the time to wait. Raises `StoreUnavailable`. After an error, the
         request holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
@@ -188,7 +189,7 @@ class AccessControl:
                 if isinstance(error, RateExceeded) and not resumes:
                     self._empty_until[caller] = asked + error.retry_after_ms / 1e3
                 elif not isinstance(error, Overloaded) and not resumes:
-                    # Redis may have given the slots, although its answer was lost.
+                    # Redis may have given the slots, even if its answer was lost.
                     self._in_background(caller, names)
                 raise
             self._hold(caller, names)
@@ -201,8 +202,8 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees the `old` slots that no other stream uses, and holds the `new` slots. The returned
-        task updates Redis."""
+        """Frees those of the `old` slots that no other stream uses, and holds the `new` slots. The
+        returned task updates Redis."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -244,8 +245,8 @@ class AccessControl:
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """For each caller in `freed` (name -> slots), renews all slots that are held, and frees the
-        given slots that are not held."""
+        """For each caller in `freed` (name -> slots), renews all held slots. Frees the given slots
+        unless a stream holds them again."""
         if self._store is None:
             return
         told = {}
@@ -254,7 +255,7 @@ class AccessControl:
             told[name] = held, [one for one in slots if one not in held]
         try:
             await self._store.keep(told)
-        except OutriderError as error:  # Slots that were not freed become free when leases end.
+        except OutriderError as error:  # The slots become free when their leases end.
             _log.info("the slots of callers were not renewed or freed: %s", error)
 
 
@@ -271,9 +272,9 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes slots with these names. A slot that the caller already holds
-        needs no free place. `depth` multiplies the size of the caller's bucket. If the bucket is
-        empty, or too few slots are free, raises `Overloaded`, and neither counts nor takes."""
+        """Counts a request, and takes slots with these names. Slots that the caller already holds
+        do not count again. `depth` multiplies the size of the caller's bucket. If the bucket is
+        empty, or too few slots are free, raises `Overloaded` and changes nothing."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots

@@ -2,7 +2,7 @@
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
 call. If the store does not answer, the committer repeats the call, and adds the tokens that were
-decided in the meantime. A session decodes while it waits, up to a limit of uncommitted tokens.
+decided meanwhile. A session continues to decode until it reaches a limit of uncommitted tokens.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 async def back_off(attempt: int, random: Callable[[], float]) -> None:
-    """Waits before repeat number `attempt` of a failed call to the store."""
+    """Waits before retry number `attempt` of a failed call to the store."""
     wait_ms = backoff(limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, random)
     await asyncio.sleep(wait_ms / 1e3)
 
 
 class SessionCommits:
-    """Commits the tokens of one session. Methods that wait raise `Session.error` if the store has
-    refused the session, and `Unavailable` if the session was removed."""
+    """Commits the tokens of one session. If the store has refused the session, the coroutines raise
+    `Session.error`. If the session was removed, they raise `Unavailable`."""
 
     def __init__(self, committer: "Committer", session: Session) -> None:
         self.session = session
@@ -36,12 +36,12 @@ class SessionCommits:
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
         self._behind_since: float | None = None
-        """Time since which uncommitted tokens have waited. The wait begins again each time the
-        store takes some of the tokens. None while all tokens are committed."""
+        """Time since which the session has uncommitted tokens and the store has taken none of them.
+        None while all tokens are committed."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the committer still has this session."""
+        """Whether the committer still has this session. False after `remove`."""
         return self._committer.sessions.get(self.session.session_id) is self
 
     def notify(self) -> None:
@@ -60,9 +60,9 @@ class SessionCommits:
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits until the session may decide `num_tokens` more tokens. The session must wait if
-        more than `UNCOMMITTED_TOKENS_MAX` tokens would be uncommitted, or if the store has taken no
-        tokens of the session for `UNCOMMITTED_MS_MAX`."""
+        """Waits until the session may decide `num_tokens` more tokens. The session must wait while
+        this would leave more than `UNCOMMITTED_TOKENS_MAX` tokens uncommitted, and while the store
+        has taken none of the uncommitted tokens for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -99,8 +99,8 @@ class SessionCommits:
                 return
 
     def apply(self, answer: int | OutriderError) -> bool:
-        """Handles the store's answer, which is the stored length or an error. Returns True if the
-        store took tokens, or if an error has ended the session."""
+        """Handles the store's answer, which is the stored length or an error. Returns whether the
+        store took tokens or an error has ended the session."""
         session, before = self.session, self.session.acknowledged_length
         try:
             if isinstance(answer, OutriderError):
@@ -123,19 +123,19 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for the next call of `wake`. The committer calls `wake` after each answer of the
-        store, and when the session is refused or removed."""
+        """Waits for the next `wake`. The committer calls `wake` after each answer of the store, and
+        when the session is removed."""
         self._check_served()
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Makes all waiting calls of `change` return."""
+        """Lets all waiting calls of `change` return."""
         self._changed.set()
         self._changed.clear()
 
 
 class Committer:
-    """Commits the tokens of one coordinator's sessions while `run` runs. Not thread-safe."""
+    """Commits the tokens of one coordinator's sessions, as long as `run` runs. Not thread-safe."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class Committer:
         random: Callable[[], float],
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
-        """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1). If
-        `SessionStore.hold_lease` returns requests for sessions, `on_wanted` gets them."""
+        """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
+        `on_wanted` gets the requests for sessions that `SessionStore.hold_lease` returns."""
         self.store = store
         self._owner = owner
         self.random = random
@@ -159,11 +159,11 @@ class Committer:
 
     @property
     def closing(self) -> bool:
-        """Whether `add` refuses sessions, because `close` was called or a bug ended `run`."""
+        """Whether `close` was called or a bug has ended `run`. `add` then refuses sessions."""
         return self._closing.is_set()
 
     def add(self, session: Session) -> SessionCommits:
-        """Starts committing the tokens of a session."""
+        """Starts committing the tokens of a session. Raises `Unavailable` after `close`."""
         if self.closing:
             raise Unavailable("this coordinator is shutting down")
         check(session.session_id not in self.sessions, f"{session.session_id} was added twice")
@@ -177,9 +177,9 @@ class Committer:
 
     async def run(self) -> None:
         """Commits tokens and renews this coordinator's lease until `close` is called. Then appends
-        the remaining tokens until the store fails, ends the lease, and removes all sessions from
-        the committer. Methods of `SessionCommits` that still wait raise `Unavailable`. Raises an
-        exception group if a bug ends the commits."""
+        the remaining tokens as long as the store answers, ends the lease, and removes all sessions.
+        Coroutines of `SessionCommits` that still wait raise `Unavailable`. If a bug ends the
+        commits, raises an exception group."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -198,7 +198,7 @@ class Committer:
                 commits.remove()
 
     def hand_over(self) -> None:
-        """Ends this coordinator's lease. Its sessions continue until they are taken over."""
+        """Ends this coordinator's lease. The sessions continue until others take them over."""
         self._leaving.set()
 
     def close(self) -> None:
@@ -206,8 +206,8 @@ class Committer:
         self._closing.set()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless exactly the sessions with tokens to append are queued.
-        Must not be called while a call to the store runs."""
+        """Raises `InvariantError` if the queue differs from the set of sessions with tokens to
+        append. Must not be called while a call to the store runs."""
         for session_id, commits in self.sessions.items():
             session = commits.session
             session.check_integrity()
@@ -218,7 +218,7 @@ class Committer:
         attempt = 0
         while True:
             await self.has_work.wait()
-            # Lets the decode loops send their next rounds first, because the target waits for them.
+            # The decode loops send their next rounds first, because the target waits for them.
             await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0
@@ -258,10 +258,10 @@ class Committer:
         return any(progress) or not progress
 
     async def _hold_lease(self) -> None:
-        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, and ends the lease
-        after `hand_over`. If the store does not answer, the lease may run out, and other
-        coordinators may take sessions over. The store then refuses appends to these sessions from
-        this coordinator, because the appends have an older epoch."""
+        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`. Ends the lease after
+        `hand_over`. If the store does not answer, the lease may run out, and other coordinators may
+        take sessions over. The store then refuses this coordinator's appends to these sessions,
+        because the appends have an older epoch."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

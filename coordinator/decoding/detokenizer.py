@@ -11,7 +11,7 @@ class TextStream(Protocol):
     """Turns the tokens of one completion into text, token by token."""
 
     def push(self, token_id: int) -> str:
-        """Adds a token. Returns new text in whole characters, which later tokens cannot change."""
+        """Adds a token. Returns new text that later tokens cannot change, in whole characters."""
         ...
 
     def finish(self) -> str: ...
@@ -22,7 +22,7 @@ class Piece:
     """The result of `Completion.push`."""
 
     num_tokens: int
-    """Number of the pushed tokens that belong to the completion."""
+    """Number of pushed tokens that belong to the completion."""
     text: str
     finish_reason: FinishReason | None
 
@@ -30,9 +30,9 @@ class Piece:
 class Completion:
     """The answer of one session. EOS, a stop token, a stop string or `max_tokens` ends the answer.
 
-    Text that may be the start of a stop string is held back. The tokens of EOS, stop tokens and
-    stop strings are counted, but their text is not shown. Within the first `min_tokens` tokens,
-    only `max_tokens` can end the answer, and stop strings are shown."""
+    Text that may be the start of a stop string is held back. EOS, stop tokens and the tokens of
+    stop strings count as tokens of the answer, but their text is not shown. Within the first
+    `min_tokens` tokens, only `max_tokens` can end the answer, and stop strings are shown."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class Completion:
         self.num_tokens = 0
         self.stop_string: str | None = None
         self.stop_token_id: int | None = None
-        """Id of the stop token that ended the answer. EOS does not count as a stop token."""
+        """Id of the stop token that ended the answer. EOS is not a stop token."""
 
     @property
     def remaining(self) -> int:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the token that ends the completion. With a `max_tokens`
-        of 0, call once with no tokens to end the completion."""
+        """Adds the tokens of a round, up to the token that ends the completion. If `max_tokens` is
+        0, call this method once without tokens to end the completion."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
@@ -95,7 +95,7 @@ class Completion:
         return tail + held, stopped
 
     def _add(self, text: str) -> tuple[str, bool]:
-        """Returns the text that may be shown now, and whether a stop string is complete."""
+        """Adds text. Returns the text that may be shown, and whether a stop string is complete."""
         if not text:
             return "", False
         num_before, text = len(self._held), self._held + text

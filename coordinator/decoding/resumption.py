@@ -1,5 +1,5 @@
-"""Resumes sessions whose streams broke. Checks which tokens the client has, and replays the stored
-tokens that the client lacks."""
+"""Resumes sessions whose streams broke: checks the tokens that the client has, and replays the
+stored tokens that the client lacks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +18,9 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""Largest number of tokens in one event of a replay. It bounds the size of the message."""
+"""Largest number of tokens in one event of a replay. The limit bounds the size of the message."""
 ENTRIES_PER_EVENT = 1024
-"""Largest number of log-probabilities in one event of a replay. An event with one token may have
-more."""
+"""Largest number of log-probabilities in one event of a replay, except for events of one token."""
 
 
 _LOGPROBS = TypeAdapter(
@@ -35,7 +34,7 @@ def write_logprobs(logprobs: PositionLogprobs) -> str:
 
 
 def read_logprobs(line: str) -> PositionLogprobs:
-    """Reads a line from `write_logprobs`. Raises `DataLoss` if the line is malformed."""
+    """Reads a line that `write_logprobs` wrote. Raises `DataLoss` if the line is malformed."""
     try:
         return PositionLogprobs(*_LOGPROBS.validate_json(line))
     except ValueError as error:
@@ -44,24 +43,24 @@ def read_logprobs(line: str) -> PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The stored part of a completion."""
+    """The part of a completion that the store has."""
 
     completion: Completion
-    """The completion, after all stored tokens were pushed."""
+    """The completion, to which all stored tokens were pushed."""
     events: tuple[Tokens, ...] = ()
     """Events with the stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None
-    """Why the stored tokens end the completion; None if they do not end it. The stored record may
-    not have this finish reason yet."""
+    """Why the stored tokens end the completion; None if they do not. The stored record may not have
+    this reason yet."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
-    """Returns the session's parameters. Raises `DataLoss` if they cannot be read. Raises
+    """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
     `OtherTokens` if the client has more tokens than the store, or different tokens.
 
-    If a failover of the store lost a take-over, the store may hold tokens that the former owner
-    decided. These may differ from the client's tokens. The client's tokens cannot be decoded again,
-    because in bfloat16 a repetition may give other tokens."""
+    After a failover of the store has lost a take-over, the former owner may store its own tokens,
+    which may differ from the client's tokens. The client's tokens cannot be decoded again, because
+    in bfloat16 a repetition may give other tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -85,9 +84,9 @@ def replay(
     completion: Completion,
     request: ResumeRequest,
 ) -> Replayed:
-    """Pushes the stored tokens into an empty `completion`. Returns the events that the client
-    lacks. Text depends only on tokens, so the text of these events continues the client's text. If
-    the session is finished, the last event has the text that the completion held back."""
+    """Pushes the stored tokens into an empty `completion`. Returns events with the tokens and text
+    that the client lacks. Text depends only on tokens, so the new text continues the client's text.
+    If the session is finished, the last event has the text that the completion held back."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
@@ -120,7 +119,7 @@ def started(record: SessionRecord, model: str) -> Started:
 
 
 def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
-    """Yields the events of a finished session after `Started`; nothing if the session runs."""
+    """Yields the events after `Started` of a finished session. If the session runs, yields none."""
     if record.finish_reason is None:
         return
     yield from replayed.events

@@ -1,4 +1,4 @@
-"""Compares a drafter on trial with the other drafters, in the sessions of one coordinator."""
+"""Compares a drafter on trial with the other drafters, over the sessions of one coordinator."""
 
 import math
 from dataclasses import astuple, dataclass, replace
@@ -7,16 +7,16 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Sums over the rounds of one drafter or of several. A session's first round is not counted,
-    because it is the prefill."""
+    """Sums over the rounds of one drafter, or of several together. The first round of each session
+    is not counted, because it contains the prefill."""
 
     num_sessions: int = 0
     num_rounds: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    """Time of the rounds, up to the decision of their outcomes."""
-    # Sums over sessions of tokens², seconds² and tokens × seconds.
+    """Sum of the times from the start of a round to its outcome."""
+    # The next three fields are sums over sessions of tokens², seconds² and tokens × seconds.
     square_tokens: float = 0.0
     square_seconds: float = 0.0
     products: float = 0.0
@@ -26,7 +26,7 @@ class DrafterSums:
 
     @property
     def as_session(self) -> Self:
-        """The sums if all these rounds are one session."""
+        """These sums, if all rounds belong to one session."""
         if not self.num_rounds:
             return self
         return replace(
@@ -44,9 +44,9 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
-        sessions. The formula (Cochran, Sampling Techniques, 6.4) sums the squares of the sessions'
-        residuals: tokens - rate × seconds."""
+        """Relative standard error of `tokens_per_second`, which is a ratio of two sums over
+        independent sessions. Source: Cochran, Sampling Techniques, 6.4. The residual of a session
+        is tokens - rate × seconds."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -57,8 +57,8 @@ class DrafterSums:
 
 @dataclass(frozen=True, slots=True)
 class TrialSums:
-    """Sums over the sessions that began during the newest trial and have ended: `new` for the
-    drafter on trial, `old` for the other drafters."""
+    """Sums over the sessions that began during the newest trial and have ended. `new` is for the
+    drafter on trial, `old` for all other drafters."""
 
     replica: str = ""
     """Name of the replica on trial; empty before the first trial."""
@@ -72,34 +72,34 @@ class TrialMeter:
     def __init__(self) -> None:
         self._replica = ""
         self._sums = [DrafterSums(), DrafterSums()]
-        """Old and new. Sessions of earlier trials add to lists that nothing reads any more."""
+        """[old, new]. Each trial has its own list, to which its sessions add when they end."""
 
     @property
     def sums(self) -> TrialSums:
         return TrialSums(self._replica, *self._sums)
 
     def begin(self, replica: str, is_new: bool) -> "SessionTrial":
-        """Returns the meter for a session that begins while the named replica is on trial. `is_new`
-        says whether this replica drafts for the session."""
+        """Returns the meter of a session that begins while the named replica is on trial. `is_new`
+        is true if this replica drafts for the session."""
         if replica != self._replica:
             self._replica, self._sums = replica, [DrafterSums(), DrafterSums()]
         return SessionTrial(self._sums, is_new)
 
 
 class SessionTrial:
-    """Sums the rounds of one session. All of them count for the drafter with which the session
-    began, because a session moves to another only if its replica is lost."""
+    """Sums the rounds of one session. All rounds count for the drafter with which the session
+    began. A session rarely changes its drafter: only if the replica is lost."""
 
     def __init__(self, sums: list[DrafterSums], is_new: bool) -> None:
         self._sums, self._is_new = sums, is_new
         self._rounds = DrafterSums()
 
     def note(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
-        """Counts a round."""
+        """Counts a round that took `seconds`."""
         self._rounds += DrafterSums(
             num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
         )
 
     def end(self) -> None:
-        """Adds the session's sums to those of its trial."""
+        """Adds the session's sums to the sums of the trial in which it began."""
         self._sums[self._is_new] += self._rounds.as_session
