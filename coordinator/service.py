@@ -1,4 +1,4 @@
-"""The coordinator's service. It admits requests and runs their sessions."""
+"""The coordinator's service, which admits requests and runs their sessions."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 1.0
 """Pause between two checks of targets, store and registry."""
 TROUBLE_S = 3.0
-"""Target or store may fail to answer for this time before `trouble` reports the failure. While a
-replica loads a model, other processes on the same cores may not answer for some seconds."""
+"""If target or store do not answer for this time, `trouble` reports the failure. The time covers
+the loading of a model: other processes on the same cores may then not answer for some seconds."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
-"""Time limit for another coordinator to cancel a session that it owns. The lease of a dead
-coordinator runs out within this time."""
+"""Time limit for the cancellation of a session that another coordinator owns. If the owner is dead,
+its lease runs out within this time."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
-"""Pause between two checks whether the other coordinator has ended the session."""
+"""Pause between two checks of whether the owner has ended the session."""
 KEY_TRIES = 3
 """Number of attempts to serve a request with an idempotency key. An attempt fails if the key's
-session has expired, or if a simultaneous request has taken the key."""
+session has expired, or if another request takes the key meanwhile."""
 NO_SESSION = "0" * 32
-"""An id that no session has. The service loads this id to check whether the store answers."""
+"""An id that no session has. To check whether the store answers, the service loads this id."""
 
 
 class CoordinatorService:
@@ -98,13 +98,13 @@ class CoordinatorService:
     ) -> None:
         """`owner` is the coordinator's name in the session store. No other process has this name.
 
-        `targets` and `drafts` map the names of a fixed set of replicas to links. If `registry` and
-        `link(role, address)` are given, the coordinator uses the registry's replicas instead, and
-        the metrics include the numbers of replicas.
+        `targets` and `drafts` map the names of replicas to links, for a fixed set of replicas. With
+        a `registry`, the coordinator uses the registry's replicas instead, and `link(role,
+        address)` creates a link to such a replica.
 
-        `fallback` is a look-up. It proposes if it is the drafter, or if the model has no proposal.
-        `random_bits(n)` returns n random bits, for session ids. If no seed is configured, the
-        function also returns the seeds of requests."""
+        `fallback` is the look-up that proposes if the drafter is a look-up, or if a model has no
+        proposal. `random_bits(n)` returns n random bits. They become session ids and, if no seed is
+        configured, the seeds of requests."""
         self.config = config
         self._store = store
         self._links = targets or {}, drafts or {}
@@ -115,9 +115,9 @@ class CoordinatorService:
         self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
-        """The target's tokenizer. If there is none, requests must contain token ids."""
+        """The target's tokenizer. If it is None, requests must contain token ids."""
         self._prompts = PromptEncoder(text)
-        # If a seed is configured, a repeated series of requests gets the same seeds and answers.
+        # With a configured seed, a repeated series of requests gets the same seeds and answers.
         seeded = None if config.seed is None else Random(config.seed).getrandbits  # noqa: S311
         self._seed_bits = seeded or random_bits
         self._sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
@@ -133,14 +133,14 @@ class CoordinatorService:
         self._trial = TrialMeter()
         self._observation = observation
         self._known: dict[str, Mapping[str, float]] = {}
-        """Name of a metric -> value from the newest check of targets and store."""
+        """Metric -> label -> number, from the newest check of targets and store."""
         observation.watch(self._readings)
         self._auditor = Auditor(config, self._sessions, observation)
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
-        target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if
-        replicas of a role answer but none fits the pool."""
+        target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
+        replica of a fixed set, or all replicas of a role, do not fit the pool."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():
@@ -165,8 +165,8 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """The first target's description with two changes. `model` is the name of the model in
-        requests, and `max_model_len` is that of the newest target. Call after `start`."""
+        """The first target's description with two changes: `model` is the model's name in requests,
+        and `max_model_len` is that of the newest target. Must not be read before `start`."""
         newest = self.targets.newest() or self._served
         return replace(self._served, max_model_len=newest.max_model_len)
 
@@ -192,10 +192,10 @@ class CoordinatorService:
         resumable: bool = True,
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
-        """Validates a request, runs it, and yields its events. If the iterator is closed early, the
-        session is cancelled. A `resumable` session is cancelled only after `resume_grace_ms`. Until
-        then the client can resume the session. With a `key`, the client can also resume the session
-        after an error. `traceparent` is the caller's trace context; empty = none.
+        """Validates a request, runs its session, and yields the events. If the iterator is closed
+        early, the session is cancelled. If `resumable` is true, the client can resume the session,
+        and it is cancelled only after `resume_grace_ms`. With a `key`, the client can also resume
+        the session after an error. `traceparent` is the caller's trace context; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -216,7 +216,7 @@ class CoordinatorService:
     async def tokenize(
         self, request: GenerateRequest, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Returns the tokens of a request's prompt. The prompt may be longer than `max_model_len`.
+        """Returns the tokens of a request's prompt, which may be longer than `max_model_len`.
         Raises `BadRequest`, `NotFound` and `Overloaded`."""
         with self._admitted():
             self._check(request)
@@ -238,9 +238,8 @@ class CoordinatorService:
         self, tenant: str, asked: GenerationParameters, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
-        their log-probabilities, in parts. The log-probabilities come from the verdicts of a second
-        session, whose proposals are the prompt's tokens. Raises `DeadlineExceeded`, and the
-        target's error."""
+        their log-probabilities, in parts. A second session proposes the prompt's tokens to the
+        target. Raises `DeadlineExceeded`, and the target's error."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -260,8 +259,8 @@ class CoordinatorService:
             raise DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """Returns the key with the id of its session. If the store has no session for the key, the
-        id is empty. Raises `BadRequest` if the key was used for a different request."""
+        """Returns the key with the id of the key's session. If the key has no session, the id is
+        empty. Raises `BadRequest` if the key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -272,9 +271,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """Resumes the session of a `key` that `known` returned. If the key has no session, or if
-        the session has expired, runs the request. `resume` states how many tokens the client has.
-        If the session has expired and the client has tokens of it, raises `SessionNotFound`."""
+        """Resumes the session of a `key` that `known` returned. If the key has no session, or the
+        session has expired, runs the request instead. If the client then has tokens of the lost
+        session (`resume.num_tokens`), raises `SessionNotFound`."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -316,9 +315,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the run when its stream ends. If the client has disconnected, and the session is
-        `resumable` or this coordinator is leaving, the session waits for a client that resumes it.
-        If `outlasts_errors`, the session also waits after an error."""
+        """Ends the run when its stream ends. If the client disconnects, and the session is
+        `resumable` or this coordinator is leaving, the session can be resumed for some time. With
+        `outlasts_errors`, the session can also be resumed after an error."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -373,19 +372,19 @@ class CoordinatorService:
     ) -> AsyncGenerator[Event]:
         """Continues a session whose stream broke, at this or another coordinator. Yields `Started`,
         the stored tokens that the client lacks, and then the same events as `generate`. If an older
-        stream of the session still runs, the older stream ends with `StaleEpoch`. If
+        stream of the session still runs, that stream ends with `StaleEpoch`. With
         `outlasts_errors`, the session can be resumed again after an error.
 
         Raises `SessionNotFound`, `Overloaded`, `DataLoss` (the store lacks tokens that the client
         has), `Incompatible` (no known target has the session's weights), and `Unavailable` (another
-        coordinator may own the session, or this one already takes over too many sessions)."""
+        coordinator may own the session, or this coordinator takes over too many sessions)."""
         arrived = asyncio.get_running_loop().time()
         with self._admitted(), ExitStack() as taking_over:
             taking_over.enter_context(self._sessions.taking_over(request.session_id))
             await self._sessions.told(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
-            # A client that wants all tokens again also gets the prompt's again.
+            # A client that wants all tokens again also gets those of the prompt again.
             shown = parameters if request.cuts else replace(parameters, prompt_logprobs=None)
             completion = self._completion(parameters)
             left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)
@@ -394,7 +393,7 @@ class CoordinatorService:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
-                taking_over.close()  # While a slow client reads, other take-overs may begin.
+                taking_over.close()  # Other take-overs need not wait until the client has read.
                 yield started(record, self.served.model)
                 async for part in self._prompt_tokens(tenant, shown, deadline):
                     yield part
@@ -424,10 +423,10 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Ends a session as cancelled. Does nothing if the session is finished. If another
-        coordinator owns the session, the owner learns of the cancellation when it renews its lease.
-        If the owner's lease has run out, this coordinator ends the session. Raises the errors of
-        `session`, and `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
+        """Cancels a session. If the session is finished, does nothing. If another coordinator owns
+        the session, this owner learns of the cancellation when it renews its lease. If the owner's
+        lease has run out, this coordinator cancels the session. Raises the errors of `session`, and
+        `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:
@@ -447,7 +446,7 @@ class CoordinatorService:
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
         """Returns the parameters of a stored session. Raises the errors of `session`. The call
-        counts as a take-over, so the call raises `Unavailable` if too many take-overs run."""
+        counts as a take-over. If too many take-overs run, raises `Unavailable`."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
@@ -462,8 +461,8 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take over this coordinator's sessions. Call some time before
-        `close`."""
+        """Lets other coordinators take over this coordinator's sessions. Must be called some time
+        before `close`."""
         self._committer.hand_over()
 
     async def close(self) -> None:
@@ -478,7 +477,7 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Handles requests of other coordinators to cancel (True) or release (False) sessions."""
+        """Handles other coordinators' requests to cancel (True) or release (False) sessions."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -496,8 +495,8 @@ class CoordinatorService:
 
     @property
     def trouble(self) -> str:
-        """The reason why requests cannot make progress, or an empty text. Is updated every
-        `LOOK_PERIOD_S`. Drafts are not checked, because requests can run without drafts."""
+        """The reason why requests cannot make progress; empty if they can. Drafts are not checked,
+        because requests can run without drafts."""
         if self._committer.closing:
             return "the coordinator is shutting down"
         return self._found_trouble
@@ -524,7 +523,7 @@ class CoordinatorService:
     async def _look_now_and_then(self) -> None:
         now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
-            began = now()  # If nothing answers, a look takes some seconds.
+            began = now()  # If nothing answers, `_look` takes some seconds.
             try:
                 found = await self._look()
             except Exception as error:  # noqa: BLE001 (the next look must still come)
@@ -535,7 +534,7 @@ class CoordinatorService:
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _readings(self) -> dict[str, Mapping[Any, float]]:
-        """Returns metrics: name -> label -> number. Any thread may call this method."""
+        """Returns metrics: metric -> label -> number. Any thread may call this method."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
@@ -550,12 +549,12 @@ class CoordinatorService:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended the commits. Then no request can be served."""
+        """Whether a bug has ended the commits. The coordinator can then serve no request."""
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` if running sessions, routes and commits do not match. Call only
-        while the coordinator is idle."""
+        """Raises `InvariantError` if running sessions, routes and commits do not match. Must be
+        called only while the coordinator is idle."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)
@@ -575,7 +574,7 @@ class CoordinatorService:
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
-        # The target's weights become a parameter of the session, so a target must be known.
+        # The session stores the target's weights as a parameter, so a target must be known.
         target = await self.targets.wait_for_one(self.config.target_gone_ms / 1e3)
         parameters = resolve(
             request, field, prompt_ids, self.served, self.config, self._seed_bits(SEED_BITS)
@@ -593,7 +592,7 @@ class CoordinatorService:
             num_elsewhere = sum(peer.load for peer in self.fleet.peers)
             self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
             tried = self.targets.on_trial or self.drafts.on_trial
-            # If only look-ups draft for the session, `draft.on_trial` is None.
+            # If only a look-up drafts for the session, `draft.on_trial` is None.
             if tried is not None and (is_new := draft.on_trial) is not None:
                 trial = self._trial.begin(tried.name, is_new)
                 drafter = tried.description if is_new else None

@@ -1,4 +1,4 @@
-"""A session's decode loop, and the queue that passes committed tokens to the client's stream."""
+"""The decode loop of a session, and the queue of the session's committed tokens for its stream."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 COMMIT_GRACE_S = 2.0
-"""Time after the deadline for commits of tokens that were decided before the deadline."""
+"""Time after the deadline in which tokens decided before the deadline can still be committed."""
 
 
 class SessionRun:
-    """Runs one session. A task decodes, and the client's stream reads events from a queue. Each
-    round begins while the round before it is being committed."""
+    """Runs one session. A task decodes, and the client's stream reads events from a queue. A round
+    begins before the previous round is committed."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class SessionRun:
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding after the `replayed` tokens. `arrived` is the request's arrival on the
-        event loop's clock. If `reads_beside` is true, draft and target prefill at the same time.
-        Otherwise the draft prefills when it is asked for its first proposal."""
+        """Starts decoding after the `replayed` tokens. `arrived` is the time of the request's
+        arrival on the event loop's clock. With `reads_beside`, draft and target prefill at the same
+        time. Otherwise the draft prefills when it is first asked for a proposal."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -69,7 +69,7 @@ class SessionRun:
         self._ended = replayed.finish_reason
         """Why the replayed tokens end the completion; None if they do not end it."""
         self._num_known = replayed.completion.num_tokens
-        """Number of tokens of the answer that were decided before this run."""
+        """Number of the completion's tokens that were decided before this run."""
         self._commits = commits
         self._output = OutputQueue(commits, self._deadline + COMMIT_GRACE_S, self._observer)
         for tokens in replayed.events:
@@ -88,22 +88,22 @@ class SessionRun:
         self._cancelled = False
         self._first_token_at: float | None = None
         self.is_recorded = False
-        """Whether the store has the session's end."""
+        """Whether the session's end is stored."""
         self._is_told = False
         self._handed_over = False
         self._held_back = ""
-        """Text that the completion held back when decoding stopped early. It is sent together with
-        `Finished`. If it were sent earlier and the stream then broke, the resumed stream would send
-        the text again."""
+        """Text that the completion held back when decoding stopped early. The text is sent together
+        with `Finished`. If the stream broke between them, the resumed stream would send the text
+        again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
     def record(self) -> SessionRecord:
-        """The session's record from the start of the run, with current counters."""
+        """The session's record as of the start of the run, but with current counters."""
         return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
-        """Ends the session as cancelled. Decided tokens are still committed and sent."""
+        """Cancels the session. Decided tokens are still committed and sent."""
         self._cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._clock())
@@ -111,7 +111,8 @@ class SessionRun:
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`. Returns an empty sequence after the last
         event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
-        once the session was handed over, and errors of target or store that end the session."""
+        after the session was handed over, and the error of target or store that ended the
+        session."""
         if self._is_told:
             return ()
         try:
@@ -160,8 +161,8 @@ class SessionRun:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def close(self, *, hands_over: bool) -> None:
-        """Stops decoding, and ends the session on target and draft. If the run `hands_over`, leaves
-        an unfinished session to its next owner. Otherwise records it as cancelled."""
+        """Stops decoding, and releases the session on target and draft. With `hands_over`, leaves
+        an unfinished session to its next owner. Otherwise cancels an unfinished session."""
         self._handed_over = hands_over and self.session.finish_reason is None
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
@@ -232,7 +233,7 @@ class SessionRun:
         return reason
 
     async def _round(self, index: int) -> FinishReason | None:
-        """Returns the finish reason if the round ends the completion."""
+        """Runs a round. Returns the finish reason; None if the completion continues."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         began_at = self._clock()
@@ -252,7 +253,7 @@ class SessionRun:
         if len(proposal) < len(drafted.proposal):
             self._draft.reject()
         if self.session.error is not None:
-            raise self.session.error  # The store refused the session while the target worked.
+            raise self.session.error  # The store has refused the session during the round.
         outcome = decide(
             reply.verdict, proposal.token_ids, record.rule, noise.accept_uniforms(len(proposal))
         )
@@ -348,7 +349,7 @@ class SessionRun:
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
-        """Takes the text that the completion holds back. Call if decoding stops early."""
+        """Takes the text that the completion holds back. Must be called if decoding stops early."""
         self._held_back = self._completion.finish()
         return reason
 
@@ -360,12 +361,12 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""If the client has not read this many rounds, decoding pauses."""
+"""While the client has not read this many rounds, decoding pauses."""
 
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round. It may be shown once `end_length` tokens are committed."""
+    """The output of one round. It may be shown when `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
@@ -381,8 +382,8 @@ class OutputQueue:
     def __init__(
         self, commits: SessionCommits, until: float, observer: RequestObserver = SILENT
     ) -> None:
-        """From the time `until` (the event loop's clock), a `read` that would have to wait raises
-        `TimeoutError`."""
+        """After the time `until` (on the event loop's clock), `read` raises `TimeoutError` instead
+        of waiting."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._observer = observer
@@ -400,22 +401,23 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of the entry's tokens wakes the reader."""
+        """Adds an entry. When the entry's tokens are committed, the commit wakes the reader."""
         self._entries.append(entry)
 
     def close(self) -> None:
-        """Call when no more entries will be written."""
+        """Must be called when no more entries will be written."""
         self._closed = True
         self._commits.wake()
 
     def end(self) -> None:
-        """Call when no more entries will be read."""
+        """Must be called when no more entries will be read."""
         self._timer.cancel()
 
     async def read(self) -> Sequence[Event]:
-        """Waits until the next entry is committed. Returns its report, if any, and its tokens;
-        nothing after the last entry. Joins committed rounds that have no reports. Does not join the
-        events of a replay. Raises `TimeoutError`, and the store's error that ended the session."""
+        """Waits until the next entry is committed. Returns the entry's report, if it has one, and
+        its tokens. Joins the tokens of committed rounds without reports, but not those of a replay.
+        After the last entry, returns an empty sequence. Raises `TimeoutError`, and the store's
+        error that ended the session."""
         while not self._is_ready:
             if self._closed and not self._entries:
                 return ()
@@ -444,7 +446,7 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports the rounds of one event. Returns the seconds since the first round's decision."""
+        """Reports the rounds of one event. Returns the seconds since the first round's outcome."""
         now = self._clock()
         decided_s = {entry.round_index: now - entry.decided_at for entry in entries}
         self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))
@@ -464,8 +466,8 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""A proposal waited if it was in the draft's queue for more than this many times its computing
-time. A shorter wait may have been only for the end of the running step."""
+"""A proposal has waited if its time in the draft's queue was longer than this multiple of its
+computing time. A shorter wait may only have been for the end of the running step."""
 
 
 class RoundMeter:
@@ -476,7 +478,7 @@ class RoundMeter:
         self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
-        """Counts a round that decided `num_tokens` tokens, `num_accepted` of them drafted."""
+        """Counts a round that added `num_tokens` tokens, including `num_accepted` draft tokens."""
         counts = drafted.source != "fallback"
         by_replica = drafted.source == "replica"
         waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead

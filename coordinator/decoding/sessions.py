@@ -1,4 +1,4 @@
-"""Opens, takes over and ends a coordinator's sessions. Repeats calls to the store that fail."""
+"""Opens, takes over and ends a coordinator's sessions. Repeats failed calls to the store."""
 
 import asyncio
 import logging
@@ -42,31 +42,31 @@ from outrider.speculation.proposal import SealedProposal
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""Number of bytes of stored log-probabilities that take as long to read as one token."""
+"""Reading this many bytes of stored log-probabilities takes as long as reading one token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
 """A task that repeats a call to the store until the store answers. The result is None if the call
-succeeded, the store's error if the store refused, or the last error if the task gave up."""
+succeeded. Otherwise it is the store's refusal, or the last error before the task gave up."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Idempotency key of one text. Each text of a request has its own key."""
+    """Idempotency key of one answer. Each of a request's answers has its own key."""
 
     name: str
     digest: str
     """Digest of the request."""
     session_id: str = ""
-    """Id of the session that generates the text; empty if no session has begun."""
+    """Id of the session that generates the answer; empty if no session has begun."""
 
     @property
     def value(self) -> str:
-        """The value that the store keeps under `name`; empty without a session."""
+        """The value that the store keeps under `name`; empty if no session has begun."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
-        """Returns the key with the session id from a stored `value`. Raises `BadRequest` if the
+        """Returns this key with the session id of a stored `value`. Raises `BadRequest` if the
         value has the digest of a different request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
@@ -79,7 +79,7 @@ class RequestKey:
 
 
 class KeyTaken(OutriderError):
-    """The idempotency key of a new session belongs to another session already."""
+    """The idempotency key of a new session already belongs to another session."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"the request has session {key.session_id}")
@@ -87,9 +87,9 @@ class KeyTaken(OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. A session has at most one run at a time. When a run ends,
-    the store gets a release or an end of the session. The number of simultaneous take-overs is
-    limited, because all clients of a dead coordinator resume their sessions at once."""
+    """The sessions of one coordinator. A session has at most one run at a time. When the run ends,
+    the session is released or ended in the store. The number of simultaneous take-overs is limited,
+    because all clients of a dead coordinator resume their sessions at once."""
 
     def __init__(
         self,
@@ -109,23 +109,23 @@ class OwnedSessions:
         self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Session id -> run. `vacate` ends a session's earlier run before a new run is added."""
+        """Session id -> run. Before a session gets a new run, `vacate` ends the earlier run."""
         self._ending: dict[str, asyncio.Task[None]] = {}
         """Session id -> task that ends the session's run."""
         self._telling: dict[str, Told] = {}
-        """Session id -> newest task that sends the session's release or end to the store."""
+        """Session id -> newest task that tells the store of the session's release or end."""
         self._taking: list[str] = []
-        """Ids of sessions that are being taken over. If two clients resume a session at the same
-        time, the list has its id twice."""
+        """Ids of sessions that are being taken over. While two clients resume the same session, the
+        list has the session's id twice."""
         self._unsettled: set[str] = set()
-        """Ids of sessions for which `SessionStore.take_over` is running."""
+        """Ids of sessions for which a call of `SessionStore.take_over` runs."""
         self.scored_ids: set[str] = set()
-        """Ids of the sessions that `score` runs now."""
+        """Ids of the sessions that `score` is running."""
         self._closing = asyncio.Event()
         self._lease_ends = False
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts a task. `end_background` waits for all such tasks."""
+        """Starts a task. `end_background` waits for all tasks of this method."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -135,8 +135,8 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
         """Creates a session in the store, and stores the session's id under the `key`. Raises
-        `KeyTaken` if the key has another session. If the store does not answer, tries again with a
-        new id, because the store may have created a session with the first id."""
+        `KeyTaken` if the key has another session. If the store does not answer, the session may
+        exist nevertheless, so the next attempt has a new id."""
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -167,9 +167,9 @@ class OwnedSessions:
         scored: Sequence[int], deadline: float, audits: bool = False,
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
-        never stored. Yields parts of `scored` with the verdicts on them. All tokens are appended to
-        the session, even if the verdicts reject them. The target runs all of them, even those that
-        its cache holds. Raises `TimeoutError` at the deadline, and the target's error."""
+        never stored. Yields parts of `scored` with their verdicts. Rejected tokens are appended to
+        the session, too. The target runs all tokens of `scored`, even if its cache holds them.
+        Raises `TimeoutError` at the deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -196,9 +196,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run. Does nothing if the run has ended. If the client `is_gone`, the session waits
-        for a client that resumes it. A `resumable` session also waits if its end could not be
-        stored."""
+        """Ends a run. Does nothing if the run has ended. If the client `is_gone`, the session can
+        be resumed for `resume_grace_ms`. A `resumable` session can also be resumed if the store did
+        not take its end."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -210,7 +210,7 @@ class OwnedSessions:
         if is_gone:
             self.wait_for_client(run.record)
         elif run.session.error is None and not self._closing.is_set():
-            # The end could not be stored, and no other coordinator has taken the session over.
+            # The store did not take the end, and no other coordinator has taken the session over.
             if resumable:
                 self.wait_for_client(run.record)
             else:
@@ -218,7 +218,7 @@ class OwnedSessions:
 
     async def vacate(self, record: SessionRecord) -> None:
         """Ends the earlier runs of a session that this coordinator has just taken over. `record`
-        has the new epoch. Raises `StaleEpoch` if a later take-over has begun a run already."""
+        has the new epoch. Raises `StaleEpoch` if a later take-over has already begun a run."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -238,9 +238,9 @@ class OwnedSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
 
     def wait_for_client(self, record: SessionRecord) -> None:
-        """Releases a session, so that any coordinator can resume it. If no client resumes the
-        session within `resume_grace_ms`, records the session as cancelled. If this coordinator
-        closes earlier, the session stays unfinished until its record expires."""
+        """Releases a session, so that any coordinator can resume the session. If no client resumes
+        the session within `resume_grace_ms`, cancels the session. If this coordinator closes
+        earlier, the session stays unfinished until its record expires."""
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:
@@ -253,7 +253,7 @@ class OwnedSessions:
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
-        """Counts a session as being taken over until the context ends. Raises `Unavailable` if
+        """Until the context ends, counts a session as being taken over. Raises `Unavailable` if
         `TAKE_OVERS_MAX` sessions are being taken over already."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise Unavailable(
@@ -270,13 +270,13 @@ class OwnedSessions:
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
-        """Takes over the session of a stored `record`. Returns the record with its new epoch, and
-        the session's parameters. If the session is finished, returns its record unchanged.
+        """Takes over the session of a stored `record`. Returns the record with the new epoch, and
+        the session's parameters. If the session is finished, returns `record` unchanged.
 
         Runs `check_known` before the take-over. If the stored tokens have changed since `record`
-        was read, runs `check_known` again after the take-over. If this second check fails, releases
-        the session. Raises `Incompatible` if no target has the session's weights, and the errors of
-        `check_known` and `SessionStore.take_over`."""
+        was read, runs `check_known` again after the take-over. If the second check fails, releases
+        the session. Raises `Incompatible` if no target has the session's weights, `Unavailable` if
+        no target is known, and the errors of `check_known` and `SessionStore.take_over`."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
@@ -300,17 +300,17 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session. For a long session, `call` runs on a
-        thread. The thread runs one call at a time."""
+        """Runs `call`, which reads all tokens of a session. If the session is long, runs `call` on
+        a thread, which all long sessions share."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
-        """Takes over a session that does not run here, and records it as cancelled. Does nothing if
-        the session is finished. If another coordinator owns the session, asks the owner to cancel
-        it, and raises `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
+        """Takes over a session that does not run here, and cancels it. Does nothing if the session
+        is finished. If another coordinator owns the session, asks this owner to cancel the session,
+        and raises `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
         `StoreUnavailable`, and repeats the call to the store in the background."""
         if record.finish_reason is not None:
             return
@@ -331,9 +331,9 @@ class OwnedSessions:
 
     async def release_wanted(self, session_id: str) -> None:
         """Handles a session that another coordinator wants to take over. If the session does not
-        run here, but the store lists this coordinator as its owner, a failover of the store has
-        lost the session's release. This method then releases the session again. If the store does
-        not answer, the next renewal of the lease will report the session again."""
+        run here, but this coordinator is its owner in the store, a failover of the store has lost
+        the session's release. This method then releases the session again. If the store does not
+        answer, the next renewal of the lease will report the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -352,8 +352,8 @@ class OwnedSessions:
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. From then
-        on, no call to the store is repeated."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. Later,
+        failed calls to the store are not repeated."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -361,11 +361,11 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """Calls `SessionStore.take_over`. If the call fails although the store may have done the
+        """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session, because this coordinator will not run the session.
 
-        Raises `Unavailable` while another call takes over, releases or ends the session. Such a
-        release or end may have the same epoch as the take-over, and would then end the new run."""
+        Raises `Unavailable` while another call takes over, releases or ends the session. A release
+        or end may have the same epoch as the take-over, and would then end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -384,8 +384,8 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs, begins or ends here, or a running call to the store concerns
-        it."""
+        """Whether the session runs, begins or ends here, or a call to the store about the session
+        is still running."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -394,8 +394,8 @@ class OwnedSessions:
 
     async def told(self, session_id: str) -> None:
         """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
-        session. If the store has lost the session's epoch, it may give this epoch again, to a
-        new run. A late release under this epoch would then end the new run."""
+        session. A store that has lost the session's epoch may give the same epoch to a new run. A
+        late release with this epoch would then end the new run."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
@@ -404,8 +404,8 @@ class OwnedSessions:
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that does not run here as cancelled. The store refuses if the
-        session's owner is not `owner`. By default, `owner` is this coordinator."""
+        """Cancels a session that does not run here. The store refuses if the session's owner is
+        not `owner`. By default, `owner` is this coordinator."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -418,9 +418,9 @@ class OwnedSessions:
 
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
         """Starts a task that repeats a call until the store answers. Calls about the same session
-        run one after the other. The task gives up if this coordinator's lease ends, because other
-        coordinators can then take the session over. If more than `UNTOLD_SESSIONS_MAX` sessions
-        wait for such calls, it gives up after `ABANDON_TRIES_MAX` calls."""
+        run one after the other. The task gives up when this coordinator's lease ends, because other
+        coordinators can then take the session over. While more than `UNTOLD_SESSIONS_MAX` sessions
+        wait for such tasks, a task also gives up after `ABANDON_TRIES_MAX` calls."""
         before = self._telling.get(session_id)
 
         async def insist() -> OutriderError | None:
