@@ -1,4 +1,4 @@
-"""Decides whether a step waits for sessions that will soon need a step, too. Pure.
+"""Decides whether a step waits for sessions that will soon need a step, too.
 
 Without a delay, sessions that arrive out of phase never share a step. An item that arrives during a
 step waits for the end of the step, and the item's own step then delays the other sessions. If one
@@ -51,7 +51,7 @@ class BatchingDelay:
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
         """By session, in the order of the sessions' last answers."""
         self._typical = _Rhythm(1)
-        """Statistics over all sessions. New sessions start with them."""
+        """Statistics over all sessions. A new session starts with these values."""
         self._num_gaps = 0
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
@@ -88,8 +88,8 @@ class BatchingDelay:
         self.awaited.discard(session_id)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float:
-        """Returns the time until which the next step should wait for the sessions in `awaited`,
-        which this method sets. If there are none, the step should begin now. `waiting` has the
+        """Chooses the sessions `awaited` for which the next step should wait. Returns the time
+        until which the step should wait, or `now` if there are no such sessions. `waiting` has the
         number of rows of each waiting item."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited

@@ -29,7 +29,7 @@ with_frame_room.__code__ = with_frame_room.__code__.replace(co_stacksize=_FRAME_
 
 class ThreadExecutor:
     """Runs steps on its own thread. After each step, `step_seconds` returns how long the step
-    should take, and the thread sleeps if the step took less. Emulated engines need this."""
+    should take. If the step took less, the thread sleeps. Emulated engines state such times."""
 
     def __init__(
         self, name: str, step_seconds: Callable[[], float], *, is_timed: bool = True
@@ -65,8 +65,8 @@ class InlineExecutor:
     """Runs steps on the event loop. For simulations with a virtual clock."""
 
     def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
-        """See `ThreadExecutor`. A simulation may set `is_timed` to False, although its steps take
-        time: the time of two steps then passes after the second one."""
+        """See `ThreadExecutor`. A simulation may set `is_timed` to False although its steps take
+        time. If two steps run in one `run`, their time then passes after the second step."""
         self.is_timed = is_timed
         self._step_seconds = step_seconds
 

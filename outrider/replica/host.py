@@ -131,8 +131,9 @@ class ReplicaHost(PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses further calls and items. Closes when no item waits for a step and all answers are
-        sent, at the latest after `grace_s` seconds. Concurrent callers wait for the same stop."""
+        """Refuses further calls and items. The replica closes when no item waits for a step and all
+        answers are sent, at the latest after `grace_s` seconds. Concurrent callers wait for the
+        same stop."""
         if self._stopping is None:
             self._grace_s = grace_s
             self._stopping = asyncio.create_task(self._open.aclose())

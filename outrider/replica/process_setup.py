@@ -43,23 +43,23 @@ STANDARD_ERROR = "-"
 """Value of a log directory that stands for standard error."""
 SPIN_COUNT = 10_000
 """How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A check
-takes about 50 ns. All checks together must take longer than the gap between two operators: on two
+takes about 50 ns. All checks together should take longer than the gap between two operators. On two
 cores of an Intel Xeon, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000,
-and 24 ms with 20,000. With the library's default they take milliseconds: while two other processes
-ran on an AMD EPYC, a step took 1,500 ms with the default, and 70 ms with 3,000 checks."""
+and 24 ms with 20,000. The checks of the library's default take milliseconds. While two other
+processes ran on an AMD EPYC, a step took 1,500 ms with the default, and 70 ms with 3,000 checks."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
-instead of libgomp. Its waiting threads yield their cores: with eight sessions of the demo target on
+instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
 two cores, a token took 34 to 43 ms with this runtime, and 40 to 52 ms with libgomp."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helper threads. Helper threads
-of steps get less (`NICENESS` in `outrider/engine/threads.py`). So a replica that loads leaves the
-cores to the steps of other replicas on its machine."""
+"""Added to the niceness of the thread that loads a model, and of its helper threads. The value for
+helper threads of steps is lower (`NICENESS` in `outrider/engine/threads.py`). So a replica that
+loads leaves the cores to the steps of other replicas on its machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
-_ANY_REMOTE_HOST = "192.0.2.1"  # Of a range for documentation (RFC 5737).
+_ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
 VLLM_VERSION = "0.32"
-"""The minor version whose internals `outrider/engine/vllm_engine.py` calls."""
+"""The minor version of vLLM whose internals `outrider/engine/vllm_engine.py` calls."""
 PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
@@ -106,17 +106,17 @@ def use_threads(num_threads: int, engine: str = "") -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         if engine == VLLM:
             # vLLM leaves threads behind. In a process with more threads than cores, libgomp hardly
-            # spins unless its policy is `active`. A step of the demo target took 146 ms without
+            # spins, except with the policy `active`. A step of the demo target took 146 ms without
             # this policy, and 14 ms with it.
             os.environ["OMP_WAIT_POLICY"] = "active"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a new thread, which then ends together with its OpenMP threads. If these
-    stayed, the process would have more OpenMP threads than cores. The OpenMP threads of steps would
-    then sleep between operators. On two cores, a step of 16 sessions took 42 ms with extra threads,
-    and 27 ms without."""
+    """Runs `work` on a new thread, which then ends together with its OpenMP threads. If the OpenMP
+    threads stayed, the process would have more of them than cores. The OpenMP threads of steps
+    would then sleep between operators. On two cores, a step of 16 sessions took 42 ms with extra
+    threads, and 27 ms without extra threads."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -375,9 +375,9 @@ def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Returns the target's checked draft layer; None without a draft layer, and on all ranks but
-    the leading one. Must be called before `speed_up` changes `module`, because the check runs
-    `module` as `transformers` built it."""
+    """Returns the target's checked draft layer. Without a draft layer, and on all ranks but the
+    leading rank, returns None. Must be called before `speed_up` changes `module`, because the check
+    runs `module` as `transformers` built it."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import read_library
@@ -395,9 +395,9 @@ def _layer_of_target(
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Loads the EAGLE-3 head or MTP layer that runs on a target. Returns None on all ranks but the
-    leading one. `module` is the target's `transformers` model. If `module` is None or divided among
-    ranks, reads embeddings and LM head from the target's files."""
+    """Loads the EAGLE-3 head or MTP layer that runs on a target. On all ranks but the leading rank,
+    returns None. `module` is the target's `transformers` model. If `module` is None or divided
+    among ranks, reads embeddings and LM head from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
     from outrider.models.student import target_ends
@@ -458,7 +458,7 @@ def _features_of(target: ModelInfo, head: Path) -> str:
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """Returns the configured look-up; None = without a look-up."""
+    """Returns the configured look-up, or None."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
@@ -475,8 +475,9 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """Returns the compiler of constraints for the target's tokenizer; None = without a tokenizer.
-    The first compilation loads the tokenizer. `eos_token_ids` default to those of its files."""
+    """Returns the compiler of constraints for the target's tokenizer. Without a tokenizer, returns
+    None. The first compilation loads the tokenizer. By default, `eos_token_ids` are those of the
+    tokenizer's files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer

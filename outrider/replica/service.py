@@ -106,8 +106,8 @@ class SteppedService:
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(SEQUENCES_PER_REPLICA_MAX)
-        """Sessions that the worker forgets (True) or parks (False) before the next step. If these
-        are too many, the oldest entries are dropped: their slots are freed for other sessions."""
+        """Sessions that the worker forgets (True) or parks (False) before the next step. If there
+        are too many, drops the oldest, whose slots are freed when other sessions need slots."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -115,7 +115,7 @@ class SteppedService:
         """Why no more steps can run; None while steps can run."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
-        """Set when `healthy` or `lost` may have changed. The task that waits for it clears it."""
+        """Set when `healthy` or `lost` may have changed. The waiting task clears the event."""
         self._num_starved = 0
         """Value of the worker's `figures.num_starved` after the last step."""
         self._idle = asyncio.Event()
@@ -147,7 +147,7 @@ class SteppedService:
         observer.watch(lambda: len(self._queue.waiting), lambda: self._worker.figures)
 
     def take(self, item: Any, sender: AnswerSender) -> None:
-        """Accepts an item of a stream, or refuses it if its round is over. Never waits."""
+        """Accepts an item, or refuses an item whose round is over. Never waits."""
         self.num_items += 1
         work = self._work(item, sender)
         if self._is_stale(work):
@@ -164,8 +164,8 @@ class SteppedService:
             task.add_done_callback(self._compiling.discard)
 
     def _is_stale(self, work: StepRequest) -> bool:
-        """Whether the round of a request is over. If it is, refuses the request. Otherwise notes
-        the round as its session's newest."""
+        """Whether the round of a request is over. If the round is over, refuses the request.
+        Otherwise notes the round as the newest round of its session."""
         stale = self._filter.admit(work.item.head)
         if stale is not None:
             if self._observer is not None:
@@ -326,7 +326,7 @@ class SteppedService:
         return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
 
     def _finish(self, batch: list[StepRequest], steps: list[_Step], now: float) -> None:
-        """Handles the answers of a step, and then those of the second step if one has run."""
+        """Handles the answers of a step, and then the answers of a second step if it has run."""
         first, *second = steps
         self._worker.note_seconds(now - steps[-1].start)
         again = {item.head.session_id for step in second for item in step.items}
@@ -344,13 +344,14 @@ class SteppedService:
             self._answer(works, step._replace(answers=[answer for _, answer in pairs]), now)
 
     def _put_back(self, works: Sequence[StepRequest]) -> None:
-        """Returns requests to the queue. Cancels those whose session was released meanwhile."""
+        """Returns requests to the queue. Cancels requests whose session was released meanwhile."""
         released = [work for work in works if self._leaving.get(work.session_id)]
         self._cancel(released)
         self._queue.put_back([work for work in works if work not in released])
 
     def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
-        """Handles a crash. Of the requests in `batch`, only the one that causes it is refused."""
+        """Handles a crash. Refuses a request that was alone in the step. Otherwise runs each of the
+        requests alone, to find the request that causes the crash."""
         sessions = [work.session_id for work in batch]
         logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
         self._crashes += 1
@@ -383,8 +384,8 @@ class SteppedService:
         clock: Callable[[], float],
     ) -> None:
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, then runs a step with these items. Handing a step to the executor takes
-        a good part of a quick step's time (1.3 ms)."""
+        nothing else waits, runs a second step with these items. This saves handing the second step
+        to the executor, which takes a good part of a quick step's time (1.3 ms)."""
         self._worker.leave(leaving)
         if not batch:
             return
@@ -432,14 +433,14 @@ class SteppedService:
             if not work.sender.closed:
                 frames.setdefault((work.sender, work.held_s), []).extend(timed)
         for (sender, held_s), frame in frames.items():
-            # After a longer step, for example with a part of a prompt, answers wait no longer.
+            # The answers of a longer step, for example with a part of a prompt, do not wait.
             if held_s > end - start:
                 sender.hold(frame, held_s)
             else:
                 sender.send(frame)
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
-                # Before `_done`, because that submits the next round of a session that runs ahead.
+                # Before `_done`, which submits the next round of a session that runs ahead.
                 is_last = isinstance(answer, VerdictReply | ProposalReply)
                 if is_last and work.session_id not in again:
                     self._delay.answered(work.session_id, work.item.num_rows, end)
@@ -482,7 +483,7 @@ def _now() -> float:
 
 
 def _round_of(item: Any) -> Any:
-    """Items for which this is equal have the same answer."""
+    """Two items with equal results have the same answer."""
     head = item.head
     return head.key, head.prefix_digest, head.append, getattr(item, "proposal", None)
 
@@ -595,7 +596,8 @@ class SessionTracker:
         return self._drop([name for name, (last, _) in self._heard.items() if last is sender])
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
-        """Forgets and returns the sessions that are silent since this time and not `waiting`."""
+        """Forgets and returns the sessions that are not `waiting`, and had no item or answer after
+        the time `since`."""
         silent = takewhile(lambda entry: entry[1][1] <= since, self._heard.items())
         return self._drop([name for name, _ in silent if name not in waiting])
 
@@ -619,8 +621,8 @@ class StaleRoundFilter:
         self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
 
     def admit(self, head: RoundHead) -> Refused | None:
-        """Notes the round. If the round is old, returns its refusal instead: ABORTED for an old
-        epoch, CANCELLED for an old round of the same epoch."""
+        """Notes the round, and returns None. If the round is old, only returns its refusal. The
+        code is ABORTED for an old epoch, and CANCELLED for an old round of the same epoch."""
         asked = self._asked.get(head.session_id)
         if asked is not None:
             epoch, latest = asked

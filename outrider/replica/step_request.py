@@ -114,8 +114,8 @@ class StepRequest:
     request ends without one."""
     follow: Callable[[Any, Any, float], Any] | None = None
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
-    Returns the session's next item, or None if the answer must be sent first. There is no such
-    function if the coordinator must send the next item."""
+    Returns the session's next item, or None if the answer must be sent first. The attribute is None
+    if the coordinator sends the next item."""
     held_s: float = 0.0
     """How long the answer may wait for others, so that one message carries all of them, s."""
     started_at: float | None = None
@@ -228,7 +228,7 @@ class RequestQueue:
                 room[work.unfinished] -= 1
                 batch.append(work)
             else:
-                sessions.add(session_id)  # A session's requests run in order.
+                sessions.add(session_id)  # Later requests of the session wait for this request.
         self.remove([*batch, *unwanted, *late])
         return batch, unwanted, late
 
@@ -237,5 +237,5 @@ class RequestQueue:
         self.waiting = [work for work in self.waiting if work not in taken]
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
-        """Returns requests to their places."""
+        """Returns requests to their places in the queue."""
         self.waiting = sorted([*works, *self.waiting], key=attrgetter("arrived_at"))

@@ -29,24 +29,24 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""Most tokens of a round before its last `num_last` tokens: those of one outcome. With more tokens,
-a demand is a prefix, even if they are the last of a long prompt, because each of these tokens reads
-the whole context."""
+"""A round has at most this many tokens before its last `num_last` tokens: those of one outcome. A
+demand with more tokens is a prefix, even at the end of a long prompt, because each of its tokens
+reads the whole context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens. A step's
-predicted time grows only to 1.75 times that of its rounds. But some steps take 1.5 times their
-predicted time, and a gap also has time outside steps."""
+predicted time grows only to 1.75 times the predicted time of its rounds. But some steps take 1.5
+times their predicted time, and a gap also has time outside steps."""
 WAITING_DECAY = 0.95
-"""Least share of n that is left after a step."""
+"""In one step, n falls at most to this share of its value."""
 CORRECTION_WEIGHT = 0.2
 """Weight of the newest step in the average of `TokenBudget._corrections`."""
 CORRECTION_MAX = 1.1
 """If a step's correction differs from the average by more than this factor, it counts as differing
 by this factor. Other processes may have delayed the step."""
 ROUND_REST_STEPS = 4
-"""After so many steps in a row without a round, no more rounds are expected. Until then, their
-sessions may wait for their coordinators."""
+"""After this number of steps in a row without a round, no more rounds are expected. Before, the
+sessions of the last rounds may still wait for their coordinators."""
 
 
 class TokenDemand(NamedTuple):
@@ -95,9 +95,9 @@ class TokenBudget:
         """Load of each later pass of the last step."""
         self._round_passes = 1
         self._num_waiting = 0.0
-        """n of the module's docstring."""
+        """The value n of the module's docstring."""
         self._num_decoding = 0.0
-        """Number of rounds of the last steps. Falls like n."""
+        """Number of rounds in a step. Falls as slowly as n."""
         self._corrections = {False: 1.0, True: 1.0}
         """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
@@ -147,7 +147,7 @@ class TokenBudget:
         self._last_rounds = None
 
     def note_passes(self, num_passes: int) -> None:
-        """Notes how many passes the last step had; 1 if this is not called."""
+        """Notes how many passes the last step had. If this is not called, it had 1 pass."""
         later_s = (num_passes - 1) * self._cost_seconds(self._later_pass)
         self._last = self._last._replace(later_s=later_s)
         if self._last.rows and self._rest_steps == 0:
@@ -184,8 +184,8 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """How long a step may take; `rounds` is the load of its rounds, perhaps empty. Counts the
-        earlier steps since the last rounds, see the module's docstring."""
+        """Returns how many seconds a step may take. `rounds` is the load of its rounds, perhaps
+        empty. Subtracts the time of earlier steps since the last rounds."""
         newest = rounds if rounds.rows else self._last_rounds
         if newest is None:
             return math.inf
@@ -216,7 +216,7 @@ class TokenBudget:
             self._last_rounds = None
 
     def _seconds(self, load: _Load) -> float:
-        """Predicted time of a step, corrected; 0 without costs."""
+        """Returns the corrected prediction of a step's time; 0 without costs."""
         return self._corrections[load.has_prefix] * self._cost_seconds(load)
 
     def _cost_seconds(self, load: _Load) -> float:

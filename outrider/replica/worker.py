@@ -100,15 +100,15 @@ class Admissions:
         admissions = self._grant(demands, found)
         for name, admission in zip(names, admissions, strict=True):
             if name in new and not isinstance(admission, Admitted):
-                self._engine.release(name)  # The next step may find a longer prefix.
+                self._engine.release(name)  # The next step may find a longer cached prefix.
         return admissions
 
     def _give_way(self) -> None:
         """Frees pages that no waiting item needs."""
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:
-        """Returns a step with all tokens that the item can run now. If these are more than all
-        slots, the step has just one token more than all slots, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If the item has more tokens
+        than the engine has slots, the step has one token more than all slots, so it never fits."""
         name = demand.head.session_id
         num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -118,8 +118,8 @@ class Admissions:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep]) -> None:
-        """Reserves pages for items, those of the oldest sessions first. Sets the entry in `found`
-        to `WAITS` for each item for which no pages are left."""
+        """Reserves pages for items, those of the oldest sessions first. If no pages are left for an
+        item, sets its entry in `found` to `WAITS`."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -143,8 +143,8 @@ class Admissions:
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Whether there are pages for these steps. If needed, takes the pages of `younger`
-        sessions, the youngest first, and adds these sessions to `lost`. If even all these pages
-        would not be enough, takes none."""
+        sessions, the youngest first, and adds these sessions to `lost`. If the pages of all these
+        sessions would not be enough, takes none."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):
@@ -158,7 +158,6 @@ class Admissions:
         raise InvariantError("preempting every younger session did not free enough pages")
 
     def _grant(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> list[Admission]:
-        """Shares out the step's tokens."""
         if not any(map(self._engine.length, self._decoding)):
             self._budget.expect_no_rounds()
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
@@ -221,9 +220,9 @@ class StepWorker(Admissions):
         self._budget.note_seconds(seconds)
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
-        """Forgets the sessions whose value is True. Of the others, for which no connection waits,
-        frees the slots. The pages that they filled stay in the cache until other sessions need
-        them."""
+        """Forgets the sessions whose value is True. Frees the slots of the other sessions, because
+        no connection waits for them. The pages that these sessions filled stay in the cache until
+        other sessions need pages."""
         for session_id, is_over in session_ids.items():
             if is_over:
                 self.release(session_id)
@@ -233,7 +232,6 @@ class StepWorker(Admissions):
         self._note_figures()
 
     def release(self, session_id: str) -> None:
-        """Forgets a session."""
         self._forget(session_id)
         self._table.release(session_id)
         if self._matchers is not None:
@@ -315,7 +313,7 @@ class StepWorker(Admissions):
         raise NotImplementedError
 
     def _fail(self, work: Any, error: OutriderError) -> None:
-        """Forgets the session, whose state after a failed pass cannot be trusted."""
+        """Refuses an item, and forgets its session, whose state may be wrong after the error."""
         self.release(work.head.session_id)
         work.answer = refusal(work.head.key, error)
 

@@ -10,7 +10,7 @@ from outrider import limits
 _BOTH_ENDS = (
     ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
-    # The soft and the hard bound are equal, because gRPC refuses calls at random between them.
+    # The soft and the hard bound are equal. Between different bounds, gRPC refuses calls at random.
     ("grpc.max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", limits.KEEPALIVE_MS),
@@ -23,19 +23,19 @@ _BOTH_ENDS = (
 def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
-    """Options of a server. A connection older than `age_ms` (plus or minus 10 %) takes no new
-    calls; None = no limit. With `shares_port`, several servers may listen on the same port
+    """Returns the options of a server. A connection older than `age_ms` (plus or minus 10 %) takes
+    no new calls; None = no limit. With `shares_port`, several servers may listen on the same port
     (SO_REUSEPORT). The kernel then gives each new connection to one of the servers."""
     return [
         *_BOTH_ENDS,
-        # Half of the clients' interval between pings, so that a ping may arrive early.
+        # Half of the clients' interval between pings, because a ping may arrive early.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
         ("grpc.so_reuseport", int(shares_port)),
         *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
         ("grpc.max_connection_age_grace_ms", limits.GRPC_AGE_GRACE_MS),
-        # Equal bounds here too, because gRPC refuses calls at random between them.
+        # The bounds are equal for the same reason as those of the metadata.
         ("grpc.server.max_pending_requests", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server_max_unrequested_time_in_server", limits.GRPC_PENDING_S_MAX),
@@ -68,7 +68,7 @@ PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
-    """Opens a channel for asyncio or for `blocking` calls. It connects at its first call."""
+    """Returns a channel for asyncio or for `blocking` calls. It connects at the first call."""
     options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))

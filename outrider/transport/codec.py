@@ -1,8 +1,8 @@
 """Converts between protobuf messages and the values of `outrider.messages`.
 
 A field of a message corresponds to the field of the same name of a dataclass. `OWN_CODECS` has
-functions for the messages that need other conversions. Because peers are not trusted, decoding
-raises `BadRequest`, with the field's path, for a field that exceeds its limit in `_LIMITS`."""
+functions for the messages that need other conversions. Peers are not trusted. So if a field exceeds
+its limit in `_LIMITS`, decoding raises `BadRequest` with the field's path."""
 
 import math
 import re
@@ -60,9 +60,9 @@ _LIMITS: Mapping[str, int] = {
     "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX + 1,
     "Refused.message": limits.ERROR_MESSAGE_CHARS_MAX,
 }
-"""Limit of each field: of a number's value, of a text's characters, or of a list's entries."""
+"""Maps a field to its largest value, or to its largest number of characters or list entries."""
 _AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
-"""Messages whose floating-point fields must be finite and at least 0, except repeated fields."""
+"""In these messages, floating-point fields that are not repeated must be finite and at least 0."""
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -383,7 +383,7 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
     """Decodes and checks a head. If the message has only hashes, takes `sampling` and `constraint`
-    from `known`, a head of the same session. If its hashes differ, both are None."""
+    from `known`, a head of the same session. If the hashes of `known` differ, both are None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):

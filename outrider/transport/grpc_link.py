@@ -34,8 +34,8 @@ RELEASE_TIMEOUT_S = 5.0
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
-"""Largest size in bytes of an item's frame on the normal stream. gRPC's limit is higher, because
-the frame may grow on the bulk stream, which may need the parameters in full."""
+"""Largest size in bytes of an item's frame on the normal stream. It is less than gRPC's limit,
+because on the bulk stream the same item may need the parameters in full."""
 
 
 def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
@@ -184,8 +184,8 @@ class GrpcLink(Link):
 
 
 class _Stream:
-    """One bidirectional call. gRPC sends the frames, which join queued items. A reader passes the
-    answers to the link."""
+    """One bidirectional call. Each frame that is sent joins queued items. `run` passes the answers
+    to the link."""
 
     def __init__(self, link: GrpcLink, codec: Codec, open_call: Any) -> None:
         self._link = link
@@ -197,7 +197,8 @@ class _Stream:
         self._stopped = False
 
     def encode(self, item: RoundItem) -> bytes:
-        """Serialises the item, with hashes in place of what this stream has sent in full."""
+        """Serialises the item. If this stream has already sent the session's parameters and
+        constraint in full, the frame has their hashes."""
         head = item.head
         return self._codec.item_frame(item, self._sent.get(head.session_id) == head.given_hashes)
 

@@ -56,11 +56,11 @@ class Connection(Protocol):
     """The replica's end of one stream."""
 
     def receive(self, items: Sequence[Any]) -> None:
-        """Takes the items of one frame without waiting. Answers go to the `send` given to
-        `connect`. An item that cannot be taken gets the answer `Refused`."""
+        """Takes the items of one frame without waiting. Sends answers by the function `send` that
+        was given to `connect`. An item that cannot be taken gets the answer `Refused`."""
 
     def close(self) -> None:
-        """Called when the stream has ended. May drop work whose answers no other stream awaits."""
+        """Called when the stream has ended. May drop work for which no other stream waits."""
 
 
 class ReplicaService(Protocol):
@@ -92,7 +92,7 @@ class MemoryLink(Link):
         self._deliver = deliver
         self._connection: Connection | None = None
         self._number = 0
-        """Grows when a connection begins or ends. Messages with an earlier number are dropped."""
+        """Grows when a connection begins or ends. Messages with a lower number are dropped."""
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty if it can be reached."""

@@ -167,6 +167,6 @@ def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any)
 
 
 def session_to_proto(record: SessionRecord) -> pb.Session:
-    """The part of a stored session that users may see."""
+    """Returns the part of a stored session that users may see."""
     state = "running" if record.finish_reason is None else "finished"
     return to_proto(record, pb.Session, state=state)

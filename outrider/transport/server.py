@@ -1,5 +1,5 @@
-"""gRPC servers. Every method, health and reflection included, goes through one guard, one decode
-step and one error map.
+"""gRPC servers. All methods, also those of health and reflection, have the same guard, decoding and
+conversion of errors.
 
 This module decodes messages itself, so that a malformed message ends its call with
 INVALID_ARGUMENT. If gRPC decoded messages, the status would be INTERNAL. A servicer is any object
@@ -159,8 +159,8 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """Yields the status now and after each change. Raises `Overloaded` beyond
-        `HEALTH_WATCHES_MAX` watchers, because they need no key and could take all calls."""
+        """Yields the status now and after each change. If there are `HEALTH_WATCHES_MAX` watchers,
+        raises `Overloaded`. Without this limit, callers without a key could take all calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1

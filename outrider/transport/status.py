@@ -18,8 +18,8 @@ _INTERNAL = 13
 
 
 def error_to_status(error: OutriderError) -> status_pb2.Status:
-    """The google.rpc.Status of an error. Its details are the field of a `BadRequest`, or the retry
-    delay of an `Overloaded` or `Unavailable`. Long texts are cut."""
+    """Returns the google.rpc.Status of an error. The details are the field of a `BadRequest`, or
+    the retry delay of an `Overloaded` or `Unavailable`. Long texts are cut."""
     status = status_pb2.Status(
         code=error.grpc_code, message=error.message[:ERROR_MESSAGE_CHARS_MAX]
     )
@@ -48,10 +48,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, m
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    """The error that the server raised, or `Unavailable` if no server answered."""
+    """Returns the error that the server raised, or `Unavailable` if no server answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    call: Any = error  # An `AioRpcError` has those methods of a call that `from_call` uses.
+    call: Any = error  # An `AioRpcError` has all methods of a call that `from_call` uses.
     try:
         status = rpc_status.from_call(call)
     except (DecodeError, ValueError):

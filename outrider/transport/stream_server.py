@@ -44,8 +44,9 @@ class ReplicaServicer:
         self, frames: AsyncIterator[Any], context: Any = None
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
-        Raises errors of `frames`. Raises `Overloaded` if the caller does not read its answers, or
-        cancels the current task if the caller still reads nothing after `STUCK_WRITE_MS`."""
+        Raises errors of `frames`. If too many answers wait because the caller does not read, raises
+        `Overloaded`. If the caller still reads nothing after `STUCK_WRITE_MS`, cancels the current
+        task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -92,13 +93,13 @@ class ReplicaServicer:
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Any
     ) -> types_pb2.ReplicaDescription:
-        """Describes the replica."""
+        """See `ReplicaService.describe`."""
         return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
     async def release(
         self, request: types_pb2.ReleaseRequest, context: Any
     ) -> types_pb2.ReleaseReply:
-        """Forgets a session, unless the replica knows a newer epoch of the session."""
+        """See `ReplicaService.release`."""
         self._service.release(session_id_from_wire(request.session_id), request.epoch)
         return types_pb2.ReleaseReply()
 

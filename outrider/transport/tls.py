@@ -5,7 +5,7 @@ that the files had when its `Trust` was made.
 
 Services of a deployment identify each other by role. Each role has a certificate:
 
-    DIR/ca.pem, ca-key.pem              the authority that all of them trust, and its key
+    DIR/ca.pem, ca-key.pem              the authority that all roles trust, and its key
     DIR/<role>.pem, <role>-key.pem      certificate and key of all replicas of a role
 
 A replica's address is unknown when its certificate is made. So the certificate has the DNS name
@@ -47,10 +47,8 @@ AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
 """How long before its creation a certificate becomes valid, because machines' clocks differ."""
-
-
 WARNED_DAYS = 30
-"""If its certificate ends within this number of days, a service logs a warning at its start."""
+"""A service whose certificate ends within this number of days logs a warning at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class RoleFiles:
 
     @classmethod
     def of(cls, directory: Path, role: Role) -> RoleFiles:
-        """The files in `directory`, under the names that `outrider certs` gives them."""
+        """Returns the files in `directory`, under the names that `outrider certs` gives them."""
         return cls(
             directory / f"{AUTHORITY}.pem", directory / f"{role}.pem", directory / f"{role}-key.pem"
         )
@@ -86,7 +84,7 @@ def make_authority(directory: Path, now: datetime.datetime) -> None:
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
     """Makes a new key and certificate of a role, signed by the authority in the directory. Raises
-    `ConfigError` if the authority cannot sign, or ends within a day."""
+    `ConfigError` if the authority cannot sign, or if its certificate ends within a day."""
     files = RoleFiles.of(directory, role)
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
@@ -99,12 +97,12 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
-    """Whole days until a certificate ends; negative if it has ended."""
+    """Returns the number of whole days until a certificate ends; negative if it has ended."""
     return (read_certificates(path)[0].not_valid_after_utc - now).days
 
 
 def read_certificates(path: Path) -> Sequence[x509.Certificate]:
-    """The certificates in a file, at least one. Raises `ConfigError`."""
+    """Returns the certificates in a file. If there are none, raises `ConfigError`."""
     try:
         found = x509.load_pem_x509_certificates(read_file(path))
     except ValueError:
@@ -115,7 +113,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` if the key is not the certificate's, or if the certificate has ended."""
+    """Raises `ConfigError` if the key is of another certificate, or the certificate has ended."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
@@ -155,7 +153,7 @@ def _make(
     signer: Any = None,
 ) -> None:
     """Makes a key and a certificate. The certificate of a role is signed with `signer`, the key of
-    the `issuer`. Without an `issuer`, the certificate is that of an authority, and self-signed."""
+    the `issuer`. Without an `issuer`, makes a self-signed certificate of an authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
     is_ca = issuer is None
@@ -237,8 +235,8 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 
 
 def pinned_name(server: Path) -> str:
-    """A host name in the certificate: a DNS name if there is one, otherwise an IP address. Raises
-    `ConfigError` if the certificate names no host."""
+    """Returns a host name in the certificate: a DNS name if there is one, otherwise an IP address.
+    Raises `ConfigError` if the certificate names no host."""
     names: list[str] = []
     for one in read_certificates(server)[0].extensions:
         if isinstance(one.value, x509.SubjectAlternativeName):
@@ -265,7 +263,8 @@ def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
 
 
 def role_guard(*roles: Role) -> Guard:
-    """A guard that admits callers whose certificate, verified by TLS, names one of the roles."""
+    """Returns a guard that admits callers whose certificates name one of the roles. TLS has
+    verified the certificates before."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:
