@@ -149,7 +149,7 @@ class TokenizerText:
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
-        """The text of tokens. Special tokens are left out or, if `with_special`, shown by name."""
+        """The text of tokens. If `with_special`, the text includes special tokens by name."""
         ids, skips = list(token_ids), not with_special
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skips))
@@ -172,7 +172,7 @@ class TokenizerText:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an unknown id, and without a byte-level tokenizer."""
+        """The bytes of a byte-level token; empty for unknown ids and other tokenizers."""
         token = self._backend.id_to_token(token_id) if self._backend is not None else None
         if token is None or self._bytes_of is None:
             return b""

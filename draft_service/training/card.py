@@ -47,8 +47,8 @@ Made by `outrider distill` for speculative decoding of the target {target} with 
 {_data(dataset)}
 
 About one text in {HELD_OUT_EVERY} is held out. A hash of its tokens decides, so every run holds out
-the same texts. For a conversation, it is a hash of the prompt. If a conversation has no user's
-turn, the hash includes the beginning of the answer.
+the same texts. For a conversation, only the prompt is hashed. If a conversation has no user's turn,
+the beginning of the answer is also hashed.
 
 ## Acceptance
 

@@ -108,7 +108,7 @@ class _Run:
             "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
             seconds=None if tokens is not None else WRITING_SHARE * seconds,
         )  # fmt: skip
-        # With `--steps`, the drafter must not depend on the time.
+        # With `--steps`, the target reads all texts, because the drafter must not depend on time.
         share = READING_SHARE + (0 if tokens is None else WRITING_SHARE / 2)
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
         if not self._start:

@@ -51,7 +51,7 @@ class Document:
     temperature: float | None
     """Temperature of the target's answer. None for a text from `--corpus`."""
     is_held_out: bool = False
-    """Whether the document measures drafters, and does not train them."""
+    """Whether the document is used to measure drafters and not to train them."""
 
     @property
     def num_learned(self) -> int:

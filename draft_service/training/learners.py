@@ -94,7 +94,7 @@ class Learner:
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
-        """Loads a trained drafter. Raises `SettingError` if it does not fit the target."""
+        """Loads a trained drafter. Raises `SettingError` if the drafter does not fit the target."""
         with blaming("start_from"):
             module, token_ids = self._load(start, target)
         self._train(module, np.array(token_ids, dtype=np.int64))

@@ -17,7 +17,7 @@ class DistillOptions:
     """The drafter to make."""
 
     out: Internal[Path]
-    """The drafter's directory, from `check_out`."""
+    """The drafter's directory, as `check_out` returns it."""
     kind: Literal["student", "eagle3"] = "student"
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
     target's layers; its files have the format of `speculators`, which other programs also load."""

@@ -78,8 +78,8 @@ class Stopwatch:
 
 
 def check_out(out: Path) -> Path:
-    """Returns `out` with links resolved. Raises `SettingError` if it is not empty, or if a drafter
-    cannot be written there."""
+    """Returns `out` with links resolved. Raises `SettingError` if `out` is not empty, or if a
+    drafter cannot be written to `out`."""
     try:
         out = out.resolve()
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):

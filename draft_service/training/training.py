@@ -74,7 +74,7 @@ def likelihood_share(part: float, is_trained: bool) -> float:
 
 
 class Progress(BaseModel):
-    """The part of a checkpoint beside weights and the optimizer's moments."""
+    """A checkpoint's content, except the weights and the optimizer's moments."""
 
     num_steps: int = 0
     num_tokens: int = 0

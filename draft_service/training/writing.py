@@ -1,4 +1,4 @@
-"""Lets the target write a corpus of conversations. From only the beginning of the chat template,
+"""Lets the target write a corpus of conversations. Given only the beginning of the chat template,
 the target writes a user's turn, and then an answer."""
 
 import json
@@ -69,7 +69,8 @@ class WrittenCorpus:
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
-            os.truncate(self._path, len(whole))  # A kill during a rewrite would lose all lines.
+            # Truncates the file, because a kill while it is rewritten would lose all lines.
+            os.truncate(self._path, len(whole))
             for line in whole.splitlines():
                 self._keep(json.loads(line))
 

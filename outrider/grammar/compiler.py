@@ -108,7 +108,7 @@ class GrammarTokenizer:
         """The mask that allows only the tokens of `eos_token_ids`."""
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Raises `BadRequest` with the kind as its field if the constraint cannot be compiled."""
+        """If the constraint cannot be compiled, raises `BadRequest` with the kind as the field."""
         try:
             text = _grammar_text(constraint)
         except ValueError as error:
@@ -143,7 +143,7 @@ class Grammars:
     reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint. A `ConfigError` of `load` refuses it."""
+        """`load` is called for the first constraint, and may raise `ConfigError` to refuse it."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic

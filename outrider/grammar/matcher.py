@@ -1,4 +1,4 @@
-"""Computes which tokens may follow a session's tokens, by its grammar.
+"""Computes which tokens may follow a session's tokens, by the session's grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
 begin this continuation. The grammar also accepts other tokens that begin this continuation.
@@ -66,8 +66,8 @@ class PrefixMatcher:
         return num_legal
 
     def mask(self) -> TokenMask:
-        """The tokens that may come next. Raises `Incompatible` if there are none, or if the grammar
-        takes too many states or too long."""
+        """The tokens that may come next. Raises `Incompatible` if no token may come next, or if the
+        grammar takes too many states or too long."""
         if self._num_fed < len(self._tokens):
             return self.grammar.tokenizer.eos_mask
         began = self._grammars.clock()
@@ -191,8 +191,8 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers,
-    and builds missing ones again. Only the thread that runs steps may use this object."""
+    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers.
+    Builds other matchers again. Only the thread that runs steps may use this object."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars

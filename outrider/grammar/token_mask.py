@@ -18,7 +18,7 @@ class TokenMask:
     """The tokens allowed at one position."""
 
     bits: Bits
-    """[W]: one bit for each token, the lowest bit first. Tokens beyond the end are forbidden."""
+    """[W]: one bit for each token, the lowest bit first. Tokens without a bit are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""
 

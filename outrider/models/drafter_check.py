@@ -1,4 +1,4 @@
-"""Checks whether a published head reads those layers of its target on which it was trained.
+"""Checks whether a published head reads the layers of its target that it was trained to read.
 
 A head's files may count the target's layers in another way, or not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A prompt and the text that the target wrote after it, with the target's hidden states."""
+    """A prompt, the text that the target wrote after the prompt, and the target's hidden states."""
 
     token_ids: Tensor  # [T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text
     hidden: Sequence[Tensor]

@@ -54,7 +54,7 @@ _LAYER_IDS = (
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
 """The formulas above lack these factors, so the factors must be 1."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""The angles of these types of rotary embeddings depend only on the position."""
+"""Only these types of rotary embeddings are served. Their angles depend only on the position."""
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
 """If files have biases only for queries, keys and values, this bias is zero."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -89,7 +89,7 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
 
 
 def _attention(config: LlamaConfig, qk_norm: bool) -> nn.Module:
-    """Returns attention for x of the formulas above, which has twice the layer's width."""
+    """Returns attention that reads x of the formulas above. x has twice the layer's width."""
     config._attn_implementation = ATTENTION
     attention: nn.Module = (Qwen3Attention if qk_norm else LlamaAttention)(config, layer_idx=0)
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -145,7 +145,7 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str:
 def compare_tokenizers(
     target_name: str, target: TokenizerTable | None, draft_name: str, draft: TokenizerTable | None
 ) -> None:
-    """Raises `ConfigError`, with both names and one difference, unless both tables are equal.
+    """If the tables differ, raises `ConfigError` with both names and one difference.
 
     The models' logits may have different widths, because the table lacks columns that only pad the
     vocabulary. Two models without tokenizers (None) are accepted."""

@@ -358,8 +358,8 @@ def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In this context, every new parameter moves to the meta device as soon as a module registers
-    it, before the parameter's memory is written."""
+    """In this context, a new parameter moves to the meta device as soon as a module registers the
+    parameter. So the parameter's memory is never written."""
 
     def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:

@@ -12,11 +12,11 @@ differs in two points. In a drafted pair, vLLM uses h in place of norm(h); `MtpH
 way, too. In the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
-deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
-                        of a decoder layer, and copies of the target's embeddings and head
-                        (`embed_tokens`, `shared_head.head`), which are not read
+deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, and the
+                        tensors of a decoder layer. The copies of the target's embeddings and head
+                        (`embed_tokens`, `shared_head.head`) are not read
 qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
-                        those of a decoder layer at `layers.0.*`
+                        the tensors of a decoder layer at `layers.0.*`
 
 If a target has several MTP layers, only the first layer is used, for all draft tokens."""
 
@@ -64,7 +64,7 @@ _WAYS = {
 
 
 class MtpHead(DraftHead):
-    """The first layer of `model`, a `MtpModel` of transformers that has its weights. Embeddings and
+    """The first layer of `model`, a `MtpModel` of transformers with loaded weights. Embeddings and
     LM head are those of the module `target`."""
 
     def __init__(self, model: Any, target: Any, reads_output: bool) -> None:

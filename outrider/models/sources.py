@@ -208,7 +208,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     )
     from transformers.utils import logging as transformers_logging
 
-    # Commands report progress themselves. The GGUF reader has a separate progress bar.
+    # Commands report progress themselves. The GGUF reader's progress bar is a separate one.
     transformers_logging.disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)

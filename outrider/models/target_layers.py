@@ -59,8 +59,9 @@ class Watched(nn.Module):
 
 
 def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
-    """Wraps the layers with these indices. The number of layers, as an index, means the norm after
-    the last layer. Raises `ConfigError` if the model lacks one of these layers, or the norm."""
+    """Wraps the layers with these indices. An index equal to the number of layers means the norm
+    after the last layer. Raises `ConfigError` if the model lacks one of these layers, or the norm.
+    """
     num_layers = len(layers_of(module))
     wrong = [index for index in indices if not 0 <= index <= num_layers]
     if wrong:
