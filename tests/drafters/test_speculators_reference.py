@@ -77,12 +77,15 @@ def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) 
     )  # fmt: skip
 
 
-def greedy_draft(loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor) -> Tensor:
+def greedy_draft(
+    loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor
+) -> tuple[Tensor, Tensor]:
     """The chain [NUM_DEPTHS] after the last of these pairs, from keys and values of the earlier
-    pairs."""
+    pairs, and the feature after each of its pairs [NUM_DEPTHS, D]."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
-    keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
+    pairs = module.keys_and_values(features, token_ids, places[:length])
+    keys, values = (heads[:-1] for heads in pairs)
 
     def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         nonlocal keys, values
@@ -92,13 +95,15 @@ def greedy_draft(loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor) -
         ).transpose(0, 1)
 
     feature, token, drafted = features[-1:], token_ids[-1:], []
+    carried: list[Tensor] = []
     for depth in range(NUM_DEPTHS):
         place = places[length - 1 + depth, None]
         hidden = module.step(feature, token, place, attend)
         token = torch.tensor(loaded.token_ids)[module.logits(hidden).argmax(-1)]
         drafted.append(token)
         feature = module.carry(hidden)
-    return torch.cat(drafted)
+        carried.append(feature)
+    return torch.cat(drafted), torch.cat(carried)
 
 
 def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tensor]:
@@ -132,7 +137,7 @@ def check_equal(directory: Path, target: Any, texts: Tensor, prefixes: list[int]
                 found[:, rows], expected[wanted][depth][:, rows], rtol=2e-4, atol=2e-4
             )
     drafts = [
-        greedy_draft(loaded, own[:length], ids[:length])
+        greedy_draft(loaded, own[:length], ids[:length])[0]
         for own, ids in zip(features, tokens, strict=True)
         for length in prefixes
     ]
