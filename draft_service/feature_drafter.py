@@ -24,7 +24,7 @@ from outrider.models.eagle3 import LoadedEagle3
 
 
 class HeadEngine(PagedSequences):
-    """An engine that runs a head. For each new token, it needs the feature of the token before."""
+    """An engine that runs a head. A new token needs the feature of the token before it."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int

@@ -40,10 +40,10 @@ class ModelDrafter:
         over, the call ends early, because this draft is sent only after the step. The next call
         continues the other drafts.
 
-        The engine must hold all tokens of a draft except `unseen`. If the engine has lost some of
-        these, a draft that has draft tokens ends. A draft that wants no tokens still runs its
-        prefix. If the first pass fails and none of its drafts has draft tokens, raises the error.
-        """
+        For each draft, the engine must hold all committed and drafted tokens except `unseen`. If
+        the engine has lost some, a draft that has drafted tokens ends. A draft that wants no tokens
+        still runs its prefix. If the first pass fails and no draft has drafted tokens, raises the
+        error."""
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
                 branch.stop()

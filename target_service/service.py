@@ -173,9 +173,9 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next round's verdict may wait for further verdicts. The first verdict may
-        not, because the coordinator waits for it. Nor may the verdict after half of the rounds,
-        because the coordinator then asks for more rounds, and without these the run-ahead ends."""
+        """Whether the next round's verdict may wait for further verdicts. The first verdict is sent
+        at once, because the coordinator waits for it. The verdict after half of the rounds is sent
+        at once, because the coordinator then asks for more rounds before the run-ahead ends."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 

@@ -6,9 +6,9 @@ committed, in this round or another.
 
 Draft tokens and their number must be independent of the random numbers that test them. So under the
 rules token and block, answers of other sessions with the same seed must not influence a proposal.
-Under coupled and greedy, these answers may influence a proposal, because there the committed tokens
-do not depend on drafts. Before each draw, a drafter may decide whether to continue, by the time and
-by the tokens that it has drawn so far.
+Under coupled and greedy, these answers may influence a proposal, because committed tokens do not
+depend on drafts. Before each draw, a drafter may decide by the time, and by the tokens drawn so
+far, whether to continue.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class TextIndex:
     """A text of tokens, with an index of the n-grams in it. The text grows at its end, and may be
     cut at its beginning.
 
-    A *place* is a position between two tokens. Its number is the number of tokens before it,
-    including those that were cut off. The index links each place to the previous place that follows
+    A *place* is a position between two tokens. Its number counts all tokens before it, also
+    those that were cut off. The index links each place to the previous place that follows
     the same n-gram. Appending or cutting a token takes O(1). A token takes about 200 bytes.
     """
 
@@ -176,7 +176,8 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow the match, the text is repeating them, so the guess repeats them too."""
+        few tokens follow the match, the text has begun to repeat these tokens, so the guess repeats
+        them too."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

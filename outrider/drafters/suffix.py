@@ -107,8 +107,8 @@ class SuffixDrafter(LookupDrafter):
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
-        """Ends the session. If it is the first with its seed, adds the last tokens of its prompt
-        and its output to the history, as far as `guess` has seen them."""
+        """Ends the session. If the session is the first with its seed, adds the last tokens of the
+        prompt, and the output that `guess` has seen, to the history."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -183,7 +183,7 @@ class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Maps each seed, the oldest first, to the length of its output with `END`."""
+        """Maps each seed to the length of its output with `END`. The oldest output comes first."""
 
 
 class History:

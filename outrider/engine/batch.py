@@ -86,7 +86,7 @@ class StepRows(NamedTuple):
 
 
 class HeldStep:
-    """The sequences of one step. There is at least one sequence."""
+    """The sequences of one step, at least one."""
 
     def __init__(self, sequences: Sequence[HeldSequence], page_size: int) -> None:
         self.sequences, self.page_size = sequences, page_size

@@ -81,7 +81,7 @@ class Engine(Protocol):
 
     stated_seconds: float
     """The stated time of the steps since the last `take_stated_seconds`. Only emulated engines
-    state a time. Their callers wait until this time has passed. Other engines have 0."""
+    state a time, and their callers wait until it has passed. Other engines have 0."""
 
     @property
     def info(self) -> ModelInfo:

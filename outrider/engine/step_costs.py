@@ -22,7 +22,7 @@ class StepCosts:
     number, `base` is extrapolated from the last two numbers."""
 
     rows: tuple[int, ...]
-    """The measured numbers of rows, in ascending order. There is at least one number."""
+    """The measured numbers of rows, at least one, in ascending order."""
     seconds: tuple[float, ...]
     """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
@@ -120,9 +120,9 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Returns the costs of the first `rows`, one for each time. If a step took longer than a step
-    with more rows, other processes have delayed the step with fewer rows. Then the shorter time is
-    used for both."""
+    """Returns the costs of the first `rows`, as many as there are times in `seconds`. If a step
+    took longer than a step with more rows, other processes have delayed the step with fewer rows.
+    Then the shorter time is used for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 

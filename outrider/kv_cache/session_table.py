@@ -108,9 +108,9 @@ class SessionTable:
 
 
 def _resync(head: RoundHead, sequence: TokenSequence, confirmed_length: int) -> Resync:
-    """Offers the held tokens that are known to be committed. If there are at least as many as in
-    the stated prefix, replica and coordinator disagree about one of these tokens. Then offers no
-    tokens, because nothing shows which token differs."""
+    """Offers the held tokens that are known to be committed. If these are at least as many as the
+    stated prefix has, replica and coordinator disagree about one of them. Then offers no tokens,
+    because nothing shows which token differs."""
     held = min(confirmed_length, len(sequence))
     length = held if held < head.base_length else 0
     return Resync(head.key, length, sequence.digest(length))

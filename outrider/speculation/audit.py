@@ -4,8 +4,8 @@ Let p_i be the target's distribution of token x_i, given all earlier tokens. If 
 p_i, its surprise -log p_i(x_i) has the entropy of p_i as its mean. So the sum of surprise minus
 entropy is a martingale, even though a session's tokens decide where the session ends. For many
 tokens, this sum divided by the square root of the summed variances of -log p_i is approximately
-standard normal. If the tokens come from another distribution, the sum drifts away from 0, unless
-the mean surprise under that distribution equals the entropy of p_i.
+standard normal. The sum drifts away from 0 if the tokens come from a distribution under which the
+mean surprise differs from the entropy of p_i.
 
 Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts.
 So it detects wrong noise, acceptance or residuals, but not a wrong transform.

@@ -197,7 +197,7 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Copies the bytes of all parts to a device in one copy, without waiting for its end."""
+    """Copies the bytes of all parts to a device in one copy, and does not wait for the copy."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 

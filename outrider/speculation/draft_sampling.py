@@ -84,7 +84,7 @@ class LikelyTokens:
         return [LikelyTokens(ids, mass) for ids, mass in parts]
 
     def row(self, index: int) -> LikelyTokens:
-        """One row."""
+        """Only row `index`."""
         return LikelyTokens(self.ids[index : index + 1], self.mass[index : index + 1])
 
 

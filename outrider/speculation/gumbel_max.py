@@ -10,10 +10,11 @@ Exp(1). So v wins with probability w_v / sum w, and the weights w need not be no
 the Gumbel-max trick over log w. If a draft and a target race with the same keys, they usually draw
 the same token.
 
-*Waits* have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
-128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and each token
-is equally likely to have it. Exp(1) is memoryless, so every other wait is the shortest one plus an
-independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of number i.
+*Waits* have two levels, so that a race over a large vocabulary computes only a few waits. Tokens
+128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and every token
+of the block is equally likely to have this wait. Exp(1) is memoryless, so every other wait is the
+shortest wait plus an independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of
+number i.
 
 - The shortest wait of block b is m_b = E_i / 128 with i = 2^32 + b. The lower 7 bits of number i
   say which token of the block has this wait.

@@ -179,7 +179,8 @@ class OutcomeModel:
         )
 
     def _acceptance(self, index: int, evidence: float) -> float:
-        """The probability that a draft token is accepted if all draft tokens before it are."""
+        """The probability that draft token `index` is accepted, given that all before it are
+        accepted."""
         total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 
@@ -223,10 +224,10 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under token and block, outcomes depend on the noise of the seed. If two sessions with one seed
-    shared a model, predictions for the second session would depend on its own noise, from which the
-    first session's outcomes came. So only the first session with a seed uses the shared models.
-    Each later session has its own model.
+    Under token and block, sessions with the same seed have the same noise, and outcomes depend on
+    it. If the second session used a model that has learned from the first, predictions would depend
+    on noise that the second session has yet to use. So only the first session with a seed uses the
+    shared models. Each later session has its own model.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:

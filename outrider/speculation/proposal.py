@@ -84,8 +84,8 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q))
 
     def readable(self) -> SealedProposal:
-        """The tokens before the first q that cannot be decoded. If the fault of this q does not
-        depend on the token drawn from it, verifying the tokens before it is exact."""
+        """The tokens before the first q that cannot be decoded. Verifying these tokens is exact if
+        the fault of the q does not depend on the token drawn from that q."""
         for num in range(min(len(self), NUM_DRAFT_TOKENS_MAX), 0, -1):
             part = self.cut(num)
             with suppress(BadRequest):
@@ -130,7 +130,7 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 
 def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | None, ...]:
     """The inverse of `encode_q` for the tokens `drawn`. Returns () if `data` is empty. Raises
-    `BadRequest` if `data` has another length than its numbers of entries say, or if a token's
+    `BadRequest` if `data` is shorter or longer than its numbers of entries require, or if a token's
     distribution is invalid or lacks the token."""
     if not data:
         return ()

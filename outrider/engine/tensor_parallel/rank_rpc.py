@@ -23,8 +23,8 @@ _HELLO_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address of the `TCPStore` in which the ranks find each other. The leader serves it. A
-    process that knows the token may join."""
+    """The address of the `TCPStore` in which the ranks find each other. The leader serves this
+    store. A process that knows the token may join."""
 
     host: str
     store_port: int
