@@ -100,9 +100,8 @@ class Engine(Protocol):
         error, no sequence has changed."""
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
-        """Whether `forward` would find pages for these steps, after evictions if needed. Assumes
-        that the sequences in `without`, which must have no step, are released first. Changes
-        nothing."""
+        """Whether `forward` would find pages for these steps, after evictions if needed, and after
+        the sequences in `without` are released. These must have no step. Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids`. Pages

@@ -275,8 +275,7 @@ class BlockPool:
         del self._page_of[self._key_of.pop(page)]
 
     def _own(self, pages: list[int]) -> list[Copy]:
-        """Makes the last page of a page table writable. Returns the page copy that this needs, or
-        an empty list."""
+        """Makes the last page of a page table writable. If this needs a page copy, returns it."""
         page = pages[-1]
         if self._holders[page] == 1:
             if page in self._key_of:
