@@ -149,7 +149,7 @@ class Verifier(StepWorker):
                 f"than max_model_len {info.max_model_len}",
             )
         if one.sampling.top_k > size:
-            reason = f"{one.sampling.top_k} is over {size}, the vocabulary"
+            reason = f"got {one.sampling.top_k}; the vocabulary has {size} tokens"
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
         one.proposal = item.proposal.open()

@@ -63,7 +63,7 @@ def parse_drafter(name: str) -> DrafterChoice:
         return _parse_hybrid(name, rest)
     if form == EAGLE3:
         if not rest:
-            raise _wrong(name, "the directory of the head is missing")
+            raise _wrong(name, "the name of the head is missing")
         return DrafterChoice(None, "target", rest, EAGLE3)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
@@ -107,7 +107,7 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
     first, comma, second = parts.partition(",")
     lookups = " or ".join(f"`{kind}`" for kind in _LOOKUPS)
     if not comma or first not in _LOOKUPS or not second:
-        raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
+        raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, where LOOKUP is {lookups}")
     other = parse_drafter(second)
     if other.lookup is not None:
         raise _wrong(name, "its second part must be a model or a head")

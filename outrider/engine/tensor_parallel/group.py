@@ -250,7 +250,7 @@ class Links:
 
     def send_frame(self, frame: bytes) -> None:
         """Sends a frame from the leader to every follower."""
-        check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
+        check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes is too long")
         # Between frames, followers send nothing, so only an ended connection can be read.
         for key, _ in self._selector.select(0):
             raise _lost(key.data, ConnectionError("it has ended"))

@@ -32,9 +32,9 @@ def test_a_name_says_what_proposes(name: str, choice: DrafterChoice) -> None:
     [
         ("suffix:4", "`suffix` takes nothing after it"),
         ("mtp:a/b", "`mtp` takes nothing after it"),
-        ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
+        ("hybrid:demo,suffix", "LOOKUP is `ngram` or `suffix`"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
-        ("eagle3:", "the directory of the head is missing"),
+        ("eagle3:", "the name of the head is missing"),
         ("hybrid:suffix,eagle:a", "there is no kind `eagle`; did you mean eagle3?"),
     ],
 )
