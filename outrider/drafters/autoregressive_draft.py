@@ -54,6 +54,7 @@ class AutoregressiveDraft:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the draft gets no more tokens."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
