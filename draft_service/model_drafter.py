@@ -59,8 +59,9 @@ class ModelDrafter:
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Returns a draft without tokens. The engine must hold a proper prefix of the committed
-        tokens. If one of the other committed tokens is outside the model's vocabulary, or if there
-        are more than `max_model_len` committed tokens, the draft is whole, and runs nothing."""
+        tokens. If a committed token after this prefix is outside the model's vocabulary, or if
+        there are more than `max_model_len` committed tokens, the draft is whole and runs nothing.
+        """
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)

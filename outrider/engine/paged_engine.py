@@ -76,9 +76,8 @@ class PagedEngine(PagedSequences):
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
                            other processes use the cores
-        deterministic      whether the logits of a chain's tokens are always bit-equal: alone or
-                           beside other sequences, in one step or in several, after a cached prefix
-                           or not
+        deterministic      whether the same prefix always has bit-equal logits: alone or beside
+                           other sequences, run in one step or in several, cached or not
         backend            attention kernels of a device; not used if their trial fails on any rank
         least              returns the least number that any rank passes, so that all ranks agree on
                            the number of pages and on the results of trials
