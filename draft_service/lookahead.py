@@ -256,9 +256,9 @@ class LookAhead:
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
-        at least half of its tokens, proposes these at once, because each further token takes a
-        pass, and the last tokens are the least likely to be accepted. The number of tokens depends
-        only on when the item came, not on any token's value, so the output stays exact."""
+        at least half of its tokens, proposes these at once. Each further token would take a pass,
+        and the last tokens are the least likely to be accepted. The number of tokens depends only
+        on when the item came, not on any token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)

@@ -72,12 +72,12 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
-    Sessions with the same seed have the same noise. Under the rules token and block, a draft copied
-    from the output of an earlier session with the same seed would depend on the noise that tests
-    the draft, and the tests would be biased. So under these rules, only the tenant's first session
-    with a seed reads the history. Later sessions do not even read the outputs of other seeds,
-    because the length of the first session's output may decide which outputs are kept. Under the
-    other rules, all sessions read the history.
+    Under the rules token and block, sessions with the same seed have the same noise. A draft copied
+    from an earlier session with the same seed would depend on the noise that tests the draft, so
+    the test would be biased. So under these rules, only the tenant's first session with a seed
+    reads the history. Later sessions do not even read the outputs of other seeds, because the
+    length of the first session's output may decide which outputs are kept. Under the other rules,
+    all sessions read the history.
 
     Only the first session with a seed adds its output to the history, when the session ends. If the
     drafter forgets the seed, it also forgets this output.

@@ -56,9 +56,9 @@ _GATHERED_SLOTS_MAX = 2**16
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on how many masked
-slots follow. Therefore a token's logits in bfloat16 are bit-equal with and without drafted tokens
-after the token, as long as matrix products with and without the additional rows use the same
-kernel. An Intel Xeon with matrix tiles uses one kernel for up to 32 rows."""
+slots follow. Therefore drafted tokens do not change the bits of the logits before them in bfloat16,
+as long as matrix products use the same kernel with and without the drafted rows. An Intel Xeon with
+matrix tiles uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
