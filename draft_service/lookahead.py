@@ -407,8 +407,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft. After such an error,
-        each `wanted` draft without tokens runs again alone. After any other error, these drafts end
-        with the error. But if no `wanted` draft has tokens, returns False, and ends no draft."""
+        each `wanted` draft without tokens runs again alone. After another error, if no `wanted`
+        draft has tokens, returns False. Otherwise the drafts without tokens end with the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

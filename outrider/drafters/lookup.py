@@ -72,9 +72,9 @@ class TextIndex:
     """A text of tokens, with an index of the n-grams in it. The text grows at its end, and may be
     cut at its beginning.
 
-    A *place* is a position between two tokens. Its number counts all tokens before it, also
-    those that were cut off. The index links each place to the previous place that follows
-    the same n-gram. Appending or cutting a token takes O(1). A token takes about 200 bytes.
+    A *place* is a position between two tokens. Its number counts all tokens before the place, also
+    those that were cut off. The index links each place to the previous place that follows the same
+    n-gram. Appending or cutting a token takes O(1). A token takes about 200 bytes.
     """
 
     def __init__(self, gram_length: int) -> None:

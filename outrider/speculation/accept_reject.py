@@ -68,10 +68,10 @@ def decide(
 
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
-    """Returns a verdict that commits the draft tokens 0..`index`, and nothing more. It replaces a
-    verdict whose outcome accepts draft token `index`, if no token can be drawn after this token.
-    The distribution of the committed tokens is unchanged, because under every rule the probability
-    of accepting the tokens 0..`index` does not depend on later rows."""
+    """Returns a verdict that commits the draft tokens 0..`index`, and nothing more. If an outcome
+    accepts draft token `index`, but no token can be drawn after this token, the new verdict
+    replaces `verdict`. The distribution of the committed tokens is unchanged, because under every
+    rule the probability of accepting the tokens 0..`index` does not depend on later rows."""
     accept = [float(i < index) for i in range(len(proposal_ids))]
     correction = list(verdict.correction)
     correction[index] = proposal_ids[index]
