@@ -411,11 +411,11 @@ class LookAhead:
         draft has tokens, returns False. Otherwise the drafts without tokens end with the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
-        is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
-        if not is_own and not any(branch.token_ids for branch in wanted):
+        is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
+        if not is_draft_fault and not any(branch.token_ids for branch in wanted):
             return False
         for branch in wanted:
-            if not is_own or branch.token_ids:
+            if not is_draft_fault or branch.token_ids:
                 self._drafter.end(branch, error)
             elif not self._drafter.holds(branch):
                 branch.stop()
@@ -424,8 +424,8 @@ class LookAhead:
                     self._drafter.advance([branch])
                 except EngineLost:
                     raise
-                except OutriderError as its_own:
-                    self._drafter.end(branch, its_own)
+                except OutriderError as own_error:
+                    self._drafter.end(branch, own_error)
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
