@@ -5,7 +5,7 @@ bandwidth sets. `python -m benchmarks.device MODEL` measures the same without Ra
 | --- | --- |
 | `weight_bytes` | bytes of all weights that a step reads |
 | `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
-| `ideal_step_ms` | time to read `weight_bytes` at that speed |
+| `ideal_step_ms` | time to read `weight_bytes` at `copy_gb_per_s` |
 | `decode_step_ms` | a step of one token, until the likeliest next token is known |
 | `decode_over_ideal` | `decode_step_ms` divided by `ideal_step_ms` (goal: at most 1.25) |
 | `verify_step_ms` | a step of K + 1 tokens of one session |
@@ -86,7 +86,7 @@ def measure(
     backend: DeviceBackend | None,
     progress: Progress,
 ) -> Report:
-    """Measures a model. Replaces some of its modules by faster modules."""
+    """Measures `module`, in which faster modules replace some of the modules."""
     device = module.device
     weight_bytes = _weight_bytes(module)
     progress("copying")

@@ -216,8 +216,8 @@ def medians_ms(
     repetitions: int,
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """The median time of each function, ms. The functions take turns. Each gets the number of the
-    repetition, which is negative in the warm-up. `undo` runs after each function, untimed."""
+    """The median time of each function, ms. The functions take turns. Each function gets the number
+    of the repetition, which is negative in the warm-up. `undo` runs after each call, untimed."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

@@ -30,8 +30,8 @@ makes smaller differences. Attention to wrong slots or at wrong positions makes 
 about 1. `_HALF_TOLERANCE` is for dtypes of 16 bits."""
 _HALF_TOLERANCE = 0.2
 _LONG_TRIAL_TOKENS = 136
-"""`dependent_at` runs a sequence of this length. Deterministic attention reads the keys of such a
-sequence in more than one split."""
+"""`dependent_at` runs a sequence of this length. Attention with fixed shapes divides the slots of
+such a sequence into several splits (`SPLIT_SLOTS`)."""
 _ALONE_TOKENS = 5
 """`dependent_at` first runs the sequence alone, with this many tokens in each step."""
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
