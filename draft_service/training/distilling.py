@@ -237,7 +237,7 @@ def _check_prompts(options: DistillOptions, longest: int) -> None:
             raise SettingError(
                 "measure",
                 f"prompt {number} is also prompt {options.prompts.index(prompt) + 1} of --prompts; "
-                "a prompt to measure with must not be learned from",
+                "a drafter must not be trained with prompts that measure it",
             )
     most = {"prompts": min(DOCUMENT_TOKENS_MAX - 1, longest),
             "measure": min(MEASURED_PROMPT_TOKENS_MAX, longest)}  # fmt: skip

@@ -54,7 +54,7 @@ class DistillOptions:
             raise SettingError("layers", f"a drafter of the kind `{self.kind}` has none")
         for name in ("layers", "draft_vocab"):
             if self.start_from is not None and getattr(self, name) is not None:
-                raise SettingError(name, "not allowed: the drafter of --start-from keeps its own")
+                raise SettingError(name, "not allowed: the drafter of --start-from has its own")
 
 
 def draft_model(kind: str, directory: Path | str) -> str:

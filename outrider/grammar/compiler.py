@@ -321,8 +321,8 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
     if found > ALTERNATIVES_MAX:
         raise BadRequest(
             field,
-            f"has too many alternatives that are objects or lists: those in anyOf, oneOf and enum "
-            f"count {found:.0f}; allowed: {ALTERNATIVES_MAX}. An alternative that may be a list "
+            "has too many alternatives that are objects or lists: the sum over anyOf, oneOf and "
+            f"enum is {found:.0f}; allowed: {ALTERNATIVES_MAX}. An alternative that may be a list "
             f"counts {LIST_ALTERNATIVE}; where schemas are combined, their counts multiply",
         )
 

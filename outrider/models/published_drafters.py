@@ -96,7 +96,7 @@ def read_config(path: Path) -> dict[str, Any]:
     `ValueError`."""
     stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
-        raise ValueError(f"{path / CONFIG_FILE} holds no object")
+        raise ValueError(f"{path / CONFIG_FILE} holds no JSON object")
     return stated
 
 

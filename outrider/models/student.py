@@ -74,7 +74,7 @@ def check_target(directory: Path, *, name: str, target_directory: Path, target_n
         raise ConfigError(
             f"drafter {name} was trained for the target {description.target} with tensors "
             f"{description.target_fingerprint}, and uses embeddings and head of that target. "
-            f"{target_name} has tensors {found}. To train a drafter for it, run: "
+            f"{target_name} has tensors {found}. To train a drafter for {target_name}, run: "
             f"outrider distill {target_name} --out DIR"
         )
 
@@ -95,7 +95,7 @@ def load_student(
         token_ids = tensors[_TOKEN_IDS].long()
         logit_ids = tuple(token_ids.tolist())
         if not logit_ids or any(a >= b for a, b in pairwise([-1, *logit_ids, info.vocab_size])):
-            raise ValueError(f"{_TOKEN_IDS} do not ascend from 0 or more to below the vocabulary")
+            raise ValueError(f"{_TOKEN_IDS} must be ascending tokens of the vocabulary")
         narrow_head(module, len(logit_ids))
         # Converted one by one, because all weights in float32 would need more memory.
         weights = {

@@ -22,7 +22,7 @@ def last_norm(module: Any) -> nn.Module:
     the norm is at `base_model.norm`, as in Llama, Qwen and Gemma."""
     norm = getattr(module.base_model, "norm", None)
     if not isinstance(norm, nn.Module):
-        raise ConfigError(f"a {type(module).__name__} has no norm behind its layers")
+        raise ConfigError(f"a {type(module).__name__} has no norm after its layers")
     return norm
 
 

@@ -134,7 +134,7 @@ def test_a_wrong_description_is_refused(
         ({"model.norm.weight": torch.zeros(1)}, "mismatch for model.norm.weight"),
         ({"model.norm.weight": torch.full((32,), torch.nan)}, "model.norm.weight is not finite"),
         *(
-            ({"draft_token_ids": torch.tensor(ids, dtype=torch.int32)}, "draft_token_ids do not")
+            ({"draft_token_ids": torch.tensor(ids, dtype=torch.int32)}, "draft_token_ids must")
             for ids in ([], [1, 1], [2, 1], [-1, 1], [1, 32])
         ),
     ],
