@@ -163,9 +163,8 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
-    """The role of a target, a draft or a coordinator. In `setup`, `service` is the name of the
-    service, `config` is its configuration, and `delay_ms` is added to the time of each message to
-    or from a replica."""
+    """The role of a target, a draft or a coordinator. In `setup`, `service` is the service's name,
+    and `config` is its configuration. Each message to or from a replica takes `delay_ms` longer."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:

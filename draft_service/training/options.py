@@ -36,7 +36,7 @@ class DistillOptions:
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts to measure with. The card reports the acceptance in the answers to these
-    prompts. They are not used for training, so they must not be among `prompts`."""
+    prompts. `prompts` must not have any of them, because `prompts` are used for training."""
     corpus: Internal[tuple[Path, ...]] = ()
     """Files of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0

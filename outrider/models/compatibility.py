@@ -1,10 +1,10 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-A model is refused if one of its layers keeps more for a token than one key and one value, or if the
-logits of a sequence depend on the other sequences of a step. The trial runs the same tokens as two
-sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
-the logits of the module's own dense attention. A deterministic engine also compares steps of
-several sizes with each other (`dependent_at`)."""
+Each layer may keep only one key and one value for a token. The logits of a sequence must not depend
+on the other sequences of a step. The trial runs the same tokens as two sequences: the first in one
+step, the second in two steps. Up to rounding, both sequences must have the logits of the module's
+own dense attention. A deterministic engine also compares steps of several sizes with each other
+(`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence

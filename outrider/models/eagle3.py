@@ -223,8 +223,8 @@ def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
 def _draft_vocabulary(
     tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the token ids [N] of the head's logits, in ascending order, and the weights, with the
-    rows of `lm_head` in the order of the ids. If the files lack `lm_head` or `embed_tokens`, takes
+    """Returns the token ids [N] of the head's logits, in ascending order, and the weights. The rows
+    of `lm_head` have the order of the ids. If the files lack `lm_head` or `embed_tokens`, takes
     those of the target."""
     weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
     weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)

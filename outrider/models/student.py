@@ -9,7 +9,7 @@ file                what it holds
                     one scale for each row (`NAME.scale`)
 `README.md`         the model card
 
-The student's head has only the rows of `draft_token_ids` of the target's head."""
+The student's head consists of the rows of the target's head for `draft_token_ids`."""
 
 import json
 from collections.abc import Mapping
