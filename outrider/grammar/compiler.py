@@ -351,7 +351,7 @@ class _Document:
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
-        # A combination weighs as much as an alternative that may be a list.
+        # A combination has one alternative, or none, of each part, and counts as a list.
         ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
