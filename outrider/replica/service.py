@@ -211,13 +211,13 @@ class SteppedService:
         next step. Does nothing if a newer epoch of the session was seen."""
         if not self._filter.release(session_id, epoch):
             return
+        works = [work for work in self._queue.waiting if work.session_id == session_id]
+        self._queue.remove(works)
+        self._cancel(works)
         self._forget(session_id)
         self.sessions.forget(session_id)
         self._delay.forget(session_id)
         self._leaving[session_id] = True
-        works = [work for work in self._queue.waiting if work.session_id == session_id]
-        self._queue.remove(works)
-        self._cancel(works)
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:

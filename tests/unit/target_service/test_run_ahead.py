@@ -11,7 +11,7 @@ from toy_engine import ToyEngine
 
 from outrider.engine.interface import SequenceStep
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.step_request import AnswerSender
+from outrider.replica.step_request import CANCELLED_CODE, AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -290,6 +290,19 @@ async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
     answers = await setting.send(ask_round((*PROMPT, other), 3, 1, 3))
     alone = await answers_alone(ask_round((*PROMPT, other), 0, 1, 3))
     assert own_tokens(answers) == own_tokens(alone)
+
+
+async def test_a_release_refuses_the_round_that_waits(setting: Replica) -> None:
+    answers: list[VerifyAnswer] = []
+    connection = setting.service.connect(answers.extend)
+    connection.receive([ask_round(PROMPT, 0, 0, 4)])
+    setting.service.release(session_name(1), 1)
+    [answer] = answers
+    assert isinstance(answer, Refused)
+    assert answer.code == CANCELLED_CODE
+    await setting.settle()
+    assert not setting.engine.batches
+    connection.close()
 
 
 async def test_it_stops_at_the_models_length() -> None:
