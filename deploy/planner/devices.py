@@ -98,7 +98,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
         """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
-        session fits into the memory, or a model on the target's devices needs more devices."""
+        session fits into the memory, or if a drafter on the target's devices needs more devices."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):

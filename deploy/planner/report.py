@@ -67,7 +67,7 @@ class PlanReport:
 
     def _certainty(self, plan: TemperaturePlan) -> str:
         if plan.speedup_interval is None:
-            return "One prompt does not show how certain this plan is. Use more (--prompts)."
+            return "One prompt does not show how certain this plan is. Use several (--prompts)."
         low, high = plan.speedup_interval
         return (
             f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {self.num_prompts} prompts, this "

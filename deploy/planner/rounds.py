@@ -153,8 +153,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """Drafts for texts as one drafter would for successive sessions, so a look-up can copy from the
-    answers in earlier texts."""
+    """Drafts for one text after another, like one drafter for successive sessions, so a look-up can
+    copy from the answers in earlier texts."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft
@@ -220,8 +220,8 @@ class Line:
 
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The least-squares line through `pairs` of a time from a cost table and a measured time. The
-    less certain the factor is, the more it is pulled towards 1 (ridge regression)."""
+    """The least-squares line through `pairs`. A pair has a time from a cost table and a measured
+    time. The less certain the factor is, the more it is pulled towards 1 (ridge regression)."""
     if not pairs:
         return Line()
     x, y = np.array(pairs, dtype=np.float64).T
@@ -332,10 +332,11 @@ class _SharedSteps:
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
         """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target
-        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes the longer of the target's
-        step and the draft's work for all outcomes. After a miss, the proposal is drafted once the
-        outcome is known. A pass of the draft adds a token to as many outcomes as fit into a step.
-        The first of K + 1 passes predicts the bonus, and the others draft the tokens after it."""
+        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes as long as the slower of
+        the target's step and the draft's work for all outcomes. After a miss, the proposal is
+        drafted once the outcome is known. A pass of the draft adds a token to as many outcomes as
+        fit into a step. The first of K + 1 passes predicts the bonus, and the others draft the
+        tokens after it."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead

@@ -166,10 +166,10 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     row is for an empty context.
 
     The draft proposes token d at depth d = 1..K, so the last token gives the depth. At depth d, the
-    target draws token d with the plan's chance of acceptance, and otherwise the correction 0 or
-    K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds nothing
-    after K + 1. So the share of 0 among the corrections determines how often look-ahead hits, or
-    how often a look-up proposes.
+    target draws token d with the plan's chance of acceptance, and otherwise token 0 or K + 1, the
+    correction. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
+    nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
+    hits, or how often a look-up proposes.
 
     The other guesses of look-ahead are decoys: tokens that the target never draws. With the decoys,
     the draft drafts for as many outcomes as the plan states."""
@@ -201,7 +201,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Replica(EmulatedEngine):
-    """An emulated engine whose steps take the times of the plan, and its service."""
+    """An emulated engine whose steps take the times of the plan, and the service of this engine."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
@@ -311,7 +311,7 @@ class _Coordinator:
 
 
 class _Request(NamedTuple):
-    """A request, as its client sees it, in times of the event loop's clock, s."""
+    """What the client of a request sees. Times are by the event loop's clock, s."""
 
     began_at: float
     tokens: list[tuple[float, int]]
