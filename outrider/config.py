@@ -85,8 +85,7 @@ class ServerConfig:
 
     role: ClassVar[Role]
     membership: Internal[Membership | None] = None
-    """None = the replica does not announce itself.
-    """
+    """None = the replica does not announce itself."""
 
     @property
     def slot(self) -> int:

@@ -129,7 +129,6 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
 
 
 def _load_of_fewer(load: float, num_there: int, num_left: int) -> float:
-    """The busy share of `num_left` replicas that do the work of `num_there`."""
     if num_left > 0:
         return load * num_there / num_left
     return math.inf if load > IDLE else 0.0

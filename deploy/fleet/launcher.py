@@ -74,8 +74,7 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether this process has started or taken over the replicas. If so, `stop` ends them.
-        """
+        """Whether this process started or took over the replicas. If so, `stop` ends them."""
         self.overview = Overview({}, (), None)
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()

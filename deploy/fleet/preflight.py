@@ -120,8 +120,7 @@ def check_names(config: DeploymentConfig) -> None:
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
     """If the directory `where` holds a published head, adds the head's kind to the draft model's
-    name. Raises `SettingError` if the drafter cannot be served, or if its name states another kind.
-    """
+    name. Raises `SettingError` if the drafter cannot be served, or its name states another kind."""
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):

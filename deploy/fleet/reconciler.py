@@ -112,14 +112,12 @@ def differing(
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""A reconciler that does not answer for this time counts as lost, because a restart takes seconds.
-"""
+"""A reconciler that is silent for this time counts as lost, because a restart takes seconds."""
 RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0
 """Longest wait of `overview` for a change."""
 NEWS_PERIOD_S = 0.5
 TRIAL_LOOK_S = 2.0
-"""Time between two checks of a trial."""
 TRIAL_CALL_S = 5.0
 """Time limit for a coordinator's answer about a trial."""
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"

@@ -328,8 +328,7 @@ class Trouble:
         self.reason = ""
         """Why the last replica did not start or died; empty after a start."""
         self.crowded = False
-        """Whether the cluster had no room for another replica, so a stale replica must leave first.
-        """
+        """Whether the cluster lacks room for a new replica, so a stale replica must leave first."""
         self.made_way = False
         """Whether a stale replica has left to make room, and no new replica has served since then.
         Until a new replica serves, no other stale replica leaves, because new replicas may fail to

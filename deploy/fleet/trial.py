@@ -36,7 +36,7 @@ class Trial:
     seconds: float
     """Time limit of the trial, s. The time begins when the trial's replica serves."""
     spec: FleetSpec
-    """The spec of a whole deployment with these settings."""
+    """The spec of a whole deployment with the settings `values`."""
 
     @property
     def role(self) -> Role:
@@ -117,7 +117,7 @@ def check_weights(records: Iterable[ReplicaRecord]) -> str:
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
-    """The total of the sums that coordinators report for the trial of this replica."""
+    """The total of the sums that coordinators report for the trial of `replica`."""
     sums = TrialSums(replica)
     for one in found:
         if one is not None and one.replica == replica:

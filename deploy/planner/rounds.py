@@ -75,8 +75,7 @@ class Rounds(NamedTuple):
     num_texts: float
     num_tokens: float
     contexts: float
-    """The session's tokens at the start of a later round, summed over all later rounds.
-    """
+    """The session's tokens at the start of a round, summed over all later rounds."""
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
