@@ -69,8 +69,8 @@ _KINDS = _DEPTHS + 1
 
 
 class Rounds(NamedTuple):
-    """Expected numbers of the rounds of texts. The first round of a text has no draft. All other
-    rounds are *later* rounds."""
+    """Expected numbers of the rounds that commit some texts. The first round of a text has no
+    draft. All other rounds are *later* rounds."""
 
     num_texts: float
     num_tokens: float
@@ -102,7 +102,7 @@ class Rounds(NamedTuple):
     @property
     def by_position(self) -> tuple[float | None, ...]:
         """For depth 1, 2, ..., the chance that a draft token is accepted if all earlier draft
-        tokens were; None for depths that were not reached."""
+        tokens were accepted; None for depths that were not reached."""
         pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
@@ -275,9 +275,9 @@ class ServiceTimes:
     round_trip_s: float = 0.0
     """Extra round-trip time between coordinator and draft; 0 = both are on one machine."""
     target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
-    """Most sequences in a step of the target."""
+    """Largest number of sequences in a step of the target."""
     max_num_seqs: int = ENGINE_SEQUENCES_MAX
-    """Most sequences in a step of the draft."""
+    """Largest number of sequences in a step of the draft."""
     shares_device: bool = False
     """Whether draft and target share cores or a device, so that only one computes at a time."""
 

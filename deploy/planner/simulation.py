@@ -55,7 +55,7 @@ _GUESSED_MASS = 2.0**-10
 _DECOY_MASS = 2.0**-15
 """The draft's probability of each decoy (see `_rows`)."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""The search determines the numbers of roles in this order, the most expensive role first."""
+"""The order in which the search sets the numbers of replicas: the most expensive role first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
