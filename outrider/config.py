@@ -187,8 +187,8 @@ class ModelServerConfig(ServerConfig):
     reserves an equal share of the cluster's GPUs, at most one GPU, for each rank of a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
-    for a draft. While other processes slow a target down, the target's small steps use one thread
-    fewer."""
+    for a draft. With 0, small steps of a target use one thread fewer while other processes slow the
+    target down."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""

@@ -42,7 +42,7 @@ COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
-LEXER_STATES_MAX = 2**15  # of 1 to 2 KB; a constraint that reaches the limit is compiled again
+LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that reaches the limit is compiled again
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
@@ -75,7 +75,7 @@ SUFFIX_TENANTS = 4  # tenants for whose full histories suffix decoding has room
 SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
-AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen and not audited yet
+AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen for an audit that has not ended
 REPLICAS_MAX = 1024  # of one role in a deployment
 LOG_BYTES_MAX = 16 * 2**20  # a larger log file is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
