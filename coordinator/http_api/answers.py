@@ -108,7 +108,7 @@ class EventStream:
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
     """These bytes end the stream."""
     is_stream = True
-    """Whether the answer is sent as events. If not, `whole` returns it."""
+    """Whether the answer is sent as server-sent events. If not, `whole` returns the answer."""
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
         """Adds a coordinator's event of a choice. Returns the server-sent events to send for it,
@@ -307,8 +307,6 @@ def stop_reason(finished: Finished) -> str | int | None:
 
 
 class ChatAnswer(Answer):
-    """The answer to a chat completion."""
-
     id_prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -326,7 +324,6 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": nothing, "refusal": None, **found}}
 
     def _joined_parts(self, choice: _Choice) -> Json:
-        """Joins the choice's new content, reasoning and calls."""
         found: Json = {}
         calls: list[Json] = []
         for kind, text in choice.parts:
@@ -357,8 +354,6 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """The answer to a completion."""
-
     id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
     closing: ClassVar[Json] = {"text": ""}

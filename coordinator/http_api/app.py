@@ -413,7 +413,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> schemas.Model:
-        """Describes the served model. Every other name is an error."""
+        """Describes the served model. The name of another model is an error."""
         if name != service.served.model:
             raise NotFound(
                 f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"

@@ -44,7 +44,7 @@ Unserved = Mapping[str, tuple[Any, ...]]
 """Maps each field that is not implemented to the accepted values, which change nothing. Null is
 always accepted."""
 ANY_VALUE = object()
-"""In `Unserved`, accepts every value. For fields that are labels or hints."""
+"""Stands for every value in `Unserved`. Used for fields that are only labels or hints."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
@@ -88,7 +88,7 @@ class Body(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif (idle := cls.unserved.get(name)) is None:
-                kept[name] = value  # pydantic refuses this field, but suggests no other name.
+                kept[name] = value  # pydantic refuses this field, but does not suggest a name.
                 if hint := did_you_mean(name[:SHOWN_CHARS_MAX], known):
                     raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
             elif not _is_idle(value, idle):

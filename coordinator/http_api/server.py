@@ -109,7 +109,7 @@ class HttpOptions:
     """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
     in use is an error."""
     metrics: Metrics = bytes
-    """By default there are none."""
+    """The default returns no metrics."""
     access: AccessControl = OPEN
     """Identifies and limits callers."""
     tls: TlsFiles | None = None
@@ -175,7 +175,6 @@ class HttpConnection(H11Protocol):
         self._early = bytearray()
         """Decrypted bytes that arrived after the handshake, but before `_encrypt` resumed."""
         self.handshake: asyncio.Task[None] | None = None
-        """The running TLS handshake, if any."""
         self._late: asyncio.TimerHandle | None = None
         """Closes the connection if headers stay incomplete."""
 
@@ -359,8 +358,8 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops the server. Cancels the tasks of requests that still run after `grace_s` seconds.
-        Each of them then ends with an error."""
+        """Stops the server. Cancels requests that still run after `grace_s` seconds. Each of these
+        requests then gets an error."""
         if self._serving is None:
             return
         # uvicorn's time limit begins after `HTTP_LAST_REQUEST_S`.

@@ -39,7 +39,7 @@ GONE_MAX = 16
 calls may still run on these endpoints."""
 AVOIDED_S = 5.0
 """If a coordinator does not answer, new calls avoid the coordinator for this time. If a coordinator
-answers that it cannot serve now, the time is that of its error (`retry_after_ms`)."""
+answers that it cannot serve now, new calls avoid it for the `retry_after_ms` of its error."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries."""
 
@@ -94,8 +94,8 @@ class EndpointPool(Generic[Endpoint]):
 
     def begin(self) -> Endpoint:
         """Returns the endpoint for a new call: the next endpoint that new calls do not avoid. If
-        they avoid all endpoints, returns the next endpoint. Raises `StreamBroken` if there are no
-        endpoints."""
+        new calls avoid all endpoints, returns the next endpoint. Raises `StreamBroken` if there are
+        no endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")

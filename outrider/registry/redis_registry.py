@@ -134,8 +134,8 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica every `RENEWAL_S` until `close`. If an announcement fails, the next one
-    follows at the usual time."""
+    """Announces a replica every `RENEWAL_S` until `withdraw`. If an announcement fails, the next
+    announcement follows at the usual time."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         """`record()` returns the current record."""

@@ -114,7 +114,7 @@ class ReplicaHost(PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Called by a reconciler that takes this replica over from another reconciler."""
+        """Answers a reconciler that takes this replica over from another reconciler."""
         return self._engagement
 
     async def traffic(self) -> int:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
-"""Value of a log directory that stands for standard error."""
+"""In place of a log directory, this text stands for standard error."""
 SPIN_COUNT = 10_000
 """How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A check
 takes about 50 ns. All checks together should take longer than the gap between two operators. On two
@@ -134,8 +134,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded, or to standard error if
-    `directory` is `STANDARD_ERROR`. If `directory` is empty, logs nothing."""
+    """Logs JSON lines to `<directory>/<role>.log`, and bounds the size of this file. If `directory`
+    is `STANDARD_ERROR`, logs to standard error. If `directory` is empty, logs nothing."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -155,7 +155,7 @@ def log_at(level: str) -> None:
 
 def advertised(host: str, address: str) -> str:
     """Returns the HOST:PORT at which other processes reach a server that was bound to `host` and
-    listens at `address`. If `host` is a wildcard, HOST is `machine_address`."""
+    listens at `address`. If `host` is a wildcard, HOST is the result of `machine_address`."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]

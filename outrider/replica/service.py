@@ -400,7 +400,8 @@ class SteppedService:
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            if not self._executor.is_timed:  # Else the first step's time passes after both.
+            # With `is_timed`, the executor sleeps for the time of both steps after the second step.
+            if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))
 
@@ -490,7 +491,8 @@ def _round_of(item: Any) -> Any:
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
     """Adds two times to a verdict or proposal: how long its item waited for the first step, and how
-    long the item then took until `end`. `num_sharing` items shared the item's last step."""
+    long the item then took until `end`. A proposal also gets the second time divided by
+    `num_sharing`, the number of items that shared the last step."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at

@@ -110,8 +110,8 @@ class StepRequest:
     """An item that waits for a step, and the connection that wants its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called with this request and its answer after the answer was sent. The answer is None if the
-    request ends without one."""
+    """Called with this request and its answer after the answer was sent. If the request ends
+    without an answer, the answer is None."""
     follow: Callable[[Any, Any, float], Any] | None = None
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
     Returns the session's next item, or None if the answer must be sent first. The attribute is None

@@ -45,8 +45,8 @@ CORRECTION_MAX = 1.1
 """If a step's correction differs from the average by more than this factor, it counts as differing
 by this factor. Other processes may have delayed the step."""
 ROUND_REST_STEPS = 4
-"""After this number of steps in a row without a round, no more rounds are expected. Before, the
-sessions of the last rounds may still wait for their coordinators."""
+"""After this number of steps in a row without a round, no more rounds are expected. In fewer steps,
+the sessions of the last rounds may still wait for their coordinators."""
 
 
 class TokenDemand(NamedTuple):
@@ -97,7 +97,7 @@ class TokenBudget:
         self._num_waiting = 0.0
         """The value n of the module's docstring."""
         self._num_decoding = 0.0
-        """Number of rounds in a step. Falls as slowly as n."""
+        """Largest number of rounds in a recent step. Falls as slowly as n."""
         self._corrections = {False: 1.0, True: 1.0}
         """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
@@ -147,7 +147,7 @@ class TokenBudget:
         self._last_rounds = None
 
     def note_passes(self, num_passes: int) -> None:
-        """Notes how many passes the last step had. If this is not called, it had 1 pass."""
+        """Notes how many passes the last step had. Without a call, the step counts as one pass."""
         later_s = (num_passes - 1) * self._cost_seconds(self._later_pass)
         self._last = self._last._replace(later_s=later_s)
         if self._last.rows and self._rest_steps == 0:

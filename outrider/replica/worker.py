@@ -188,7 +188,7 @@ def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
 
 
 class Work:
-    """An item in a step. Subclasses have a `demand`, a `SlotDemand`."""
+    """An item in a step. Subclasses have an attribute `demand` of the type `SlotDemand`."""
 
     answer: Any = None
 
@@ -309,7 +309,6 @@ class StepWorker(Admissions):
         """Restores a session after a failed pass."""
 
     def _finish(self, works: Sequence[Any], found: Sequence[Any]) -> None:
-        """Answers items with the results of their pass."""
         raise NotImplementedError
 
     def _fail(self, work: Any, error: OutriderError) -> None:

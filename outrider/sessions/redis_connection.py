@@ -138,7 +138,7 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, MasterNotFoundError):
         # Keep only the names of errors, because the text describes each Sentinel's client.
         reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
-        return ", ".join(["no Sentinel names a primary of that service that is up", *reasons])
+        return ", ".join(["no Sentinel knows a running primary of this service", *reasons])
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

@@ -68,7 +68,8 @@ PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
-    """Returns a channel for asyncio or for `blocking` calls. It connects at the first call."""
+    """Returns a channel for asyncio or for `blocking` calls. The first call connects to the
+    server."""
     options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))

@@ -144,8 +144,8 @@ Decode = Callable[[Any, str], Any]
 
 @cache
 def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], Any] | None]]:
-    """For each field that a message and a dataclass share: its name, whether it can be unset, and
-    its encoder (None = the value is used as it is)."""
+    """Returns for each field that a message and a dataclass share: the name, whether the field can
+    be unset, and the encoder (None = the value is used as it is)."""
     return [
         (field.name, field.has_presence, _encoder(field)) for field, _ in _shared(message, kind)
     ]
@@ -155,12 +155,13 @@ def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], 
 def _decoders(
     message: Any, kind: Any
 ) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
-    """Three dictionaries about the fields that a message and a dataclass share, by field name:
+    """Returns three dictionaries about the fields that a message and a dataclass share. The keys
+    are names of fields. The values are:
 
     - The decoder of a set field; None = the value is used as it is.
     - The value of an unset field.
-    - The decoder of an unset field without a value. It raises `BadRequest`, or returns None for an
-      enum field that may be None."""
+    - The decoder of an unset field that has no default. The decoder raises `BadRequest`, or returns
+      None for an enum field that may be None."""
     decoders: dict[str, Decode | None] = {}
     unset, read_unset = dict[str, Any](), dict[str, Decode]()
     for field, ours in _shared(message, kind):
@@ -251,7 +252,7 @@ def _enum_reader(field: Any, may_be_none: bool) -> Callable[..., Any]:
 
 
 def _members(field: Any) -> dict[int, Any]:
-    """Members of an enum by number, without 0 (unspecified)."""
+    """Maps the numbers of an enum's members to the members, without 0 (unspecified)."""
     _, *values = field.enum_type.values
     prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
     kind = VALUES[field.enum_type.name]

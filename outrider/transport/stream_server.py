@@ -151,7 +151,7 @@ class _Stream:
 
     def _decode(self, message: Any) -> RoundItem | None:
         """Decodes an item and adds its parameters and constraint. If the item is invalid, or its
-        parameters are not known, answers it and returns None."""
+        parameters are not known, answers the item and returns None."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)

@@ -46,7 +46,7 @@ DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
-"""How long before its creation a certificate becomes valid, because machines' clocks differ."""
+"""A certificate is valid from this time before its creation, because machines' clocks differ."""
 WARNED_DAYS = 30
 """A service whose certificate ends within this number of days logs a warning at its start."""
 
@@ -84,7 +84,7 @@ def make_authority(directory: Path, now: datetime.datetime) -> None:
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
     """Makes a new key and certificate of a role, signed by the authority in the directory. Raises
-    `ConfigError` if the authority cannot sign, or if its certificate ends within a day."""
+    `ConfigError` if the authority cannot sign, or if the authority ends within a day."""
     files = RoleFiles.of(directory, role)
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
