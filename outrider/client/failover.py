@@ -129,7 +129,7 @@ class EndpointPool(Generic[Endpoint]):
                 text = self._name()
                 named = addresses_of(text) if text else self._named
             except Exception as error:  # noqa: BLE001 (the caller's function)
-                _log.warning("keeping the known coordinators: %r", error)
+                _log.warning("cannot read the coordinators, so they stay the same: %r", error)
                 return []
             for address in named:
                 if address not in self._open:

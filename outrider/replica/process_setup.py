@@ -336,7 +336,7 @@ def _kernels(
         if config.cpu_kernels != "auto":
             raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
         if ranks is not None:
-            raise KernelsUnavailable("they do not take several ranks")
+            raise KernelsUnavailable("they do not support several ranks")
         kernels = load_pace()
         if dtype != kernels.dtype:
             raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")

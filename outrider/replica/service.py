@@ -184,7 +184,7 @@ class SteppedService:
             self._refuse(work, error)
             return
         except OutriderError as error:
-            logger.info("a constraint cannot be used here: %s", error)
+            logger.info("a constraint cannot be used: %s", error)
             compiled = error
         except Exception:
             logger.exception("a constraint could not be compiled")

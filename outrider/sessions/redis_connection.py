@@ -126,7 +126,7 @@ def to_our_error(error: Exception) -> OutriderError:
     if _PASSING.search(_named(error)):
         return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
     if _DAMAGED in str(error):
-        return DataLoss(f"what Redis keeps of the session is damaged ({_first_line(error)})")
+        return DataLoss(f"the session in Redis is damaged ({_first_line(error)})")
     return InvariantError(f"Redis refused a command: {_first_line(error)}")
 
 

@@ -160,7 +160,8 @@ class RedisStore(SessionStore):
             left_ms = await self._scripts.run(_READ_LEASE, asked)
             if left_ms >= 0:
                 raise Unavailable(
-                    f"session {session_id} has an owner for another {left_ms} ms; try again then",
+                    f"session {session_id} has an owner, whose lease lasts for {left_ms} ms more; "
+                    "try again then",
                     retry_after_ms=max(left_ms, 1),
                 )
         on_sent()

@@ -1,5 +1,5 @@
 -- Renews or ends the lease of an owner of sessions.
--- KEYS: the lease, requests of other owners to this one
+-- KEYS: the lease, requests of other owners to this owner
 -- ARGV: lease_ms (0 = end the lease)
 -- Returns the requests, sorted, and deletes them.
 -- The lease is a key with a time to live, so this script reads no clock.

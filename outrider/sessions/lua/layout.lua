@@ -2,10 +2,10 @@
 --
 -- The hash has the byte ranges of the session in the two strings: tokens_start .. tokens_end and
 -- logprobs_start .. logprobs_end (offsets; the end is excluded). A script first writes bytes after
--- the ends, where no reader looks, and then changes the hash by one HSET, which commits them with
--- all other fields. So if Redis aborts a script at any call (memory full, disk full, too few
--- replicas, rights withdrawn), readers see all of its changes or none. Times to live are set last.
--- The next write corrects a missing or short time to live.
+-- the ends, where no reader looks. Then one HSET changes the hash, and commits the bytes with all
+-- other fields. So if Redis aborts a script at any call (memory full, disk full, too few replicas,
+-- rights withdrawn), readers see all of its changes or none. Times to live are set last. The next
+-- write corrects a missing or short time to live.
 
 -- Returns the part of a byte range that lies in the string. A damaged string may be shorter than
 -- the hash says.
