@@ -111,8 +111,8 @@ class EventStream:
     """Whether the answer is sent as server-sent events. If not, `whole` returns the answer."""
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """Adds a coordinator's event of a choice. Returns the server-sent events to send for it,
-        often none."""
+        """Adds a choice's event. Returns the server-sent events to send for this event, often
+        none."""
         raise NotImplementedError
 
     def whole(self) -> Json:

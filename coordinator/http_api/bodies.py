@@ -547,7 +547,7 @@ class ChatBody(ChoicesBody, ConversationBody):
         calls = [call for message in self.messages for call in message.tool_calls]
         check_arguments([call.function.arguments for call in calls], "messages")
         turns = [one.turn(f"messages[{index}]") for index, one in enumerate(self.messages)]
-        old, new = self.max_tokens, self.max_completion_tokens  # Two names of one field.
+        old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has both names.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
         if self.top_logprobs and not self.logprobs:

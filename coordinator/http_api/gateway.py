@@ -1,4 +1,4 @@
-"""A proxy for clients that cannot resume broken streams. It resumes the streams for them.
+"""A proxy that resumes broken streams for clients that cannot resume them.
 
     client --- gateway --- coordinator A    dies in the middle of a stream
                       \\--- coordinator B    goes on after the last event that the client has
@@ -100,7 +100,7 @@ class Coordinators:
 
 
 class Forwarded(LiveResponse):
-    """The response to a client. It consists of the responses of one or several coordinators."""
+    """The response to a client, made of the responses of one or several coordinators."""
 
     def __init__(self, coordinators: Coordinators, request: Request, body: bytes) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Forwarded(LiveResponse):
     def _may_ask_again(self) -> bool:
         """Whether the request may be tried again. A `POST` may not if the client has events without
         ids, because such a stream cannot be resumed. A request with another method is tried once at
-        each coordinator. It may be a probe, and a probe must fail soon."""
+        each coordinator, because the request may be a probe, and a probe must fail soon."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)

@@ -139,8 +139,8 @@ class Progress:
 
 
 def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
-    """Makes a key for each choice of a request. `key` is the request's `Idempotency-Key`. If it is
-    malformed, raises `BadRequest`."""
+    """Makes a key for each choice of a request. `key` is the request's `Idempotency-Key`. Raises
+    `BadRequest` for a malformed `key`."""
     if not _KEY.fullmatch(key):
         raise BadRequest(
             "Idempotency-Key",
@@ -152,7 +152,7 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
-    """The running requests with one key: the first request, and those that took over from it."""
+    """The running requests with one key: the first, and the requests that took over from it."""
 
     def __init__(self) -> None:
         self.running: list[Progress] = []

@@ -130,7 +130,7 @@ class ChatCompletionChunk(Chunk):
 
 
 class Completion(Chunk):
-    """A whole completion, or a chunk of one."""
+    """A whole completion, or a chunk of a completion."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

@@ -113,8 +113,8 @@ class HttpOptions:
     access: AccessControl = OPEN
     """Identifies and limits callers."""
     tls: TlsFiles | None = None
-    """None = without TLS. Changed files are read again. If they are invalid, the old certificates
-    stay in use."""
+    """None = without TLS. Changed files are read again. If the new files are invalid, the old
+    certificates stay in use."""
     times: HttpTimes | None = None
     """Records the time of each request."""
 
@@ -150,7 +150,7 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """The maximum number of connections. It is exceeded only while all connections are busy."""
+        """The maximum number of connections. Exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
         """If the maximum is reached, closes a connection that is not busy, if there is one."""
@@ -294,9 +294,10 @@ class HttpServer:
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, and records the time from its arrival to the last byte sent. While
-        the server stops, the response ends its connection. If the request is cancelled before its
-        response has begun, for example while its body arrives, responds with an error."""
+        """Serves one request, and records the time from the request's arrival to the last byte
+        sent. While the server stops, each response closes the connection. If the request is
+        cancelled before the response has begun, for example while the body arrives, responds with
+        an error."""
         status: int | None = None
 
         async def send_noted(message: Message) -> None:

@@ -51,7 +51,7 @@ class Client:
 
         - HOST:PORT, or several of them separated by commas.
         - A function that returns such a text, or an empty text while there are no coordinators. If
-          a coordinator does not answer, the client calls the function again to find new ones.
+          a coordinator does not answer, the client calls the function again.
         - A transport. The other parameters are then ignored, and `close` also closes the transport.
 
         Nothing is sent before the first call. `api_key` is sent with each call. Without TLS

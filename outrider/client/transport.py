@@ -165,9 +165,9 @@ Method = Literal["cancel", "get_session", "describe", "healthy"]
 
 
 class Transport(Protocol):
-    """Carries calls to a coordinator. All methods must be called on one event loop. They end within
-    `timeout_s` seconds, and raise only errors of `outrider.errors`. If no coordinator answers, the
-    error is `StreamBroken`."""
+    """Carries calls to a coordinator. All methods must be called on one event loop. Calls end
+    within `timeout_s` seconds, and raise only errors of `outrider.errors`. If no coordinator
+    answers, the error is `StreamBroken`."""
 
     @property
     def address(self) -> str:

@@ -44,8 +44,8 @@ class BatchingDelay:
     """Tracks a replica's sessions and step times. All times are in seconds, on one clock."""
 
     def __init__(self, seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`seconds(rows, sessions)` is a step's expected time, s. If it is 0, no step waits. A step
-        has at most `max_batch` sessions."""
+        """`seconds(rows, sessions)` is a step's expected time, s. If this time is 0, no step waits.
+        A step has at most `max_batch` sessions."""
         self._seconds = seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)

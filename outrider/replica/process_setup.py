@@ -163,9 +163,9 @@ def advertised(host: str, address: str) -> str:
 
 
 def machine_address() -> str:
-    """Returns the IP address at which other machines reach this one. It is the address from which
-    this machine would send to the internet. Without a route to the internet, it is the address
-    of this machine's name, which on Debian is a loopback address."""
+    """Returns the IP address at which other machines reach this machine: the address from which it
+    would send to the internet. Without a route to the internet, returns the address of this
+    machine's name. On Debian, this address is a loopback address."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
         return str(probe.getsockname()[0])
@@ -248,7 +248,7 @@ def _check_length(engine: Engine, config: ReplicaConfig) -> None:
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
     from outrider.models.loading import resolve_device
 
-    # vLLM reads these variables when it is imported. Its log lines go to our handler.
+    # vLLM reads these variables when it is imported. The log lines of vLLM go to our handler.
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     is_cuda = resolve_device(config.device).type == "cuda"
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))

@@ -384,8 +384,8 @@ class SteppedService:
         clock: Callable[[], float],
     ) -> None:
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, runs a second step with these items. This saves handing the second step
-        to the executor, which takes a good part of a quick step's time (1.3 ms)."""
+        nothing else waits, runs a second step with these items. Otherwise the second step would be
+        handed to the executor, which takes a good part of a quick step's time (1.3 ms)."""
         self._worker.leave(leaving)
         if not batch:
             return

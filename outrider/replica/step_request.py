@@ -117,7 +117,7 @@ class StepRequest:
     Returns the session's next item, or None if the answer must be sent first. The attribute is None
     if the coordinator sends the next item."""
     held_s: float = 0.0
-    """How long the answer may wait for others, so that one message carries all of them, s."""
+    """How long the answer may wait for other answers of the same message, s."""
     started_at: float | None = None
     """When the first step that worked on the item began."""
     unfinished: Unfinished | None = None

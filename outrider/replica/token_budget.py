@@ -53,7 +53,7 @@ class TokenDemand(NamedTuple):
     """The tokens that an item would run if it were alone in a step."""
 
     num_tokens: int
-    """At least one."""
+    """At least 1."""
     num_last: int
     """Number of tokens at the end that must run in one step: 1..num_tokens."""
     context: int

@@ -201,7 +201,8 @@ class Work:
 
 
 class StepWorker(Admissions):
-    """Runs the steps of a replica over one engine. Only the executor uses it."""
+    """Runs the steps of a replica over one engine. All methods but `note_seconds` run on the
+    executor."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
         super().__init__(engine, budget)

@@ -1,5 +1,5 @@
-"""gRPC servers. All methods, also those of health and reflection, have the same guard, decoding and
-conversion of errors.
+"""gRPC servers. All methods, including the methods for health and reflection, have the same guard,
+decoding and conversion of errors.
 
 This module decodes messages itself, so that a malformed message ends its call with
 INVALID_ARGUMENT. If gRPC decoded messages, the status would be INTERNAL. A servicer is any object
