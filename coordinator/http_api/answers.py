@@ -71,8 +71,6 @@ class _Scorer:
 
 
 class _Choice:
-    """The generated part of one choice of an answer."""
-
     def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt | None) -> None:
         """`echoed` is the prompt with which the choice's text begins. None = no prompt."""
         self._text, self._echoed = text, echoed
@@ -235,8 +233,6 @@ class Answer(EventStream):
         finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
-        """Makes a choice with this content. If the body asks for log-probabilities or token ids,
-        adds those of `tokens`."""
         form, reason = self._asked.form, finished and str(finished.finish_reason)
         if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"

@@ -139,17 +139,12 @@ async def _interleaved(
 
 
 class RepeatHeaders(BaseModel):
-    """Headers of requests for generations."""
-
     idempotency_key: str | None = None
     """A request with the key of an earlier request continues the earlier request."""
     last_event_id: str | None = None
-    """The id of the last event that the client has."""
 
 
 class Generations:
-    """Runs generations and responds with their answers."""
-
     def __init__(self, service: CoordinatorService, access: AccessControl) -> None:
         self._service, self._access = service, access
         self._repeated = RepeatedRequests()
@@ -254,8 +249,6 @@ _PAGE_HEADERS = {
 
 
 class PageFiles(StaticFiles):
-    """The files of the window and of the documentation."""
-
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers.update(_PAGE_HEADERS)

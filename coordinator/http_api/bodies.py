@@ -584,7 +584,6 @@ class CompletionBody(ChoicesBody):
     log-probabilities of the prompt's tokens, and max_tokens may be 0."""
 
     def translate(self) -> TranslatedBody:
-        """Raises `BadRequest` for fields that contradict each other."""
         given = self.prompt
         prompts: list[Any] = (
             [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -620,7 +619,6 @@ class TokenizeBody(Body):
     """Variables for the template of a conversation."""
 
     def translate(self) -> TranslatedBody:
-        """Makes a request with the prompt to tokenize. Raises `BadRequest`."""
         if (self.prompt is None) is (self.messages is None):
             raise BadRequest("prompt", "give either this or messages")
         if self.messages is None:
@@ -642,7 +640,6 @@ class DetokenizeBody(Body):
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-"""Maps the names of request fields to the names of body fields, for bodies of every kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,6 @@ class Position:
     event, and 1 for each event without tokens."""
 
     def after(self, event: Event) -> Position:
-        """Returns the position after an event that begins at this position."""
         if isinstance(event, Tokens) and event.token_ids:
             num_tokens = event.first_index + len(event.token_ids)
             digest = reduce(extend_digest, event.token_ids, self.digest)
@@ -101,7 +100,6 @@ class Progress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the request has had an event."""
         return any(now != Position() for now in self._now)
 
     def is_behind(self, index: int) -> bool:

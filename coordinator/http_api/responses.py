@@ -351,7 +351,6 @@ class ResponseAnswer(ChatAnswer):
 
     @property
     def _status(self) -> str:
-        """The status of a response that has ended."""
         [choice] = self._choices
         is_whole = choice.finished and choice.finished.finish_reason is FinishReason.STOP
         return "completed" if is_whole else "incomplete"

@@ -161,8 +161,6 @@ class OpenConnections(dict["HttpConnection", _State]):
 
 
 class HttpConnection(H11Protocol):
-    """One connection, from its accept to its end."""
-
     def __init__(
         self,
         config: uvicorn.Config,

@@ -331,7 +331,6 @@ class InProcessTransport(Transport):
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
-        """Timeouts of the calls that wait for the service."""
         self._idle: set[AsyncGenerator[Event]] = set()
         """Streams whose caller has received an event and has not asked for the next event yet."""
         self._closed = False

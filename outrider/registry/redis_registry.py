@@ -118,7 +118,6 @@ class RedisRegistry:
         await self._client.aclose()
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
-        """Runs commands in one transaction. Returns their answers."""
         with redis_errors():
             async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
                 for command in commands:

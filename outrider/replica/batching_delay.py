@@ -58,11 +58,9 @@ class BatchingDelay:
         self.awaited: set[str] = set()
         """The sessions for which the last delay waits or waited, except those that came in time."""
         self._num_awaited = 0
-        """Number of sessions in `awaited` when the last delay began."""
         self._until = 0.0
 
     def arrived(self, session_id: str, now: float) -> None:
-        """Notes that an item of the session has arrived."""
         if now <= self._until:
             self.awaited.discard(session_id)
         rhythm = self._rhythms.get(session_id)
@@ -75,7 +73,6 @@ class BatchingDelay:
         rhythm.answered_at = None
 
     def answered(self, session_id: str, rows: int, now: float) -> None:
-        """Notes that the session's item, of `rows` rows, was answered."""
         rhythm = self._rhythms.get(session_id)
         if rhythm is None:
             rhythm = _Rhythm(rows, self._typical.gap_s, self._typical.deviation_s)
@@ -83,7 +80,6 @@ class BatchingDelay:
         self._rhythms[session_id] = rhythm
 
     def forget(self, session_id: str) -> None:
-        """Forgets a session that has ended."""
         self._rhythms.pop(session_id, None)
         self.awaited.discard(session_id)
 

@@ -505,8 +505,6 @@ def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
 
 
 class StepLoad:
-    """Load of a replica, computed from its steps."""
-
     def __init__(self, max_batch: int, now: float) -> None:
         """At most `max_batch` items share a step. All times are on the event loop's clock."""
         self._max_batch = max_batch
@@ -586,7 +584,6 @@ class SessionTracker:
         self._heard[session_id] = (sender, now)
 
     def answer(self, session_id: str, now: float) -> None:
-        """Notes an answer. Ignores unknown sessions."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
 

@@ -237,5 +237,4 @@ class RequestQueue:
         self.waiting = [work for work in self.waiting if work not in taken]
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
-        """Returns requests to their places in the queue."""
         self.waiting = sorted([*works, *self.waiting], key=attrgetter("arrived_at"))

@@ -70,7 +70,6 @@ _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
 _CLAIM_KEY = Script("claim_key", replicated=True)
 Field = str | int | bytes
-"""An argument of a script. Redis stores it as bytes."""
 _CANCEL = "cancel:"
 """With this prefix, a session's id in the set `wanted` asks the owner to cancel the session."""
 
@@ -255,7 +254,6 @@ class RedisStore(SessionStore):
 
 
 def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
-    """Returns the stored length, or an error, from the answer to a write."""
     match answer:
         case int() | OutriderError():
             return answer

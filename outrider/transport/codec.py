@@ -69,7 +69,6 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-"""Smallest and largest value of each integer type."""
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
@@ -507,7 +506,6 @@ class Codec:
         return _frame(self.reply, kind, fields_to_proto(answer.key, kind, **{name: part}))
 
     def answer_from_proto(self, message: Any) -> VerifyAnswer | DraftAnswer:
-        """Decodes and checks an answer. Raises `BadRequest` for an invalid answer."""
         name = message.WhichOneof("answer")
         if name is None:
             raise BadRequest("answer", "is empty")
