@@ -311,8 +311,8 @@ def call_error(error: Any, address: str) -> OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Returns metadata with a key; empty without a key. Raises `BadRequest` for an invalid key. The
-    error does not quote the key."""
+    """Returns metadata with the key, or no metadata without a key. Raises `BadRequest` for an
+    invalid key. The error does not quote the key."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:

@@ -8,8 +8,8 @@ each session has one round. The times of a cycle are:
     together    wait + step(all)
     in turns    step(waiting) + step(others)
 
-The gap of a session is the time from an answer to its next item. A session is expected to return
-after the mean of its last gaps."""
+The gap of a session is the time from an answer to the session's next item. A session is expected to
+return after the mean of its last gaps."""
 
 from collections.abc import Callable, Sequence
 
@@ -56,7 +56,7 @@ class BatchingDelay:
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
-        """The sessions for which the last delay waits or waited, except those that came in time."""
+        """Sessions for which the last delay waits or waited, and that have not come in time."""
         self._num_awaited = 0
         self._until = 0.0
 

@@ -113,9 +113,9 @@ def use_threads(num_threads: int, engine: str = "") -> None:
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a new thread, which then ends together with its OpenMP threads. If the OpenMP
-    threads stayed, the process would have more of them than cores. The OpenMP threads of steps
-    would then sleep between operators. On two cores, a step of 16 sessions took 42 ms with extra
+    """Runs `work` on a new thread, which then ends together with its OpenMP threads. If these
+    threads stayed, the process would have more OpenMP threads than cores, and the threads of steps
+    would sleep between operators. On two cores, a step of 16 sessions took 42 ms with extra
     threads, and 27 ms without extra threads."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:

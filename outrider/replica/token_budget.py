@@ -4,14 +4,14 @@
     of a round                   all its tokens if there is room, otherwise none
     of a prefix (more tokens)    a chunk of the remaining tokens, in order of arrival
 
-A step has at most `max_num_batched_tokens` tokens. While rounds run, its time is limited, too. Let
-n be the number of waiting prefixes. The step, together with earlier steps since the last rounds,
-may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long prompt
-does not stall sessions that decode, and many prompts are prefilled soon. In return the gaps between
-tokens grow while prompts wait. In one step, n falls at most to WAITING_DECAY times its value, so
-the last of many prompts that came together is prefilled as fast as the first. The time is not
-limited if two prefixes or more wait, and n is at least the number of sessions that decode, because
-then most sessions wait for the prefill. If rounds fill a step, the oldest prefix still gets
+A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
+too. Let n be the number of waiting prefixes. The step, together with earlier steps since the last
+rounds, may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long
+prompt does not stall sessions that decode, and many prompts are prefilled soon. In return, the gaps
+between tokens grow while prompts wait. In one step, n falls at most to WAITING_DECAY times its
+value. So the last of many prompts that came together is prefilled as fast as the first. If two
+prefixes or more wait, and n is at least the number of sessions that decode, most sessions wait for
+the prefill. The time is then not limited. If rounds fill a step, the oldest prefix still gets
 PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve each other.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured

@@ -75,8 +75,8 @@ class Admissions:
         """Sessions of the last rounds."""
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """Returns one result for each of these items, which are of distinct sessions and in order
-        of arrival:
+        """The items are of distinct sessions, and in order of arrival. Returns a result for each
+        item:
 
             Admitted      The item runs.
             CONTINUES     The step has no room left for the item.
@@ -210,9 +210,9 @@ class StepWorker(Admissions):
         self._matchers = None if grammars is None else Matchers(grammars)
 
     def step(self, items: Sequence[Any]) -> list[Any]:
-        """Runs a step with these items, which are of distinct sessions and in order of arrival.
-        Returns for each item its answer, `Answers`, or why it is `Unfinished`. Only the item that
-        causes an error gets `Refused`. Raises `EngineLost` if no more steps can run."""
+        """Runs a step. The items are of distinct sessions, and in order of arrival. Returns for
+        each item an answer, `Answers`, or `Unfinished`. Only the item that causes an error gets
+        `Refused`. Raises `EngineLost` if no more steps can run."""
         raise NotImplementedError
 
     def note_seconds(self, seconds: float) -> None:

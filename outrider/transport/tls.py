@@ -263,8 +263,7 @@ def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
 
 
 def role_guard(*roles: Role) -> Guard:
-    """Returns a guard that admits callers whose certificates name one of the roles. TLS has
-    verified the certificates before."""
+    """Makes a guard that admits callers whose certificates, verified by TLS, name a given role."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:
