@@ -1,4 +1,4 @@
-"""Averages of the length of proposals and of their acceptance, over verified rounds."""
+"""Averages of the lengths and the acceptance of proposals, over verified rounds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -9,24 +9,24 @@ import numpy.typing as npt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that the first draft token of a round is accepted, before any measurement. If it
-were low, drafting would not be tried."""
+"""Assumed chance that the first draft token of a round is accepted, before any measurement. With a
+low value, drafting would not be tried."""
 Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """For each depth 1, 2, ..., K of a proposal, the chance of an event. Each array is [K]."""
+    """The chances of two events at each depth 1, 2, ..., K of a proposal. Each array is [K]."""
 
     committed: Array
-    """A token of this depth is proposed, and is accepted with all tokens before it."""
+    """A token at this depth is proposed, and is accepted with all tokens before it."""
     proposed: Array
-    """A token of this depth is proposed."""
+    """A token at this depth is proposed."""
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns the counts [5, K] of a round that asked for K = `num_asked` tokens and got
     `len(survival)` tokens. `survival` comes from `outrider.speculation.accept_reject.survival`. A
-    token is *due* at a depth if it was asked for and all tokens before it were proposed. Each
+    token is *due* at a depth if the round asked for it and all tokens before it were proposed. Each
     column is a depth. The rows are:
 
         0  the chance that all earlier tokens were accepted, if a token was due
@@ -45,28 +45,28 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 
 class DepthAverages:
-    """Averages of the acceptance and length of proposals by depth, over one session or several,
-    from exponentially weighted sums of the counts of `observed`. If a depth was rarely reached, its
-    rates are close to the prior. Without a prior, the acceptance rate of such a depth is close to
-    the rate of the depth before it."""
+    """Averages of the acceptance and length of proposals by depth, over one or several sessions.
+    They are ratios of exponentially weighted sums of the counts of `observed`. At a depth that was
+    rarely reached, the rates are close to those of the prior. Without a prior, the acceptance rate
+    is then close to the rate at the previous depth."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
     ) -> None:
-        """The weight of a round falls to 1/e after `memory_rounds` further rounds. `prior` has the
-        averages over more sessions, and weighs as much as `prior_rounds` rounds."""
+        """The weight of a round falls to 1/e after `memory_rounds` further rounds. `prior` averages
+        over more sessions than this object, and weighs as much as `prior_rounds` rounds."""
         self._keep = 1.0 - 1.0 / memory_rounds
         self._pull = prior_rounds
         self._prior = prior
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
 
     def note(self, counts: Array) -> None:
-        """Adds the result of `observed` for a round."""
+        """Adds the counts of a round (see `observed`)."""
         self._sums *= self._keep
         self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
-        """Returns the chances of a proposal of up to `num_asked` tokens."""
+        """Returns the chances for a round that asks for `num_asked` tokens."""
         rates = np.array(self._rates(num_asked)).reshape(num_asked, 3)
         goes_on, accepted, proposed = rates.T
         committed = np.cumprod(goes_on * accepted)
@@ -86,7 +86,7 @@ class DepthAverages:
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # Assumes the same ratio to the prior's rate as at the depth before.
+                # Assumes that the ratio to the prior's rate is the same as at the previous depth.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)

@@ -1,16 +1,16 @@
-"""Length control chooses how many draft tokens (K) each round asks for. It learns from finished
+"""Length control: chooses how many draft tokens (K) each round asks for. It learns from finished
 rounds, and uses no clock and no random numbers.
 
-The length of a round is fixed when the previous round begins. At that time no token of the round
-has been drawn, neither here nor by a target or draft that works ahead. So the length does not
-depend on the round's random numbers, and sampling stays exact under every rule. Sessions that share
-a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof.
+K of a round is fixed when the previous round begins. At that time, neither target nor draft has
+drawn a token of the round, even if they work ahead. So K does not depend on the round's random
+numbers, and sampling stays exact under every rule. Sessions that share a seed get a fixed K
+(`LengthControls.open`). docs/exactness.md has the proof.
 
 While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Trials of
 drafting, of the largest K and of plain decoding test whether the expected speeds are right. A trial
-of the largest K shows what every smaller K would have brought. A trial runs only if the trial
-budget covers the tokens that the trial is expected to lose. The budget grows by the share
-`TRIAL_SHARE` of the tokens that all sessions commit.
+of the largest K also measures the acceptance for every smaller K. A trial runs only if the trial
+budget covers the tokens that the trial is expected to lose. The budget grows by `TRIAL_SHARE` of
+the tokens that all sessions commit.
 """
 
 from __future__ import annotations
@@ -39,40 +39,41 @@ PRIOR_ROUNDS = 12.0
 SHARED_PRIOR_ROUNDS = 12.0
 """In the averages over all sessions, the initial assumptions weigh as much as this many rounds."""
 CHOICE_ROUNDS = 4
-"""K is chosen again after this many rounds with a draft."""
+"""Number of rounds with a draft after which K is chosen again."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS = 16
-"""Number of rounds of a session's first plain phase. Each further plain phase is twice as long, up
-to `PLAIN_ROUNDS_MAX`."""
+"""Number of rounds of a session's first plain phase. Each later phase is twice as long, up to
+`PLAIN_ROUNDS_MAX`."""
 PLAIN_ROUNDS_MAX = 128
 GAIN_ROUNDS = 32
-"""A session changes from plain decoding to drafting if the gain of this many drafting rounds covers
-the cost of the change."""
+"""If the gain of this many rounds with a draft covers the cost of the change, a session changes
+from plain decoding to drafting."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may lose."""
 CREDIT_TOKENS = 8.0
-"""Trial budget of a rule at the start, in tokens."""
+"""Initial trial budget of each rule, in tokens."""
 CREDIT_TOKENS_MAX = 16.0
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
+"""Plain decoding is tried only if the expected speed of drafting is below this multiple of the
+expected speed of plain decoding."""
 PLAIN_TRIED_ROUNDS = 6
-"""Number of rounds of a trial of plain decoding. The time of the first is not measured."""
+"""Number of rounds of a trial of plain decoding. The time of the first round is not measured."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""The time of a plain round counts as known if the measured plain rounds have this total weight."""
+"""If the measured plain rounds have this total weight, the time of a plain round is known."""
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
 NO_COSTS = StepCosts((1,), (0.0,))
-"""Stands for the table of a target that reports none. Each step then counts as equally long."""
+"""Table for a target that reports no table. All steps then count as equally long."""
 _ENDLESS = sys.maxsize
 
 
 class Experience:
-    """What was learned from the sessions of one rule. Acceptance is also kept by prompt length,
-    because answers to long prompts often copy from the prompt."""
+    """Acceptance in the sessions of one rule, and the rule's trial budget. Acceptance is also kept
+    by prompt length, because answers to long prompts often copy from the prompt."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, SHARED_PRIOR_ROUNDS)
@@ -87,7 +88,7 @@ class Experience:
         self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
 
     def pays(self, num_tokens: float) -> bool:
-        """If the budget covers an expected loss of `num_tokens`, spends them and returns True."""
+        """Returns whether the budget covers an expected loss of `num_tokens`. If so, spends it."""
         if num_tokens > self._left:
             return False
         self._left -= max(0.0, num_tokens)
@@ -97,10 +98,10 @@ class Experience:
 class Learned:
     """What sessions learn from each other: round costs, and acceptance by rule and prompt length.
 
-    Everything learned, times included, depends on how many draft tokens were accepted. Under the
-    rules token and block, a session that repeats a seed has the random numbers of an earlier
-    session. Results of the earlier session must not influence the lengths of the later session
-    (proof: docs/exactness.md). So the later session neither reads nor extends this object."""
+    All of this, also the times, depends on how many draft tokens were accepted. Under the rules
+    token and block, a session that repeats a seed has the random numbers of an earlier session. The
+    results of the earlier session must then not influence K of the later session (proof:
+    docs/exactness.md). So the later session neither reads nor extends this object."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -120,9 +121,9 @@ class LengthControls:
         delays: bool = False,
         adapts: bool = True,
     ) -> None:
-        """`run_ahead_rounds` is the largest number of rounds that the target may run ahead. If
-        `delays` is true, draft and coordinator use the target's cores and so delay the target. If
-        `adapts` is false, every round asks for as many tokens as the request allows."""
+        """`run_ahead_rounds` is the largest number of rounds that the target may run ahead.
+        `delays` states whether draft and coordinator delay the target, because they use the same
+        cores. If `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -130,10 +131,10 @@ class LengthControls:
         self.run_ahead_rounds = run_ahead_rounds
         self.load = Load()
         self._learned: dict[ReplicaDescription | None, Learned] = {}
-        """Drafter on trial -> what its sessions learned; None -> what other sessions learned."""
+        """Drafter on trial -> what its sessions learned. None -> what other sessions learned."""
         self._firsts: dict[int, LengthControl | None] = {}
-        """Seed -> the first session with this seed under the rules token and block; None if it has
-        ended."""
+        """Seed -> the first session with this seed under the rules token and block, or None after
+        this session has ended."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
         """Returns the object that new sessions with this drafter on trial read and extend."""
@@ -149,8 +150,8 @@ class LengthControls:
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
         """Updates the number of targets, the number of sessions that other coordinators run on
-        these targets, and the draft. If the draft's weights have changed, forgets the draft's
-        times."""
+        these targets, and the draft. If the draft's weights have changed, forgets the measured
+        times of the earlier draft."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
         known = self._draft
@@ -166,10 +167,10 @@ class LengthControls:
         prompt_length: int,
         tried: ReplicaDescription | None = None,
     ) -> LengthControl:
-        """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens. `tried` is its
-        drafter if this is on trial. Under the rules token and block, a session that repeats a seed
-        gets fixed lengths. If the first session with this seed still runs, its lengths are fixed
-        from now on, too."""
+        """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
+        session's drafter if this drafter is on trial. Under the rules token and block, a session
+        that repeats a seed gets a fixed K. If the first session with this seed still runs, the
+        first session also gets a fixed K from now on."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
@@ -191,7 +192,7 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session. `seed` is None if the session is not in `_firsts`."""
+        """Ends a session. `seed` is None for a session that is not in `_firsts`."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._firsts[seed] = None
@@ -212,11 +213,11 @@ class LengthControls:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A possible length of a round, with its expected tokens and time."""
+    """A possible K of a round, with the expected tokens and time of the round."""
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Expected number of committed tokens, minus the tokens that other sessions lose."""
+    """Expected number of committed tokens, minus the tokens that other sessions lose meanwhile."""
     seconds: float = 0.0
     draft_budget_s: float = math.inf
 
@@ -227,12 +228,12 @@ class _Option:
 
 _PLAIN = _Option(0)
 _FIRST = _Option(0)
-"""The first round of a session that drafts. It has no proposal, because waiting for a proposal
-would delay the first token."""
+"""The first round of a session that drafts. This round has no proposal, because waiting for a
+proposal would delay the first token."""
 
 
 class LengthControl:
-    """Chooses the lengths of one session's rounds by their expected tokens and time."""
+    """Chooses K for the rounds of one session, by the expected tokens and time of a round."""
 
     def __init__(
         self,
@@ -243,7 +244,7 @@ class LengthControl:
         prompt_length: int,
         seed: int | None = None,
     ) -> None:
-        """The session reads and extends `learned`. `seed` is that of `LengthControls.close`."""
+        """The session reads and extends `learned`. `LengthControls.close` will get the `seed`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -254,10 +255,10 @@ class LengthControl:
         self._bound = num_draft_tokens
         self._seed = seed
         self.adapts = True
-        """Whether finished rounds influence the lengths of later rounds."""
+        """Whether finished rounds influence K of later rounds."""
         self._is_timed = True
         self._choice: _Option | None = None
-        """Length of the next rounds with a draft; None = not chosen yet."""
+        """The option for the next rounds with a draft; None = not chosen yet."""
         self._drafted_left = 0
         """Number of rounds with a draft until K is chosen again."""
         self._num_missed = 0
@@ -271,13 +272,13 @@ class LengthControl:
         self._current: _Option | None = None
         """The round that was chosen last."""
         self._num_asked = 0
-        """Number of draft tokens that `_current` asks for. It is smaller than K if the completion
-        has no room for K tokens."""
+        """Number of draft tokens that `_current` asks for. If the completion has no room for K
+        tokens, this number is smaller than K."""
         self._follows_plain = False
         """Whether the round before `_current` was plain. If both rounds are plain, the target ran
-        ahead without waiting for the coordinator."""
+        `_current` without waiting for the coordinator."""
         self._next: tuple[_Option, int] | None = None
-        """The round after `_current`, and how many plain rounds are certain to follow it."""
+        """The round after `_current`, and the number of plain rounds that certainly follow it."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
@@ -286,7 +287,7 @@ class LengthControl:
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain):
                 self._begin_plain()
-        # After the target has read the prompt, the draft may still have to read the prompt.
+        # The draft may still have to read the prompt after the target has read it.
         self._num_missed = prompt_length
         if not controls.adapts:
             self._fix(_Option(self._bound))
@@ -297,9 +298,9 @@ class LengthControl:
         return self._plain_left > 0
 
     def fix(self) -> None:
-        """Fixes K at its best value so far, if K is not fixed already. Planned rounds and plain
-        rounds that are certain to come keep their K. From now on, nothing is learned from this
-        session, and its drafting has no time limit."""
+        """If K is not fixed yet, fixes K at its best value so far. Planned rounds and plain rounds
+        that are certain to come keep their K. From now on, nothing is learned from this session,
+        and its drafting has no time limit."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
@@ -315,8 +316,8 @@ class LengthControl:
 
     def choose(self, num_left: int) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
-        including the target's own token. The last `note` does not influence this length, because a
-        target or draft that works ahead may already have drawn tokens of this round."""
+        including the target's own token. The last `note` does not influence this length, because
+        target or draft may work ahead, and may already have drawn tokens of this round."""
         length, run_ahead = self._next or self._taken(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
@@ -337,14 +338,14 @@ class LengthControl:
         )
 
     def note(self, played: PlayedRound) -> None:
-        """Learns from the round that was chosen last. The round after it is planned already, so
-        only later rounds can change."""
+        """Learns from the round that was chosen last. The next round is planned already, so only
+        the rounds after the next can change."""
         if not self.adapts:
             return
         before, self._ended_at = self._ended_at, played.ended_at
         self._context = played.context
         if before is None:
-            return  # The time of the first round includes the prompt.
+            return  # The time of the first round includes the prefill.
         costs, is_plain = self._costs, self._current is _PLAIN
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         costs.note_load(played, round_s)
@@ -363,8 +364,8 @@ class LengthControl:
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         """Learns how many tokens of a proposal were accepted. `num_asked` and `survival` are those
-        of `PlayedRound`. In plain rounds, a `LookupProbe` calls this method for look-ups that it
-        has compared with the committed tokens."""
+        of `PlayedRound`. In plain rounds, a `LookupProbe` calls this method for each look-up that
+        the probe has compared with committed tokens."""
         if self.adapts:
             counts = observed(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
@@ -375,8 +376,8 @@ class LengthControl:
         self._controls.close(self._seed)
 
     def _taken(self, drafted: _Option) -> tuple[_Option, int]:
-        """Returns the next round, and how many plain rounds certainly follow it. If the plain phase
-        has rounds left, the next round is plain. Otherwise it is `drafted`."""
+        """Returns the next round, and the number of plain rounds that certainly follow it. If the
+        plain phase has rounds left, the next round is plain. Otherwise the next is `drafted`."""
         if self._plain_left > 0:
             self._plain_left -= 1
             return _PLAIN, min(self._controls.run_ahead_rounds, self._plain_left)
@@ -385,7 +386,7 @@ class LengthControl:
         return drafted, 0
 
     def _plan_plain(self) -> None:
-        """Decides early whether the plain phase goes on, so that the target can run ahead."""
+        """Decides early whether the plain phase continues, so that the target can run ahead."""
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()
@@ -394,8 +395,8 @@ class LengthControl:
             self._begin_plain()
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether the gain of drafting covers the time in which the draft first reads the tokens
-        that it lacks. If it does not, whether the trial budget covers the loss."""
+        """Whether drafting is expected to gain more than the draft's reading of missed tokens
+        costs, or the trial budget covers the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
@@ -419,7 +420,7 @@ class LengthControl:
             self._choice, self._drafted_left = largest, 1
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to decode plainly for a few rounds, to measure the time of a plain round."""
+        """Whether to run a few plain rounds, to measure the time of a plain round."""
         if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
@@ -435,10 +436,10 @@ class LengthControl:
     def _options(self) -> tuple[list[_Option], _Option]:
         """Returns the options with a draft, for K = 1, 2, ..., and the option of plain decoding.
 
-        The time limit of a proposal is its usual time plus its gain, the time that plain decoding
-        would take for the tokens that the proposal is expected to add. Drafting is chosen only if
-        its usual time is shorter than the gain. So a draft that becomes slow costs at most twice
-        the gain."""
+        The *gain* of a proposal is the time that plain decoding would take for the tokens that the
+        proposal is expected to add. The time limit of a proposal is its usual time plus its gain.
+        Drafting is chosen only if the usual time is shorter than the gain, so a draft that becomes
+        slow costs at most twice the gain."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

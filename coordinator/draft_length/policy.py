@@ -1,4 +1,4 @@
-"""The length of a round, and the results of a finished round."""
+"""The planned length of a round, and the results of a finished round."""
 
 import math
 from typing import NamedTuple
@@ -8,32 +8,32 @@ from outrider.values import value
 
 @value(frozen=True, slots=True)
 class RoundLength:
-    """How many tokens a round asks for, and its time limit."""
+    """Number of draft tokens that a round asks for, and the time limit of the proposal."""
 
     num_draft_tokens: int
     run_ahead: int
-    """Number of rounds after this one that certainly have no proposal. The target may run these
+    """Number of rounds after this round that certainly have no proposal. The target may run these
     rounds without waiting."""
     next_max: int = 0
     """Largest K of the next round. A target with a head drafts this many tokens together with this
-    round's verdict. If it is 0, the next round has no proposal, and the target sends no hidden
+    round's verdict. If this K is 0, the next round has no proposal, so the target sends no hidden
     states for the draft."""
     draft_budget_s: float = math.inf
-    """Time limit of this round's proposal. The configured limit of drafting applies too."""
+    """Time limit of this round's proposal. The configured limit of drafting applies, too."""
     is_timed: bool = True
-    """Whether a time limit may stop drafting for this round, and the target's drafting for the next
-    round. False if another session uses or has used the same seed. Times may then depend on the
-    random numbers of this round, so that a time limit could bias the output."""
+    """Whether a time limit may stop the draft in this round, or the target's drafting for the next
+    round. False if another session uses or has used the same seed, because times may then depend on
+    the random numbers of this round, and a time limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):
-    """Drafting that a target did in the same step as a verdict."""
+    """Drafting by a target in the same step as a verdict."""
 
     num_tokens: int
-    """Number of drafted tokens. The round may use fewer."""
+    """Number of drafted tokens. The round may use fewer tokens."""
     seconds: float
     work_s: float
-    """The part of `seconds` that was spent on this session."""
+    """This session's share of `seconds`."""
 
 
 @value(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class PlayedRound:
     """Acceptance and times of a finished round."""
 
     num_asked: int
-    """K of the round. If a time limit stopped drafting, the number of tokens that were drawn. 0 if
-    nothing was drafted, or if a look-up replaced a drafter that was late or not ready. From a round
-    with 0, length control learns only that the wait `draft_s` brought no proposal."""
+    """K of the round. If a time limit stopped drafting, the number of drawn tokens. 0 if no drafter
+    was asked, or if a look-up replaced a drafter that was late or not ready. From a round with 0,
+    length control learns only that the wait `draft_s` brought no proposal."""
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens were accepted, from
     `outrider.speculation.accept_reject.survival`."""
@@ -54,15 +54,15 @@ class PlayedRound:
     draft_s: float
     """Wait for the proposal."""
     target_s: float
-    """Time in the target's queue and step, without the drafting for the next round."""
+    """Time in the target's queue and step, without drafting for the next round."""
     ended_at: float
     """Time at which the round ended, on a clock that all rounds share."""
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
     beside: DraftedBeside | None = None
-    """The target's drafting of this round's proposal, if the proposal came with the verdict of the
-    round before."""
+    """How the target drafted this round's proposal. None if the proposal did not come with the
+    previous round's verdict."""
     next_draft_s: float = 0.0
-    """Time that the target drafted for the next round."""
+    """Time in which the target drafted for the next round."""
     work_s: float = 0.0
-    """Time that a draft replica computed for this proposal alone."""
+    """This proposal's share of the computing time of the draft replica."""

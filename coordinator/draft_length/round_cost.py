@@ -1,5 +1,5 @@
-"""Forecasts what a round costs, from the engines' tables of step times and the times of finished
-rounds.
+"""Forecasts the cost of a round from the engines' tables of step times, and from the times of
+finished rounds.
 
 | part of a round | known from |
 | --- | --- |
@@ -21,28 +21,28 @@ from outrider.engine.step_costs import StepCosts
 from .policy import PlayedRound
 
 MEMORY_ROUNDS = 64.0
-"""The weight of a measured time falls to 1/e after this many further times of the same kind."""
+"""The weight of a measured time falls to 1/e after this many further measurements of its kind."""
 LOAD_MEMORY_ROUNDS = 256.0
 """Like `MEMORY_ROUNDS`, for the load of the target."""
 OUTLIER = 8.0
-"""A time counts as at most this many times the mean time of a round."""
+"""Longer times count as this multiple of the mean time of a round."""
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""Standard deviation of a prior with mean 1. It is the prior of the measured time per draft token,
-divided by the time in the draft's table."""
+"""The time per draft token, divided by the time in the draft's table, has a prior with mean 1 and
+this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
-mean number of other sessions' rows is known. With a smaller spread, they count less."""
+"""Like `TABLE_SPREAD`, for the target's time per row. This spread is small, so that measured slopes
+count less. They are too low, because only the mean number of other sessions' rows is known."""
 MEAN_SPREAD = 1.0
-"""If the draft has no table, the time of a further token has a prior whose mean is the mean time
-per token. This is the standard deviation, divided by the mean."""
+"""Like `TABLE_SPREAD`, for a draft without a table. The mean measured time per token takes the
+place of the time in the table."""
 MESSAGES_WORK = 4.0
 """Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
 these messages. With 8 sessions on two cores, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
-"""In the time of a plain round, the estimate from rounds with a draft weighs as much as this many
-measured plain rounds."""
+"""In the forecast of a plain round's time, the estimate from rounds with a draft weighs as much as
+this many measured plain rounds."""
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
 KEPT = 1.0 - 1.0 / 512.0
@@ -53,11 +53,11 @@ Array = npt.NDArray[np.float64]
 
 class CostLine:
     """Fits seconds as a linear function of a quantity x >= 0, by exponentially weighted least
-    squares with a prior of the slope. The slope and the values are never negative."""
+    squares with a prior for the slope. Neither the slope nor a value is ever negative."""
 
     def __init__(self, spread: float, *, relative: bool) -> None:
-        """The prior of the slope has the mean 1 and the standard deviation `spread`. If `relative`,
-        both are multiples of the mean measured time divided by the mean quantity."""
+        """The prior of the slope has mean 1 and standard deviation `spread`. If `relative` is true,
+        the unit of both is the mean measured time divided by the mean quantity."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._spread, self._relative = spread, relative
@@ -104,9 +104,9 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected cost of a session's next round: its time, and the tokens that other sessions
-    lose. They lose tokens because the round's rows lengthen their steps, and because the round's
-    drafting and messages use shared cores."""
+    """The expected cost of a session's next round: the round's time, and the tokens that other
+    sessions lose. Other sessions lose tokens because the round's rows lengthen their steps, and
+    because the round's drafting and messages use shared cores."""
 
     plain_s: float
     """Time of a plain round."""
@@ -123,11 +123,10 @@ class Forecast:
 
 
 class Load:
-    """Numbers of current sessions on the targets of one coordinator."""
+    """The numbers of targets that one coordinator uses, and of current sessions on them."""
 
     def __init__(self, num_sessions: int = 0) -> None:
         self.num_sessions = num_sessions
-        """Number of sessions of this coordinator."""
         self.num_elsewhere = 0
         """Number of sessions of other coordinators on the same targets."""
         self.num_targets = 1
@@ -147,10 +146,10 @@ class RoundCosts:
         messages_delay: bool,
     ) -> None:
         """`target` and `draft` are the engines' tables; None = no table. At most `max_num_seqs`
-        sessions share a step of the target. `drafting_delays` states whether drafting delays the
-        target, because the target drafts or shares cores or a device with the draft.
-        `messages_delay` states whether messages delay the target, because coordinator and draft use
-        the target's cores."""
+        sessions share a step of the target. `drafting_delays` is true if the target itself drafts,
+        or if it shares cores or a device with the draft, so that drafting delays the target.
+        `messages_delay` is true if coordinator and draft use the target's cores, so that messages
+        delay the target."""
         self.load = load
         self.drafting_delays = drafting_delays
         self._table = target
@@ -159,25 +158,24 @@ class RoundCosts:
         self._target, self.plain = (CostLine(STEP_SPREAD, relative=True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
-        """`_wait` is the wait for the target's step to begin while other sessions use the target,
-        as a share of the step's time. `_rest` is the time for messages and the coordinator's
-        work."""
+        """`_wait` is the time before the target's step begins if other sessions use the target, as
+        a share of the step's time. `_rest` is the time of messages and of the coordinator."""
         self._round, self._at_target, self._rows, self._tokens, self._context = (
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )
 
     def meet_draft(self, costs: StepCosts | None) -> None:
-        """Starts again from a draft's table, and drops the measured times of earlier drafts."""
+        """Starts with the table of a new draft, and drops the measured times of earlier drafts."""
         self._draft_table = costs
         self._draft_token = SECONDS_MIN if costs is None else costs.step_seconds(1)
-        """Seconds per token in the draft's table. Without a table, a small number, so that drafting
-        is tried. Measured times then replace it."""
+        """Seconds per token in the draft's table. Without a table, the number is small, so that
+        drafting is tried and its times are measured."""
         spread = MEAN_SPREAD if costs is None else TABLE_SPREAD
         self._draft, self._draft_work = (CostLine(spread, relative=costs is None) for _ in range(2))
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
         """Counts a round of any kind. `round_s` is the time since the end of the previous round. If
-        the verdicts of several rounds arrive together, the first of these rounds gets the time of
+        the verdicts of several rounds arrive together, `round_s` of the first round has the time of
         all."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
@@ -190,8 +188,8 @@ class RoundCosts:
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. If the draft had to read other tokens first
-        (`is_typical` is false), the wait for the proposal does not count."""
+        """Counts a round that asked for draft tokens. If `is_typical` is false, the draft had to
+        read other tokens first, so the wait for the proposal does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s
@@ -223,9 +221,9 @@ class RoundCosts:
         draft_s = self._draft.at(works)
         draft_lost = np.zeros(len(works))
         if self.drafting_delays:
-            # Each of the 1 + others sessions waits while the draft works for this session. This
-            # session's own wait, draft_s, is counted already. If the draft works for all sessions
-            # in one step, draft_s includes the work for the others.
+            # Each of the 1 + others sessions waits while the draft works for this session. The wait
+            # of this session, draft_s, is counted already. If the draft works for all sessions in
+            # one step, draft_s includes the work for the other sessions.
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
@@ -234,7 +232,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # A plain round has no such loss, because the target runs ahead with few messages.
+            # A plain round loses nothing, because the target runs ahead with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,
@@ -260,7 +258,7 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """Returns the seconds in the target's table for a step with the rows of all sessions."""
+        """Returns the time in the target's table of a step with the rows of all sessions, in s."""
         rows = 1 + num_proposed + others * self._rows.value
         sessions = max(1, round(1 + others))
         slots = round(context + others * self._context.value)
