@@ -1,1 +1,1 @@
-"""Replica pools and discovery, and each session's connection to its draft and its target."""
+"""Replica pools, discovery of replicas, and each session's routes to its draft and its target."""

@@ -3,9 +3,9 @@
 - A new replica joins its pool if it describes itself, and fits the first replica of the pool.
 - A leaving replica joins only if no other replica of the pool has the same weights, because
   sessions that began with these weights can then run nowhere else.
-- If the registry says that a replica of the pool is leaving, its sessions move to other replicas.
-- If the registry has not listed a replica for `LEASE_S`, the pool asks the replica for its
-  description. If the replica does not answer, or if another replica has its address, the pool
+- If the registry says that a replica of the pool is leaving, the replica's sessions move to others.
+- If the registry has not listed a replica for `LEASE_S`, the coordinator asks the replica for its
+  description. If the replica does not answer, or if another replica has the address now, the pool
   removes the replica.
 - While the registry cannot be read, the pools do not change.
 """
@@ -32,11 +32,11 @@ READ_PERIOD_S = 0.5
 REFUSED_S = 10.0
 """Pause before a replica that could not join is asked again."""
 NAMES_KEPT = 2 * len(ROLES) * REPLICAS_MAX
-"""Number of replicas, present and former ones, about which something is remembered."""
+"""Number of present and former replicas for which times are kept."""
 
 State = Literal["serving", "away", "leaving", "joining"]
-"""away: the replica could not be reached. leaving: the replica will end soon. joining: the registry
-lists the replica, but the pool has not added it yet, or has refused it."""
+"""away: the replica could not be reached. leaving: the replica ends soon. joining: the registry
+lists the replica, but the pool has refused it or not added it yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +75,27 @@ class Discovery:
         self._link: Any = link
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self.wanted: dict[Role, int] = {}
-        """Number of replicas that each role should have, as the registry says."""
+        """Role -> number of replicas that should run, from the registry."""
         self.present: dict[Role, int] = {}
-        """Number of announced replicas that are neither leaving nor on trial, by role."""
+        """Role -> number of announced replicas that are neither leaving nor on trial."""
         self._heard_at: float | None = None
         self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
-        """Replica name -> (time at which the registry last listed the replica, the replica's
-        address at that time)."""
+        """Replica name -> (time at which the registry last listed the replica, address of the
+        replica at that time)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Replica name -> running task that adds the replica to its pool, or checks the replica."""
+        """Replica name -> running task of `_join` or `_doubt`."""
         self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
-        """Name of a replica that could not join -> time of the next attempt."""
+        """Name of a replica that could not join -> earliest time of the next attempt."""
         self._refused: dict[str, OutriderError] = {}
         """Role -> error of the last replica that could not join."""
         self._away = False
         """Whether the newest read of the registry failed."""
 
     async def begin(self) -> None:
-        """Adds the targets that the registry lists, and then the drafts. Waits for the first target
-        for at most `LEASE_S`. Even if the registry has lost its data, every running target
-        announces itself within this time. Raises `Incompatible` if a role has no replica, and the
-        last replica that was asked did not fit."""
+        """Adds the targets that the registry lists, and then the drafts. Waits up to `LEASE_S` for
+        the first target, because every running target announces itself within this time, even if
+        the registry has lost its data. If a role has no replica because none fitted, raises
+        `Incompatible`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -138,7 +138,7 @@ class Discovery:
         """Updates the pools from all current records of the registry."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # While the registry could not be reached, no replica could announce itself.
+            # While the registry was unreachable, no replica could announce itself.
             self._heard.update({name: (now, one[1]) for name, one in self._heard.items()})
         self._away = False
         for role, records in found.items():
@@ -158,7 +158,7 @@ class Discovery:
                 and now >= self._not_before.get(record.name, now)
                 # Drafts must fit the first target.
                 and (pool.role == "target" or self._pools["target"].first is not None)
-                # Later replicas must fit the first one, so the first must not be leaving.
+                # Later replicas must fit the first replica, so the first must not be leaving.
                 and not (record.leaving and pool.first is None)
             ):
                 self._begin(record.name, self._join(pool, record))
@@ -176,10 +176,9 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Asks a replica that the registry no longer lists, and removes it if it does not answer. A
-        replica that answers has only lost its connection to the registry. If `is_replaced`, another
-        replica has the address now and would answer instead, so the replica is removed without
-        being asked."""
+        """Asks a replica that the registry no longer lists. If the replica answers, it has only
+        lost its connection to the registry. Otherwise removes the replica. If `is_replaced`, does
+        not ask, because another replica has the address now and would answer."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
@@ -203,7 +202,7 @@ class Discovery:
 
     @property
     def heard_ms_ago(self) -> float | None:
-        """Time since the newest successful read of the registry; None before the first."""
+        """Time since the newest successful read of the registry; None before the first read."""
         if self._heard_at is None:
             return None
         return (asyncio.get_running_loop().time() - self._heard_at) * 1e3

@@ -1,5 +1,5 @@
-"""A session's source of proposals: the interface that the decode loop calls, and the look-ups.
-`draft_client.py` gets proposals from models."""
+"""A session's source of proposals: the interface for the decode loop, and look-ups as the source.
+`draft_client.py` has the sources that ask models."""
 
 import asyncio
 from typing import ClassVar, Literal
@@ -16,8 +16,8 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
-"""replica: a draft replica. local: a head in the target, or a look-up that is the configured
-drafter. fallback: a look-up, used because the draft or head has no proposal."""
+"""replica: a draft replica. local: a head in the target, or a look-up that is configured as the
+drafter. fallback: a look-up in place of a draft or head that has no proposal."""
 
 
 @value(frozen=True, slots=True)
@@ -27,41 +27,38 @@ class Drafted:
     proposal: SealedProposal
     source: Source
     seconds: float
-    """Time that the round waited for the proposal."""
+    """Time for which the round waited for the proposal."""
     num_asked: int
-    """Number of draft tokens asked for, at most the round's K. If drafting ran out of time, the
-    number of tokens drawn. 0 if the proposal says nothing about the draft's acceptance."""
+    """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
+    number of drawn tokens. 0 if the proposal says nothing about the acceptance of the drafter."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
     work_ms: float = 0.0
-    """This session's part of `compute_ms`. Several sessions may share a step."""
+    """This session's share of `compute_ms`. Several sessions may share a step."""
     ahead: bool = False
     """Whether the proposal arrived before the round began."""
     beside: DraftedBeside | None = None
-    """The target's drafting, if the proposal came with the verdict of the round before."""
+    """How the target drafted. None if the proposal did not come with the previous verdict."""
 
 
 @value(frozen=True, slots=True)
 class NextWanted:
-    """What the coordinator asks the target to send with a verdict, for use in the next round."""
+    """What the target shall send with a verdict, for the next round. See `VerifyItem`."""
 
     num_draft_tokens: int = 0
     features_from: int | None = None
-    """See `VerifyItem.features_from`."""
     budget_us: int = 0
-    """See `VerifyItem.next_budget_us`."""
 
 
 NOTHING_WANTED = NextWanted()
 
 
 class Drafts:
-    """One session's source of proposals. This class uses a look-up; subclasses ask a model. The
-    methods raise no error if a draft fails, because a failing draft must not end a request."""
+    """One session's source of proposals. This class uses a look-up, and subclasses ask a model. If
+    a draft fails, the methods raise no error, because a failing draft must not end a request."""
 
     is_lookup: ClassVar[bool] = True
-    """Whether all proposals come from a look-up."""
     never_drafts: ClassVar[bool] = False
     """Whether the session runs without proposals. `propose` must then not be called."""
 
@@ -72,8 +69,8 @@ class Drafts:
         self._sampling = context.parameters.sampling
 
     def look_up(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """Looks up at most `num_draft_tokens` tokens after the committed tokens. Returns them, and
-        the expected number of accepted tokens."""
+        """Looks up at most `num_draft_tokens` tokens after the committed tokens. Returns the found
+        tokens, and the number of them that is expected to be accepted."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -91,12 +88,12 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The draft replica and how many tokens of the session it holds; None without a replica."""
+        """The draft replica, and how many of the session's tokens it holds; None without a replica."""
         return None
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the replica that drafts is on trial; None if the session has no such replica."""
+        """Whether the replica that drafts is on trial. None if no replica drafts."""
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
@@ -104,30 +101,29 @@ class Drafts:
         may ask for up to `num_draft_tokens` tokens. Does not wait for the draft."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns a proposal that keeps the limits on tokens and time in `length`. The
-        first call of a look-up indexes the prompt, which takes about 1 us per token."""
+        """Returns a proposal within the limits of `length` on tokens and time. The first call of a
+        look-up indexes the prompt, which takes about 1 us per token."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal, _ = self.look_up(length.num_draft_tokens, noise)
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
-        """Returns what the target is to send with its verdict on a round of this `length`."""
+        """Returns what the target shall send with its verdict on a round of this `length`."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes a verdict, which may have the proposal or hidden states that `next_wanted` asked
-        for."""
+        """Takes a verdict, which may have what `next_wanted` asked for."""
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed
         before the round, plus the number of accepted tokens."""
 
     def reject(self) -> None:
-        """Stops the use of the current drafter. Call if the drafter sent an unreadable q."""
+        """Stops using the current drafter. Must be called if the drafter sent an unreadable q."""
 
     def close(self) -> None:
-        """Frees the session's state. Call when the session ends."""
+        """Frees the session's state. Must be called when the session ends."""
         self._lookup.release(self._session.session_id)
 
 
@@ -139,16 +135,16 @@ class NoDrafts(Drafts):
 
 
 WATCH_ROUNDS_MIN = 8
-"""Smallest number of rounds between two look-ups of a `LookupProbe`. A look-up takes up to 0.1 ms
-of CPU time."""
+"""Smallest number of rounds between two look-ups of a `LookupProbe`, because a look-up takes up to
+0.1 ms of CPU time."""
 WATCH_ROUNDS_MAX = 64
-"""Largest number of rounds between two look-ups of a `LookupProbe`. The number doubles with each
-look-up whose first token is wrong."""
+"""Largest number of rounds between two look-ups of a `LookupProbe`. If the first token of a look-up
+is wrong, the number doubles."""
 
 
 class LookupProbe:
-    """Looks up tokens during plain rounds and compares them with the tokens that are committed.
-    Length control learns from the result how many draft tokens would be accepted."""
+    """Looks up tokens during plain rounds, and compares them with the committed tokens. From the
+    result, length control learns how many draft tokens would be accepted."""
 
     def __init__(self, drafts: Drafts, lengths: LengthControl, num_draft_tokens: int) -> None:
         """A look-up returns at most `num_draft_tokens` tokens."""
@@ -156,8 +152,7 @@ class LookupProbe:
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
-        """Tokens of the look-up that is being compared with committed tokens; None between
-        comparisons."""
+        """The look-up's tokens during a comparison; None between comparisons."""
         self._num_followed = 0
         """Number of tokens of `_guess` that were committed since the look-up."""
         self._rounds_left = 0
@@ -166,9 +161,9 @@ class LookupProbe:
         """Number of rounds between two look-ups."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
-        """Compares the first token of a round with the look-up. Call after each round, before the
-        round's tokens are appended to the session. A round that asked for draft tokens (`num_asked`
-        > 0) ends the comparison."""
+        """Compares the first token of a round with the look-up. Must be called after each round,
+        before the round's tokens are appended to the session. A round that asked for draft tokens
+        (`num_asked` > 0) ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

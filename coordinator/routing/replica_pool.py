@@ -1,7 +1,7 @@
-"""The pool of a role's replicas, and each session's connection to a replica of the pool.
+"""The pool of a role's replicas, and each session's route to a replica of the pool.
 
-If a session moves to another replica, its KV pages stay at the old replica. The new replica gets
-the committed tokens, and computes the pages that it does not have.
+If a session moves to another replica, the session's KV pages stay at the old replica. The new
+replica gets the committed tokens, and computes the pages that it lacks.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that are away."""
 
 LOAD_SLACK = 0.25
-"""`choose` gives a replica at most this share more sessions than the mean of all replicas."""
+"""A replica may have more sessions than the mean of all replicas by this share (see `choose`)."""
 _KEY_PAGES = 2
-"""Number of pages at the start of a prompt that `affinity` hashes."""
+"""`affinity` hashes this many pages at the start of a prompt."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
@@ -66,11 +66,11 @@ class ReplicaConnection:
         """The replica's name in the session store."""
         self.description = description
         self.leaving = False
-        """Whether the replica ends soon. Its sessions must move to other replicas."""
+        """Whether the replica ends soon, so that its sessions must move to other replicas."""
         self.trial_share = trial_share
         """Share of the new sessions that go to this replica during its trial; 0 = no trial."""
         self.away = False
-        """Whether the replica could not be reached, and has not described itself since then."""
+        """Whether the replica could not be reached, and has not described itself since."""
         self.routes: dict[str, SessionRoute[Any, Any]] = {}
         """Session id -> route, for the sessions that use this replica."""
         link.listen(self._deliver, self.lose)
@@ -88,12 +88,12 @@ class ReplicaConnection:
         return True
 
     def miss(self) -> None:
-        """Marks the replica as away. Call if it cannot be reached or reports `Unavailable`."""
+        """Marks the replica as away, because it cannot be reached or reports `Unavailable`."""
         self.away = True
         self._pool.lost.set()
 
     def lose(self, error: Exception) -> None:
-        """Marks the replica as away and tells its sessions. Call when the gRPC stream broke."""
+        """Marks the replica as away, and tells its sessions that the gRPC stream broke."""
         self.miss()
         for route in self.routes.values():
             route.lose(error)
@@ -101,33 +101,33 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Two kinds of unused proposals do not count as stale: proposals that were drafted ahead for
-        # another outcome, and empty proposals, with which a draft answers a prefill.
+        # Two kinds of dropped proposals are not stale: those that were drafted ahead for another
+        # outcome, and empty ones, with which a draft answers a prefill.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
 class ReplicaPool:
-    """The replicas of one role. During an upgrade their weights differ. A session runs only on
-    targets with the weights that the session began with."""
+    """The replicas of one role. During an upgrade, their weights differ. A session runs only on
+    targets with the weights with which the session began."""
 
     def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
         """A pool of drafts needs the pool of `targets`. Drafts must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
-        """Description of the first replica that ever joined. Later replicas must fit it."""
+        """Description of the first replica that ever joined. Later replicas must fit the first."""
         self._targets = targets
         self.replicas: dict[str, ReplicaConnection] = {}
-        """Name -> known replica, in the order in which the replicas joined."""
+        """Name -> replica, in the order in which the replicas joined."""
         self._left = Counter[str]()
-        """Sum of `Link.num_bytes` of the replicas that were removed."""
+        """Sum of `Link.num_bytes` over removed replicas."""
         self.num_stale = 0
         """Number of proposals and verdicts that arrived after their round or session had ended."""
         self.lost = asyncio.Event()
         """Is set when a replica cannot be reached."""
         self._found = asyncio.Event()
-        """Wakes those that wait when a replica joins or is back."""
+        """Wakes waiting tasks when a replica joins or is back."""
 
     @property
     def num_present(self) -> int:
@@ -145,12 +145,12 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> Counter[str]:
-        """Sum of `Link.num_bytes` over all replicas, also removed ones. Any thread may read it."""
+        """Sum of `Link.num_bytes` over present and removed replicas. May be read on any thread."""
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """Returns the description of the newest replica with these `weights` (empty = any); None if
-        no replica has them. Prefers present replicas, then replicas that are not on trial."""
+        """Returns the description of the newest replica with these `weights` (empty = any); None
+        without such a replica. Prefers present replicas, and then replicas that are not on trial."""
         found = [one for one in self.replicas.values() if weights in ("", one.description.weights)]
         if not found:
             return None
@@ -158,20 +158,20 @@ class ReplicaPool:
 
     @property
     def on_trial(self) -> ReplicaConnection | None:
-        """The newest present replica that is on trial; None if there is none."""
+        """The newest present replica on trial."""
         found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
         return found[-1] if found else None
 
     @property
     def first_kept(self) -> ReplicaDescription | None:
-        """Description of the oldest replica that is not on trial; None if there is none."""
+        """Description of the oldest replica that is not on trial."""
         found = (one.description for one in self.replicas.values() if not one.trial_share)
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Asks a replica for its description and adds the replica. The pool will close the `link`.
-        With a `trial_share` above 0, the replica is on trial. Raises `Unavailable` if the replica
-        does not answer, and `Incompatible` if it does not fit the pool."""
+        """Asks a replica for its description, and adds the replica. The pool will close the `link`.
+        If `trial_share` is above 0, the replica is on trial. Raises `Unavailable` if the replica
+        does not answer, and `Incompatible` if the replica does not fit the pool."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -198,14 +198,14 @@ class ReplicaPool:
         """Removes a replica that has ended. Its sessions move to other replicas."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            # Another thread may be reading the counter, so it is replaced, not changed.
+            # Replaces the counter instead of changing it, because another thread may be reading it.
             self._left = self._left + replica.link.num_bytes
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether a replica can run the session. If a draft reads hidden states, the session's
-        target must send the hidden states that the draft's head reads."""
+        """Whether a replica can run the session. A draft that reads hidden states can run the
+        session if the session's target sends the hidden states that the draft's head reads."""
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()
@@ -230,7 +230,7 @@ class ReplicaPool:
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Waits until the pool has a replica. Returns the description of the newest. Raises
+        """Waits until the pool has a replica. Returns the description of the newest replica. Raises
         `Unavailable` after `timeout_s`."""
         if not self.replicas:
             await self.change(timeout_s)
@@ -240,8 +240,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self) -> bool:
-        """Whether any replica answers. Asks one replica first, if possible a present one. If it
-        does not answer, asks all others at once."""
+        """Whether any replica answers. First asks one replica, if possible a present one. If this
+        replica does not answer, asks all others at once."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers() for replica in some))):
@@ -253,8 +253,8 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` if a session has two routes, if a session outside `sessions` has
-        a route, or if `every` is true and one of `sessions` has no route."""
+        """Raises `InvariantError` if a session has two routes, or if a session outside `sessions`
+        has a route. If `every` is true, also raises if one of `sessions` has no route."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -265,7 +265,8 @@ class ReplicaPool:
         self._found.clear()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """Marks a replica as back if it answers. Its description may differ after a restart."""
+        """If a replica answers, marks it as back, and keeps the new description, which may differ
+        after a restart."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -274,8 +275,8 @@ class ReplicaPool:
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` if a replica does not fit. Targets may differ in how they draft,
-        because an upgrade may change their heads."""
+        """Raises `Incompatible` if a replica does not fit the pool. Targets may draft in different
+        ways, because an upgrade may change their heads."""
         first, target = self.first, None if self._targets is None else self._targets.first
         own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
         reason = ""
@@ -299,7 +300,8 @@ class ReplicaPool:
 # choose the same replica without communicating. If a replica joins or leaves, the choice changes
 # only for the sessions of this replica. A bound on loads (Mirrokni, Thorup and Zadimoghaddam 2018)
 # excludes replicas that have too many sessions. Each coordinator applies the bound to its own
-# sessions. The bound is relative to the mean, so the sum over all coordinators also keeps it.
+# sessions. Because the bound is relative to the mean, it then also holds for all coordinators
+# together.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
@@ -311,11 +313,12 @@ def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
 
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
-    """Of the replicas with room for one more session, returns the name with the largest hash under
-    `key`; None without replicas. `loads` maps the name of each replica to its number of sessions.
+    """Among the replicas with room for one more session, returns the name with the largest hash
+    under `key`. `loads` maps each replica's name to its number of sessions. If `loads` is empty,
+    returns None.
 
     A replica runs up to `seats` sessions in one step. Below this number, a replica may have
-    `LOAD_SLACK` more sessions than the mean. Above it, all replicas get the same number of
+    `LOAD_SLACK` more sessions than the mean. Above this number, all replicas get equally many
     sessions, because the sessions of a fuller replica would wait longer."""
     if not loads:
         return None
@@ -347,24 +350,23 @@ class SessionContext:
 
 
 class SessionRoute(Generic[Item, Answer]):
-    """Sends one session's messages to its replica, and keeps the answers. Moves the session to
-    another replica if its replica is away or leaving. The old replica gets a Release message only
-    when the session ends, because the session may return to it, and a replica refuses released
-    sessions."""
+    """Sends one session's messages to a replica, keeps the answers, and moves the session to other
+    replicas. A replica that the session has left gets a Release message only when the session ends.
+    A replica refuses released sessions, so the session could otherwise not return."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """The session begins at the replica that its record names. If this replica is not present,
-        `_find` chooses another."""
+        `_find` chooses another replica."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """`DraftClient` sets this flag to False if a message gets no answer. The next answer sets
-        it to True."""
+        """Whether the replica answers. `DraftClient` sets this flag to False if a message gets no
+        answer. The next answer sets the flag to True."""
         self.was_lost = False
-        """Whether the stream broke after the last wait of the round before. All open requests must
-        then be sent again."""
+        """Whether the stream broke between the last wait of the previous round and this round. All
+        open requests must then be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Is called with each proposal that was drafted ahead."""
         self._pool = pool
@@ -378,23 +380,23 @@ class SessionRoute(Generic[Item, Answer]):
         self._left: dict[str, ReplicaConnection] = {}
         """Name -> replica, for the replicas that the session has left."""
         self._rejected: list[ReplicaConnection] = []
-        """Replicas that gave wrong answers. The session never returns to them."""
+        """Replicas that gave wrong answers. The session never returns to these replicas."""
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
-        """Number of an earlier round whose answer is kept for `take_awaited`."""
+        """Earlier round whose answer `put` keeps for `take_awaited`; None = no such round."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
-        """Time at which the current wait times out (event loop's clock)."""
+        """Time at which the current wait times out, on the event loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
-        """Wakes `take`. If it fires before `_due`, `take` sets another timer."""
+        """Wakes `take`. If the timer fires before `_due`, `take` sets another timer."""
         self._lost: Exception | None = None
-        """Error with which the stream broke, until `take` raises it or a round begins."""
+        """Error with which the stream broke. None after `take` has raised it or a round began."""
         self._enter(self._find(held.replica))
         self.cached_length = held.cached_length if held.replica == self.replica else 0
-        """Number of committed tokens that the replica holds, as far as is known."""
+        """Number of committed tokens that the replica holds, as far as known."""
 
     @property
     def replica(self) -> str:
@@ -403,13 +405,12 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the replica is on trial; None without a replica."""
         return None if self._replica is None else self._replica.trial_share > 0
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target drafts with its own head. If the session has no target, the
-        first target of the pool counts."""
+        """Whether the session's target drafts for itself. If the session has no target, the answer
+        is that of the first target of the pool."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -419,14 +420,14 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def is_left(self) -> bool:
-        """Whether the session should move, as its replica is missing, away or leaving."""
+        """Whether the session should move, because its replica is missing, away or leaving."""
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
-        """Begins a round, or begins it again on another replica. Drops answers to earlier rounds.
-        Returns the round's number for messages. After each move, the numbers are larger than all
-        numbers that the old replica may still answer, including rounds that it runs ahead. So if
-        the session returns to the old replica, late answers match no round."""
+        """Begins a round, or repeats a round. Drops answers to earlier rounds. Returns the round's
+        number for messages. After each move, numbers are larger than those of all rounds that the
+        old replica may still answer, including the rounds that it runs ahead. So if the session
+        returns to the old replica, late answers match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -459,8 +460,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def send(self, item: Item) -> None:
         """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` if the replica
-        is away or can no longer run the session. A replica that is away may come back with other
-        weights."""
+        is away, or if it has come back with other weights and can no longer run the session."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -507,9 +507,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round. Returns False and drops the answer if
-        its round has ended, if it has another epoch than the session, if the round has a verdict or
-        proposal already, or if `MAILBOX_REPLIES_MAX` answers are kept."""
+        """Keeps an answer to the current or a later round, and returns True. Drops the answer and
+        returns False if its round has ended or already has a verdict or proposal, if its epoch is
+        not the session's, or if `MAILBOX_REPLIES_MAX` answers are kept."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -523,7 +523,7 @@ class SessionRoute(Generic[Item, Answer]):
         known = self._answers.get(key.round)
         if known is None:
             if len(self._answers) >= MAILBOX_REPLIES_MAX:
-                return False  # If the session needs this answer, it will ask again.
+                return False  # If the session needs this answer, the session will ask again.
         elif isinstance(known, VerdictReply | ProposalReply):
             return False
         self._answers[key.round] = answer
@@ -531,8 +531,8 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """Returns the answer to the round `awaited` and clears `awaited`; None without an
-        answer."""
+        """If the answer to the round `awaited` has arrived, returns the answer and clears
+        `awaited`."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None
@@ -540,12 +540,12 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def lose(self, error: Exception) -> None:
-        """Call when the stream to the replica broke with this error."""
+        """Must be called when the stream to the replica broke."""
         self._lost, self.awaited = error, None
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """Handles the answer of a replica that lacks the prefix of a message. The next message will
+        """Handles the answer of a replica that lacks the stated prefix. The next message will
         append to the tokens that the replica holds."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
@@ -553,7 +553,7 @@ class SessionRoute(Generic[Item, Answer]):
         self.context.observer.count("resyncs", self._pool.role)
 
     def give_up(self) -> None:
-        """Marks the replica as away until it describes itself again."""
+        """Marks the replica as away, until it describes itself again."""
         if self._replica is not None:
             self._replica.miss()
 
@@ -564,9 +564,9 @@ class SessionRoute(Generic[Item, Answer]):
             self._leave()
 
     def move(self) -> bool:
-        """Moves to another replica that fits. Returns False if there is none. After a move, open
-        requests get no answer, and the new replica is assumed to hold none of the session's tokens.
-        The session leaves a leaving draft even if there is no other."""
+        """Moves to another replica that fits, and returns True. If there is none, returns False.
+        The session then still leaves a draft that ends soon. After a move, open requests get no
+        answer, and the new replica is assumed to hold no tokens of the session."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":
@@ -582,7 +582,7 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def close(self) -> None:
-        """Ends the session, and releases it on all replicas that it has used."""
+        """Ends the session on all replicas that it has used."""
         session = self.context.session
         self._stop_timer()
         self._leave()
@@ -593,16 +593,16 @@ class SessionRoute(Generic[Item, Answer]):
     def _find(self, preferred: str = "") -> ReplicaConnection | None:
         """Chooses another replica for the session; None if no replica fits. A replica fits if it
         has the session's weights, was not rejected, and `ReplicaPool.can_read` is true. A leaving
-        draft does not fit, because it ends soon and a look-up can replace it. A session without a
-        replica may get one that is not present if no fitting replica is present.
+        draft does not fit, because a look-up can replace the draft. If no fitting replica is
+        present, a session without a replica gets a fitting replica that is away or leaving.
 
         - The replica named `preferred` goes first.
-        - Replicas with the numerics of the route's first replica go before others, whatever their
-          load, because they continue the session's text with exactly the same tokens.
-        - A replica on trial gets its share of the sessions. A hash of the session's id decides.
-          Other sessions get this replica only if all fitting replicas are on trial.
-        - Among the remaining replicas, `choose` decides by `affinity`. So sessions with the same
-          start of the prompt share pages."""
+        - Replicas with the numerics of the route's first replica go next, whatever their load,
+          because they continue the session's text with exactly the same tokens.
+        - A replica on trial gets its share of the sessions, by a hash of the session's id. Other
+          sessions get this replica only if all fitting replicas are on trial.
+        - Among replicas of equal rank, `choose` decides by `affinity`. So sessions whose prompts
+          begin with the same tokens share pages."""
         session_id, pool = self.context.session.session_id, self._pool
         without = [*self._rejected, self._replica]
         fitting = [
