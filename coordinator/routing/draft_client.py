@@ -1,5 +1,5 @@
-"""Proposals from a model in a draft replica or in the target. If the model proposes nothing, a
-look-up proposes."""
+"""Sources of proposals that ask a model, in a draft replica or in the target. If the model proposes
+nothing, a look-up proposes."""
 
 import asyncio
 import logging
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""A feed sends hidden states to the draft. If this many feeds in a row do not increase the number
-of tokens that the draft holds, no feed follows for `RETRY_S`."""
+"""A feed is a message with hidden states for the draft. If this many feeds in a row do not increase
+the number of tokens that the draft holds, no feed follows for `RETRY_S`."""
 
 
 class PushedProposals:
-    """Proposals for the next round, which the draft made for possible outcomes of this round. The
-    next round uses the proposal for the actual outcome, if it has arrived by then."""
+    """Proposals for the next round, one for each predicted outcome of this round. If the proposal
+    for the actual outcome has arrived before the next round, that round uses the proposal."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -59,7 +59,7 @@ class PushedProposals:
         """(Length of the committed prefix, tokens assumed to follow the prefix) -> proposal."""
 
     def put(self, reply: ProposalReply) -> None:
-        """Keeps a proposal for the next round, if the limits on look-ahead allow one more."""
+        """Keeps a proposal for the next round if the limits on look-ahead allow one more."""
         place = (reply.base_length, reply.assumed)
         if reply.key.round != self._round + 1 or place in self._kept:
             return
@@ -68,12 +68,12 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether proposals for round `number` are kept, because it follows the current round."""
+        """Whether round `number` is the next round."""
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """Begins round `number` and drops all kept proposals. Returns the proposal for `tokens`;
-        None if it was not kept."""
+        """Begins round `number`. Returns the kept proposal that follows `tokens`, or None. Drops
+        all kept proposals."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -83,8 +83,8 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Converts a time limit to us for a message, at least 1. Infinity becomes 0, which means no
-    limit."""
+    """Converts a time limit to us, for a message. Infinity becomes 0, which means no limit. All
+    other results are at least 1."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
@@ -92,7 +92,7 @@ def budget_us(seconds: float) -> int:
 
 class _ModelDrafts(Drafts):
     """The base of the two clients of models. In a hybrid, a confident look-up takes the model's
-    place. The confidence depends only on committed tokens of this session and of earlier ones."""
+    place. Its confidence depends only on committed tokens of this session and earlier sessions."""
 
     is_lookup = False
 
@@ -105,21 +105,21 @@ class _ModelDrafts(Drafts):
         hybrid = config.lookup
         self._is_hybrid = hybrid.drafter.lookup is not None
         self._confident = hybrid.hybrid_min_score if self._is_hybrid else math.inf
-        """If the look-up expects at least this many accepted tokens, it proposes."""
+        """If the look-up expects at least this many accepted tokens, the look-up proposes."""
         self._model_tokens = (
             hybrid.hybrid_model_tokens if self._is_hybrid else limits.NUM_DRAFT_TOKENS_MAX
         )
         """Largest number of draft tokens that a round asks of the model."""
         of_request_ms = route.context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of drafting. When it ends, the draft answers with the tokens drawn so far."""
+        """Time limit of drafting. At the limit, the draft answers with the tokens drawn so far."""
 
     @property
     def on_trial(self) -> bool | None:
         return self._route.on_trial
 
     def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
-        """Raises an error if a proposal is longer than asked for, or lacks q."""
+        """Raises an error if a proposal is longer than `num_draft_tokens`, or lacks q."""
         if len(proposal) > num_draft_tokens:
             raise InvariantError(
                 f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
@@ -152,15 +152,15 @@ class DraftClient(_ModelDrafts):
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
-        """Hidden states of the newest verdict; None once they were sent to the draft."""
+        """Hidden states of the newest verdict; None after they were sent to the draft."""
         self._held_before = 0
-        """Number of tokens that the draft held before the newest feed, as far as is known."""
+        """Number of tokens that the draft held before the newest feed, as far as known."""
         self._num_vain = 0
-        """Number of newest feeds in a row after which the draft held no more tokens."""
+        """Number of feeds since a feed last increased the number of tokens that the draft holds."""
         self._is_behind = False
-        """Whether the draft lacks hidden states, so that this round gets no proposal from it."""
+        """Whether the draft lacks hidden states and so cannot propose in this round."""
         self._look_ahead = 0
-        """Number of possible outcomes of a round for which the draft drafts ahead."""
+        """Number of outcomes of a round for which the draft drafts ahead."""
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
@@ -170,9 +170,9 @@ class DraftClient(_ModelDrafts):
         self._held: ProposalReply | None = None
         """The reply with this round's proposal."""
         self._looked_for = 0
-        """K of the newest message. The draft drafts ahead with the same K."""
+        """K of the newest message. The draft also drafts ahead with this K."""
         self._ask_again_at = 0.0
-        """Earliest time of the next message to a draft that failed, and of the next feed."""
+        """Earliest time of the next message to a draft that failed, or of the next feed."""
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -180,12 +180,12 @@ class DraftClient(_ModelDrafts):
 
     def prefill(self, num_draft_tokens: int) -> None:
         if self._reads_features:
-            return  # The draft needs the prompt's hidden states, which come with the verdict.
+            return  # The draft needs hidden states of the prompt, which the first verdict brings.
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
         # The draft handles a session's messages in order, so it will hold the prompt before it
-        # reads the next message. If the message is lost, the draft will answer `Resync`.
+        # reads the next message. If this message is lost, the draft answers the next with `Resync`.
         self._route.cached_length = self._session.length
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
@@ -215,7 +215,7 @@ class DraftClient(_ModelDrafts):
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(guess, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
-            # Length control counts the tokens beyond the model's limit as asked for, not proposed.
+            # For length control, tokens beyond the model's limit were asked for but not proposed.
             return replace(drafted, num_asked=num_wanted)
         return drafted
 
@@ -226,8 +226,8 @@ class DraftClient(_ModelDrafts):
         refuses, lacks hidden states, or had no time for a first token.
 
         The message states the time left, and the replica checks this time before each draw. The
-        coordinator never drops a late token. A token's delay may depend on the token, so dropping
-        late tokens would change the output's distribution."""
+        coordinator never drops late tokens. A token's delay may depend on the token, so dropping
+        late tokens would change the distribution of the output."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -256,7 +256,7 @@ class DraftClient(_ModelDrafts):
         else:
             seconds = self._clock() - start
         # Look-ahead drafts at most `looked_for` tokens. A proposal with exactly this many tokens
-        # may have been cut, even if it is an answer, as the replica may have drafted it ahead.
+        # may have been cut. So may an answer, because the replica may have drafted it ahead.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -267,8 +267,8 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """Asks the replica and returns its proposal; None as for `_by_replica`. If the round has no
-        time limit (`length.is_timed`), waits for up to `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
+        """Asks the replica. Returns the proposal, or None as `_by_replica` does. If the round has
+        no time limit (`length.is_timed`), waits for up to `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -290,7 +290,7 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                # The answer to this message makes the answer to an earlier feed superfluous.
+                # After the answer to this message, the answer to an earlier feed is not needed.
                 self._route.awaited = None
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, budget=budget)
@@ -313,7 +313,7 @@ class DraftClient(_ModelDrafts):
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._brought is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # First, the hidden states in `_brought` must be sent.
+            return NOTHING_WANTED  # The hidden states in `_brought` must be sent first.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
@@ -328,7 +328,7 @@ class DraftClient(_ModelDrafts):
             self._held = None
 
     def reject(self) -> None:
-        """Moves to another replica. If there is none, the look-up proposes."""
+        """Leaves the replica. If there is no other replica, the look-up proposes from now on."""
         self._held = None
         self._pushed = PushedProposals()
         self._route.reject()
@@ -339,8 +339,8 @@ class DraftClient(_ModelDrafts):
         self._route.close()
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Sends this round's proposal to the draft, for look-ahead. Waits for two turns of the
-        event loop, so that the message to the target is sent first."""
+        """Sends this round's proposal to the draft, for look-ahead, after two turns of the event
+        loop. The message to the target is then sent first."""
 
         def tell() -> None:
             if self._route.heard:
@@ -350,7 +350,7 @@ class DraftClient(_ModelDrafts):
         loop.call_soon(loop.call_soon, tell)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
-        """Sends a message. If sending fails, returns False, and may move to another replica."""
+        """Sends a message. If this fails, returns False, and may move to another replica."""
         try:
             self._send(number, num_draft_tokens, held)
         except (LinkLost, Overloaded) as error:
@@ -373,7 +373,7 @@ class DraftClient(_ModelDrafts):
     @property
     def _reach(self) -> int:
         """Number of committed tokens that the draft will hold after it has run `_brought`. To run
-        a token, the draft needs the hidden state of the token before."""
+        a token, the draft needs the hidden state of the previous token."""
         held, features = self._route.cached_length, self._brought
         if features is None or features.first >= max(1, held):
             return held
@@ -384,8 +384,8 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends `_brought` to the draft. `_hear_feed` will read the answer. For `RETRY_S` after a
-        feed, does nothing while the answer to this feed is missing."""
+        """Sends `_brought` to the draft. `_hear_feed` will read the answer. Does nothing if the
+        answer to a feed of the last `RETRY_S` is still missing."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -395,9 +395,9 @@ class DraftClient(_ModelDrafts):
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
-        """Reads the answer to the newest feed, if it has arrived. The draft may hold more tokens
-        than it was fed, because other sessions left pages with the same tokens. It may hold fewer
-        tokens, because it has no free pages."""
+        """If the answer to the newest feed has arrived, reads the answer. The draft may hold more
+        tokens than it was fed, if other sessions left pages with the same tokens. It may hold fewer
+        tokens, if it has no free pages."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -429,7 +429,7 @@ class DraftClient(_ModelDrafts):
             self._brought = None  # The new draft may have another head.
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for an
+        """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for the
         answer."""
         now = self._clock()
         if now < self._ask_again_at:
@@ -441,8 +441,8 @@ class DraftClient(_ModelDrafts):
 
 
 class SelfDraftClient(_ModelDrafts):
-    """Proposals from a head in the target. A round's proposal comes with the verdict of the round
-    before. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
+    """Proposals from a head in the target. A round's proposal comes with the previous round's
+    verdict. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
 
     def __init__(
         self,
@@ -456,13 +456,12 @@ class SelfDraftClient(_ModelDrafts):
         self._next_max = 0
         """Largest K of the next round. In a hybrid, the target may be asked for fewer tokens."""
         self._is_rejected = False
-        """Whether `reject` was called."""
         self._reply: VerdictReply | None = None
         """The newest verdict; None if its proposal is missing, invalid or used."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns the proposal of the newest verdict, or one of the look-up. The choice does not
-        depend on the tokens that the target drew."""
+        """Returns the proposal of the newest verdict, or a proposal of the look-up. This choice
+        does not depend on the tokens that the target drew."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
@@ -498,7 +497,6 @@ class SelfDraftClient(_ModelDrafts):
         self._reply = reply if proposal and self._is_fit(proposal, num_wanted) else None
 
     def reject(self) -> None:
-        """From now on, only the look-up proposes."""
         self._is_rejected, self._reply, self._wanted = True, None, NOTHING_WANTED
 
 
@@ -508,7 +506,7 @@ def open_drafts(
     lookup: LookupDrafter,
     config: CoordinatorConfig,
 ) -> Drafts:
-    """Creates a session's source of proposals. The configuration selects its kind."""
+    """Creates a session's source of proposals, as the request and the configuration select it."""
     context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:
         return NoDrafts(lookup, context)

@@ -88,7 +88,7 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The draft replica, and how many of the session's tokens it holds; None without a replica."""
+        """The draft replica and how many tokens of the session it holds; None without a replica."""
         return None
 
     @property

@@ -150,7 +150,7 @@ class ReplicaPool:
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """Returns the description of the newest replica with these `weights` (empty = any); None
-        without such a replica. Prefers present replicas, and then replicas that are not on trial."""
+        without such a replica. Prefers present replicas, then replicas that are not on trial."""
         found = [one for one in self.replicas.values() if weights in ("", one.description.weights)]
         if not found:
             return None

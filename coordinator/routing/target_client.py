@@ -1,4 +1,4 @@
-"""One session's client of the target. The client asks for verdicts, repeats requests that get no
+"""A session's client of its target. The client asks for verdicts, repeats requests that get no
 answer, and moves to another target if the current target is away."""
 
 import asyncio
@@ -28,10 +28,9 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 _log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
-"""If no verdict arrives within this time, the client sends the request again."""
+"""If no verdict arrives within this time, the client repeats the request."""
 ANSWER_WAIT_GROWTH_MAX = 8
-"""The wait for a verdict doubles after each wait without an answer, up to this multiple of
-`ANSWER_S`."""
+"""The wait for a verdict doubles with each repetition, up to this multiple of `ANSWER_S`."""
 RETRY_S_MIN = 0.1
 """First pause between two attempts to reach a target. The pause doubles up to `RETRY_S_MAX`."""
 RETRY_S_MAX = 1.0
@@ -47,7 +46,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         config: CoordinatorConfig,
         audits: bool = False,
     ) -> None:
-        """With `audits`, each request asks for an audit of its proposal (`VerifyItem.audit`)."""
+        """If `audits` is true, each request asks for an audit (`VerifyItem.audit`)."""
         super().__init__(pool, context)
         self._audits = audits
         self._gone_s = config.target_gone_ms / 1e3
@@ -57,9 +56,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict. If the target could not read q, this proposal is
-        shorter than the given one. The caller must then reject the drafter: if q is unreadable only
-        when certain tokens are drawn from it, cuts before these tokens bias the output."""
+        """The proposal that the newest verdict is about. If the target could not read q, this
+        proposal is shorter than the proposal that `verify` got. The caller must then reject the
+        drafter. Perhaps q is unreadable only if certain tokens were drawn, and cuts before these
+        tokens would bias the output."""
 
     async def verify(
         self,
@@ -68,21 +68,23 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
-        """Returns the verdict of a round, with the parts that are `wanted` for the next round.
-        Repeats the request until an answer arrives. Moves to another target if this one cannot be
+        """Returns the verdict of a round, with what is `wanted` for the next round. Repeats the
+        request until an answer arrives. Moves to another target if the current target cannot be
         reached, is leaving, or twice does not answer in time. Raises the error with which the
         target refuses the session, and `Unavailable` if no target can be reached for
         `target_gone_ms`.
 
-        If the target cannot read the proposal's q, the client cuts the proposal before the first q
-        that the client cannot read, and asks again. If the client can read all of q, or if the
-        target refuses the cut proposal, too, the client drops the proposal. Sets `verified`."""
+        If the target cannot read the proposal's q, the client looks for the first token whose q it
+        cannot read either, cuts the proposal before this token, and asks again. If there is no such
+        token, or if the target also refuses the cut proposal, the client asks without a proposal.
+        Sets `verified`."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
-        # Without a proposal, a round needs no message if the target may run enough rounds after it.
+        # A round without a proposal needs no message if the target may already run the round, and
+        # at least half of the `run_ahead` rounds after it.
         is_covered = self._asked_until - number >= run_ahead // 2
         ask = len(proposal) > 0 or self.was_lost or not is_covered
         self.was_asked = False
@@ -117,7 +119,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # The second refusal is ignored: it may answer a message from before the cut.
+                    # The second refusal is ignored, because the target may have sent it before the
+                    # cut proposal arrived.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
@@ -160,11 +163,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
-            # An earlier run with this epoch has released the session at the target. So the store
-            # has lost its last writes, and has given the epoch a second time.
+            # An earlier run with the same epoch has released the session at the target. So the
+            # store has lost its last writes, and has given the epoch a second time.
             raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         if isinstance(error, BadRequest):
-            # The coordinator has validated the user's request, so this is a bug in Outrider.
+            # The coordinator has validated the user's request, so the refusal shows a bug.
             raise InvariantError(f"the target refuses a message: {error.message}")
         if isinstance(error, Unavailable):
             self.give_up()
