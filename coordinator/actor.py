@@ -52,6 +52,5 @@ class CoordinatorActor(PlacedActor):
             await self.host.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """See `CoordinatorHost.stop`."""
         if self.host is not None:
             await self.host.stop(grace_s)

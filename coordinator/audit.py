@@ -47,8 +47,8 @@ class Auditor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a new session will be audited. If this method returns True, call `take`
-        when the session ends."""
+        """Decides whether a new session will be audited. If so, the caller must call `take` when
+        the session has ended."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy

@@ -129,7 +129,6 @@ class CoordinatorHost:
         return address
 
     async def serve_http(self, service: CoordinatorService, access: AccessControl) -> str:
-        """Starts the HTTP server and returns its address."""
         config, scrape, times = self._config, None, None
         if self.exports is not None:
             from outrider.telemetry.metrics import HttpTimes

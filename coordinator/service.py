@@ -64,8 +64,8 @@ _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 1.0
 """Pause between two checks of targets, store and registry."""
 TROUBLE_S = 3.0
-"""If target or store do not answer for this time, `trouble` reports the failure. The time covers
-the loading of a model: other processes on the same cores may then not answer for some seconds."""
+"""If target or store do not answer for this time, `trouble` reports the failure. Shorter pauses are
+normal, for example while a replica on the same cores loads a model."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 """Time limit for the cancellation of a session that another coordinator owns. If the owner is dead,
 its lease runs out within this time."""
@@ -193,9 +193,10 @@ class CoordinatorService:
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Validates a request, runs its session, and yields the events. If the iterator is closed
-        early, the session is cancelled. If `resumable` is true, the client can resume the session,
-        and it is cancelled only after `resume_grace_ms`. With a `key`, the client can also resume
-        the session after an error. `traceparent` is the caller's trace context; empty = none.
+        early, the session is cancelled. A `resumable` session is cancelled only after
+        `resume_grace_ms`. Until then, the client can resume the session. With a `key`, the client
+        can also resume the session after an error. `traceparent` is the caller's trace context;
+        empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -272,7 +273,7 @@ class CoordinatorService:
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
         """Resumes the session of a `key` that `known` returned. If the key has no session, or the
-        session has expired, runs the request instead. If the client then has tokens of the lost
+        session has expired, runs the request instead. If the client already has tokens of the lost
         session (`resume.num_tokens`), raises `SessionNotFound`."""
         is_gone = False
         for _ in range(KEY_TRIES):
@@ -424,7 +425,7 @@ class CoordinatorService:
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
         """Cancels a session. If the session is finished, does nothing. If another coordinator owns
-        the session, this owner learns of the cancellation when it renews its lease. If the owner's
+        the session, the owner learns of the cancellation when it renews its lease. If the owner's
         lease has run out, this coordinator cancels the session. Raises the errors of `session`, and
         `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
@@ -527,14 +528,14 @@ class CoordinatorService:
             try:
                 found = await self._look()
             except Exception as error:  # noqa: BLE001 (the next look must still come)
-                _log.exception("a look at targets and store failed")
+                _log.exception("the check of targets and store failed")
                 found = str(error)
             failing_since = min(failing_since, began) if found else math.inf
             self._found_trouble = found if now() >= failing_since + TROUBLE_S else ""
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _readings(self) -> dict[str, Mapping[Any, float]]:
-        """Returns metrics: metric -> label -> number. Any thread may call this method."""
+        """Returns metric -> label -> number. Any thread may call this method."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},

@@ -21,8 +21,9 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Locks a file, and creates a missing file. The lock lasts until this process and its children
-    have closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock is taken."""
+    """Locks a file, and creates the file if it is missing. The lock lasts until this process and
+    its children have closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock
+    is taken."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
@@ -78,9 +79,9 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """Returns the contents. If a file has changed, first calls `read` again, but not while a
-        file is missing, because it is probably being replaced. If `read` fails, logs the error
-        once, keeps the earlier contents, and calls `read` again at the next check."""
+        """Returns the contents. Reads again if a file has changed. While a file is missing, does
+        not read, because the file is probably being replaced. If `read` fails, logs the error once,
+        keeps the earlier contents, and reads again at the next check."""
         now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -38,7 +38,6 @@ class RoundHead:
     base_length: int
     """Length of the stated prefix, in tokens. The replica must hold this prefix already."""
     prefix_digest: int
-    """Digest of the stated prefix."""
     append: tuple[int, ...]
     """Committed tokens that follow the stated prefix."""
     prompt_length: int
@@ -74,11 +73,11 @@ class RoundHead:
     def params(self) -> SamplingParams:
         """Returns `sampling`. Raises `BadRequest` if `sampling` is None or contradicts the rule."""
         if self.sampling is None:
-            raise BadRequest("head.sampling", "the parameters behind the hash are not known")
+            raise BadRequest("head.sampling", "no parameters with this hash are known")
         if self.sampling.greedy != (self.rule is Rule.GREEDY):
             raise BadRequest(
                 "head.rule",
-                f"{self.rule.value} does not go with temperature {self.sampling.temperature}",
+                f"{self.rule.value} does not fit temperature {self.sampling.temperature}",
             )
         return self.sampling
 
@@ -108,11 +107,11 @@ class VerifyItem:
     num_next_draft_tokens: int = 0
     """Largest number of tokens to draft for the next round, if the target drafts for itself."""
     features_from: int | None = None
-    """Position of the first committed token whose features to send; None = no features."""
+    """The answer has features of the committed tokens from this position on; None = none."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False
-    """Whether to audit. The proposal then has committed tokens of a session that has ended."""
+    """Whether to audit the proposal, which is then a part of the answer of an ended session."""
 
     @property
     def num_rows(self) -> int:
@@ -281,5 +280,5 @@ class ReplicaDescription:
 
     @property
     def weights(self) -> str:
-        """Weights, dtype and length limit. A session moves only between targets that agree here."""
+        """Weights, dtype and length limit. A session moves only between targets with equal ones."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

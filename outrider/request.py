@@ -29,8 +29,8 @@ Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request to generate. The coordinator replaces None by its default. The limits of the fields
-    are in `outrider.limits`."""
+    """A request to generate. A field that is None gets the coordinator's default. The limits of the
+    fields are in `outrider.limits`."""
 
     prompt: Prompt
     model: str = ""
@@ -50,7 +50,7 @@ class GenerateRequest:
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round. A draft then returns the tokens drawn so far."""
     constraint: Constraint | None = None
-    """The whole completion must match the constraint. It ends when no further token can match."""
+    """The completion must match the constraint, and ends when no further token can match."""
     # Only HTTP requests set the following fields. gRPC does not send them.
     prompt_logprobs: int | None = None
     """Like `logprobs`, but for the prompt. If this field is set, `max_tokens` may be 0."""
@@ -60,7 +60,7 @@ class GenerateRequest:
     shown_tokens: tuple[str, ...] = ()
     """Special tokens that the text contains, such as marks of tool calls. Others are omitted."""
     answer_form: str = ""
-    """How `coordinator.http_api` parses tool calls and reasoning, as JSON; empty = no parsing."""
+    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = do not."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
     """If `max_tokens` is None, the smaller of this number and the model's room replaces it."""
 
@@ -71,12 +71,11 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has. They are not sent again."""
+    """Number of completion tokens that the client has. These tokens are not sent again."""
     num_characters: int | None = None
     """Number of characters (code points) that the client has; None = the text of its tokens."""
     deadline_ms: int | None = None
-    """Time limit, counted from this request. None or a larger number than the original
-    `deadline_ms` = the original number."""
+    """Time limit, counted from this request. The maximum and default is the original limit."""
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()

@@ -145,7 +145,7 @@ class AccessControl:
             raise Unauthenticated("authorization: is missing; send `Bearer` and an API key")
         scheme, _, key = shown[0].strip().partition(" ")
         if scheme.lower() != "bearer":
-            raise Unauthenticated("authorization: has another scheme; send `Bearer` and an API key")
+            raise Unauthenticated("authorization: is not `Bearer`; send `Bearer` and an API key")
         key = key.strip()
         is_key = 0 < len(key) <= API_KEY_CHARS_MAX
         found = self._keys.current().get(key_hash(key)) if is_key else None
@@ -164,7 +164,7 @@ class AccessControl:
 
     def check_rate(self, caller: Caller) -> None:
         """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket
-        is still empty. The check asks no Redis, so it can run before a request's body is read."""
+        is still empty. Does not ask Redis, so the check can run before a request's body is read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -176,8 +176,8 @@ class AccessControl:
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
         ends. `resumes` has the ids of the sessions that the request resumes. If a limit is reached,
-        raises `Overloaded` with the time to wait. Raises `StoreUnavailable`. After an error, the
-        request holds no slot."""
+        raises `Overloaded` with the time to wait. Also raises `StoreUnavailable`. After an error,
+        the request holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:

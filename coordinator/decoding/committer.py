@@ -61,8 +61,8 @@ class SessionCommits:
 
     async def room(self, num_tokens: int = 1) -> None:
         """Waits until the session may decide `num_tokens` more tokens. The session must wait while
-        this would leave more than `UNCOMMITTED_TOKENS_MAX` tokens uncommitted, and while the store
-        has taken none of the uncommitted tokens for `UNCOMMITTED_MS_MAX`."""
+        more than `UNCOMMITTED_TOKENS_MAX` tokens would be uncommitted, and while the store has
+        taken none of the uncommitted tokens for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX

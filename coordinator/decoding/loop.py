@@ -1,4 +1,4 @@
-"""The decode loop of a session, and the queue of the session's committed tokens for its stream."""
+"""A session's decode loop, and the queue that passes committed tokens to the client's stream."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class SessionRun:
         self._handed_over = False
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. The text is sent together
-        with `Finished`. If the stream broke between them, the resumed stream would send the text
-        again."""
+        with `Finished`. Otherwise the stream could break after the text, and the resumed stream
+        would send the text again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -366,7 +366,7 @@ ENTRIES_UNREAD_MAX = 256
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round. It may be shown when `end_length` tokens are committed."""
+    """The output of one round. The client may get it when `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens

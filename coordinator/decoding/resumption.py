@@ -119,7 +119,7 @@ def started(record: SessionRecord, model: str) -> Started:
 
 
 def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
-    """Yields the events after `Started` of a finished session. If the session runs, yields none."""
+    """Yields a finished session's events after `Started`. If the session runs, yields none."""
     if record.finish_reason is None:
         return
     yield from replayed.events

@@ -125,7 +125,7 @@ class OwnedSessions:
         self._lease_ends = False
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts a task. `end_background` waits for all tasks of this method."""
+        """Starts a task. `end_background` waits for all tasks that this method has started."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -321,8 +321,7 @@ class OwnedSessions:
         await asyncio.wait([task], timeout=limits.CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
             raise StoreUnavailable(
-                f"session {found.session_id} is recorded as cancelled once the session store "
-                "answers"
+                f"session {found.session_id} will be cancelled when the session store answers"
             )
         error = task.result()
         if error is not None:

@@ -26,7 +26,7 @@ class DrafterSums:
 
     @property
     def as_session(self) -> Self:
-        """These sums, if all rounds belong to one session."""
+        """The sums, if all these rounds belong to one session."""
         if not self.num_rounds:
             return self
         return replace(

@@ -27,7 +27,7 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns the counts [5, K] of a round that asked for K = `num_asked` tokens and got
     `len(survival)` tokens. `survival` comes from `outrider.speculation.accept_reject.survival`. A
     token is *due* at a depth if the round asked for it and all tokens before it were proposed. Each
-    column is a depth. The rows are:
+    column is a depth. If the condition of an entry is false, the entry is 0. The rows are:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed

@@ -32,8 +32,8 @@ TABLE_SPREAD = 0.5
 """The time per draft token, divided by the time in the draft's table, has a prior with mean 1 and
 this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. This spread is small, so that measured slopes
-count less. They are too low, because only the mean number of other sessions' rows is known."""
+"""Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
+mean number of other sessions' rows is known. A small spread gives these slopes little weight."""
 MEAN_SPREAD = 1.0
 """Like `TABLE_SPREAD`, for a draft without a table. The mean measured time per token takes the
 place of the time in the table."""
@@ -123,7 +123,7 @@ class Forecast:
 
 
 class Load:
-    """The numbers of targets that one coordinator uses, and of current sessions on them."""
+    """The number of one coordinator's targets, and the numbers of current sessions on them."""
 
     def __init__(self, num_sessions: int = 0) -> None:
         self.num_sessions = num_sessions
@@ -146,10 +146,9 @@ class RoundCosts:
         messages_delay: bool,
     ) -> None:
         """`target` and `draft` are the engines' tables; None = no table. At most `max_num_seqs`
-        sessions share a step of the target. `drafting_delays` is true if the target itself drafts,
-        or if it shares cores or a device with the draft, so that drafting delays the target.
-        `messages_delay` is true if coordinator and draft use the target's cores, so that messages
-        delay the target."""
+        sessions share a step of the target. With `drafting_delays`, drafting delays the target,
+        because the target itself drafts, or shares cores or a device with the draft. With
+        `messages_delay`, messages delay the target, because coordinator and draft use its cores."""
         self.load = load
         self.drafting_delays = drafting_delays
         self._table = target

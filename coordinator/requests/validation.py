@@ -63,8 +63,8 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 
 
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
-    """Checks the fields that need no tokenized prompt. Raises `BadRequest` for the first field
-    outside its limits (`outrider.limits`)."""
+    """Checks every field that can be checked before the prompt is tokenized. Raises `BadRequest`
+    for the first field outside its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
     _check_min_tokens(request, model)
     check_roles(request.prompt)

@@ -3,7 +3,7 @@
 - A new replica joins its pool if it describes itself, and fits the first replica of the pool.
 - A leaving replica joins only if no other replica of the pool has the same weights, because
   sessions that began with these weights can then run nowhere else.
-- If the registry says that a replica of the pool is leaving, the replica's sessions move to others.
+- If a replica of the pool is leaving according to the registry, its sessions move to others.
 - If the registry has not listed a replica for `LEASE_S`, the coordinator asks the replica for its
   description. If the replica does not answer, or if another replica has the address now, the pool
   removes the replica.
@@ -178,7 +178,7 @@ class Discovery:
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
         """Asks a replica that the registry no longer lists. If the replica answers, it has only
         lost its connection to the registry. Otherwise removes the replica. If `is_replaced`, does
-        not ask, because another replica has the address now and would answer."""
+        not ask, because another replica has the address now and would answer instead."""
         replica = pool.replicas.get(name)
         if replica is None:
             return

@@ -92,7 +92,7 @@ def budget_us(seconds: float) -> int:
 
 class _ModelDrafts(Drafts):
     """The base of the two clients of models. In a hybrid, a confident look-up takes the model's
-    place. Its confidence depends only on committed tokens of this session and earlier sessions."""
+    place. The confidence depends only on committed tokens of this session and of earlier ones."""
 
     is_lookup = False
 
@@ -256,7 +256,7 @@ class DraftClient(_ModelDrafts):
         else:
             seconds = self._clock() - start
         # Look-ahead drafts at most `looked_for` tokens. A proposal with exactly this many tokens
-        # may have been cut. So may an answer, because the replica may have drafted it ahead.
+        # may have been cut. An answer may have been cut, too, if the replica drafted it ahead.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -396,8 +396,8 @@ class DraftClient(_ModelDrafts):
 
     def _hear_feed(self) -> None:
         """If the answer to the newest feed has arrived, reads the answer. The draft may hold more
-        tokens than it was fed, if other sessions left pages with the same tokens. It may hold fewer
-        tokens, if it has no free pages."""
+        tokens than it was fed, because other sessions may have left pages with the same tokens. The
+        draft may hold fewer tokens, because its pages may have run out."""
         answer = self._route.take_awaited()
         if answer is None:
             return

@@ -70,7 +70,7 @@ class Drafts:
 
     def look_up(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
         """Looks up at most `num_draft_tokens` tokens after the committed tokens. Returns the found
-        tokens, and the number of them that is expected to be accepted."""
+        tokens, and the expected number of accepted tokens."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -158,7 +158,6 @@ class LookupProbe:
         self._rounds_left = 0
         """Number of rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
-        """Number of rounds between two look-ups."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
         """Compares the first token of a round with the look-up. Must be called after each round,

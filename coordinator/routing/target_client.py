@@ -58,8 +58,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.verified = NOTHING_SEALED
         """The proposal that the newest verdict is about. If the target could not read q, this
         proposal is shorter than the proposal that `verify` got. The caller must then reject the
-        drafter. Perhaps q is unreadable only if certain tokens were drawn, and cuts before these
-        tokens would bias the output."""
+        drafter, because q may be unreadable only if certain tokens were drawn, and repeated cuts
+        before these tokens would bias the output."""
 
     async def verify(
         self,

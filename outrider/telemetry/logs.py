@@ -56,13 +56,13 @@ class LogFile(RotatingFileHandler):
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
         """Appends to an existing file. `take_over` redirects the process's file `descriptors` to
-        the log file. After each rotation, they are redirected to the new file."""
+        the log file. Each rotation redirects the descriptors to the new file."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
     def _open(self) -> TextIOWrapper:
         """Opens the file with mode 0600, because the file may contain prompts. Locks the file, so
-        that `make_room` keeps it while a process has it open."""
+        that `make_room` does not remove the file of a running process."""
         while True:
             file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115

@@ -42,7 +42,7 @@ from outrider.telemetry.observer import AuditOutcome, Observation, Readings, Req
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 TRACED_ROUNDS = 2
-"""Number of first rounds of each request that have spans if `trace_every_rounds` is above 0."""
+"""If `trace_every_rounds` is above 0, this many rounds at the start of a request have spans."""
 
 
 class ObservedRequests(Observation):
@@ -64,7 +64,7 @@ class ObservedRequests(Observation):
         return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
-        """Returns the observer of a new request. If `traceparent` is invalid, begins a trace."""
+        """Returns the observer of a new request. An invalid `traceparent` begins a new trace."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:

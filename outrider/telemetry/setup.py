@@ -76,7 +76,7 @@ class Scrape:
     prometheus_client 0.26 then replaces the colons of vLLM's names by underscores."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """With a `vllm_model`, adds counters under vLLM's names, with this name as `model_name`."""
+        """If `vllm_model` is given, adds vLLM's counters with this label `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
