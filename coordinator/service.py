@@ -73,7 +73,7 @@ CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Pause between two checks of whether the owner has ended the session."""
 KEY_TRIES = 3
 """Number of attempts to serve a request with an idempotency key. An attempt fails if the key's
-session has expired, or if another request takes the key meanwhile."""
+session has expired, or if a simultaneous request takes the key."""
 NO_SESSION = "0" * 32
 """An id that no session has. To check whether the store answers, the service loads this id."""
 
@@ -385,7 +385,7 @@ class CoordinatorService:
             await self._sessions.told(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
-            # A client that wants all tokens again also gets those of the prompt again.
+            # A client that wants all tokens again also gets the prompt's tokens again.
             shown = parameters if request.cuts else replace(parameters, prompt_logprobs=None)
             completion = self._completion(parameters)
             left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)

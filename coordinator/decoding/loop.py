@@ -110,9 +110,9 @@ class SessionRun:
 
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`. Returns an empty sequence after the last
-        event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
-        after the session was handed over, and the error of target or store that ended the
-        session."""
+        event. If the deadline passes before the first token, raises `DeadlineExceeded`. After the
+        session was handed over, raises `StaleEpoch`. If an error of target or store ended the
+        session, raises this error."""
         if self._is_told:
             return ()
         try:
@@ -415,9 +415,9 @@ class OutputQueue:
 
     async def read(self) -> Sequence[Event]:
         """Waits until the next entry is committed. Returns the entry's report, if it has one, and
-        its tokens. Joins the tokens of committed rounds without reports, but not those of a replay.
-        After the last entry, returns an empty sequence. Raises `TimeoutError`, and the store's
-        error that ended the session."""
+        its tokens. Joins the tokens of committed rounds that have no reports, but not the tokens of
+        a replay. After the last entry, returns an empty sequence. Raises `TimeoutError`, and the
+        store's error that ended the session."""
         while not self._is_ready:
             if self._closed and not self._entries:
                 return ()

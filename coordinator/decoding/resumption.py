@@ -58,9 +58,9 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationPara
     """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
     `OtherTokens` if the client has more tokens than the store, or different tokens.
 
-    After a failover of the store has lost a take-over, the former owner may store its own tokens,
-    which may differ from the client's tokens. The client's tokens cannot be decoded again, because
-    in bfloat16 a repetition may give other tokens."""
+    If a failover of the store has lost a take-over, the former owner may store tokens that differ
+    from the client's tokens. The client's tokens cannot be decoded again, because in bfloat16 a
+    repetition may give other tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length

@@ -135,8 +135,8 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
         """Creates a session in the store, and stores the session's id under the `key`. Raises
-        `KeyTaken` if the key has another session. If the store does not answer, the session may
-        exist nevertheless, so the next attempt has a new id."""
+        `KeyTaken` if the key has another session. If the store does not answer, it may still have
+        created the session, so the next attempt has a new id."""
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -329,10 +329,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Handles a session that another coordinator wants to take over. If the session does not
-        run here, but this coordinator is its owner in the store, a failover of the store has lost
-        the session's release. This method then releases the session again. If the store does not
-        answer, the next renewal of the lease will report the session again."""
+        """Handles a session that another coordinator wants to take over. Suppose that the session
+        does not run here, but this coordinator is its owner in the store. Then a failover of the
+        store has lost the session's release, and this method releases the session again. If the
+        store does not answer, the next renewal of the lease will report the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:

@@ -26,7 +26,7 @@ class DrafterSums:
 
     @property
     def as_session(self) -> Self:
-        """The sums, if all these rounds belong to one session."""
+        """These sums as the sums of a single session."""
         if not self.num_rounds:
             return self
         return replace(

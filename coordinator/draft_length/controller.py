@@ -47,8 +47,8 @@ PLAIN_ROUNDS = 16
 `PLAIN_ROUNDS_MAX`."""
 PLAIN_ROUNDS_MAX = 128
 GAIN_ROUNDS = 32
-"""If the gain of this many rounds with a draft covers the cost of the change, a session changes
-from plain decoding to drafting."""
+"""A session changes from plain decoding to drafting if this many rounds with a draft gain more than
+the change costs."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may lose."""
 CREDIT_TOKENS = 8.0
@@ -316,8 +316,8 @@ class LengthControl:
 
     def choose(self, num_left: int) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
-        including the target's own token. The last `note` does not influence this length, because
-        target or draft may work ahead, and may already have drawn tokens of this round."""
+        including the target's own token. The last `note` does not influence this length, because a
+        target or draft that works ahead may already have drawn tokens of this round."""
         length, run_ahead = self._next or self._taken(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
@@ -395,8 +395,8 @@ class LengthControl:
             self._begin_plain()
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting is expected to gain more than the draft's reading of missed tokens
-        costs, or the trial budget covers the expected loss."""
+        """Whether the expected gain of drafting covers the time in which the draft reads the tokens
+        that it lacks, or whether the trial budget covers the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

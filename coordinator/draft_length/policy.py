@@ -22,8 +22,8 @@ class RoundLength:
     """Time limit of this round's proposal. The configured limit of drafting applies, too."""
     is_timed: bool = True
     """Whether a time limit may stop the draft in this round, or the target's drafting for the next
-    round. False if another session uses or has used the same seed, because times may then depend on
-    the random numbers of this round, and a time limit could bias the output."""
+    round. False if another session uses or has used the same seed. Times may then depend on the
+    random numbers of this round, so a time limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):

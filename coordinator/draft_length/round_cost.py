@@ -29,8 +29,8 @@ OUTLIER = 8.0
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""The time per draft token, divided by the time in the draft's table, has a prior with mean 1 and
-this standard deviation."""
+"""Standard deviation of a prior with mean 1. The prior is for the ratio of the measured time per
+draft token to the time in the draft's table."""
 STEP_SPREAD = 0.2
 """Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
 mean number of other sessions' rows is known. A small spread gives these slopes little weight."""
@@ -157,8 +157,8 @@ class RoundCosts:
         self._target, self.plain = (CostLine(STEP_SPREAD, relative=True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
-        """`_wait` is the time before the target's step begins if other sessions use the target, as
-        a share of the step's time. `_rest` is the time of messages and of the coordinator."""
+        """`_wait` is the wait for the target's step while other sessions use the target, as a share
+        of the step's time. `_rest` is the time of messages and of the coordinator's work."""
         self._round, self._at_target, self._rows, self._tokens, self._context = (
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )

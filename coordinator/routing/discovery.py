@@ -1,8 +1,8 @@
 """Reads the registry periodically, updates the replica pools, and lists all replicas.
 
 - A new replica joins its pool if it describes itself, and fits the first replica of the pool.
-- A leaving replica joins only if no other replica of the pool has the same weights, because
-  sessions that began with these weights can then run nowhere else.
+- A leaving replica joins only if no other replica of the pool has the same weights. Sessions that
+  began with these weights can then run nowhere else.
 - If a replica of the pool is leaving according to the registry, its sessions move to others.
 - If the registry has not listed a replica for `LEASE_S`, the coordinator asks the replica for its
   description. If the replica does not answer, or if another replica has the address now, the pool
@@ -93,8 +93,8 @@ class Discovery:
 
     async def begin(self) -> None:
         """Adds the targets that the registry lists, and then the drafts. Waits up to `LEASE_S` for
-        the first target, because every running target announces itself within this time, even if
-        the registry has lost its data. If a role has no replica because none fitted, raises
+        the first target. Even if the registry has lost its data, every running target announces
+        itself within this time. If a role has no replica because none fitted, raises
         `Incompatible`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S

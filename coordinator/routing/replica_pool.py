@@ -101,8 +101,8 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Two kinds of dropped proposals are not stale: those that were drafted ahead for another
-        # outcome, and empty ones, with which a draft answers a prefill.
+        # Two kinds of dropped proposals are not stale: proposals drafted ahead for other outcomes,
+        # and empty proposals, with which a draft answers a prefill.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
@@ -204,8 +204,8 @@ class ReplicaPool:
             await replica.link.close()
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether a replica can run the session. A draft that reads hidden states can run the
-        session if the session's target sends the hidden states that the draft's head reads."""
+        """Whether a replica can run the session. If a draft reads hidden states, the session's
+        target must send the hidden states that this draft reads."""
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()
@@ -425,9 +425,9 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins a round, or repeats a round. Drops answers to earlier rounds. Returns the round's
-        number for messages. After each move, numbers are larger than those of all rounds that the
-        old replica may still answer, including the rounds that it runs ahead. So if the session
-        returns to the old replica, late answers match no round."""
+        number for messages. After a move, the numbers are larger than every number that the old
+        replica may still answer, also when it runs ahead. So if the session returns to the old
+        replica, late answers match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -460,7 +460,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def send(self, item: Item) -> None:
         """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` if the replica
-        is away, or if it has come back with other weights and can no longer run the session."""
+        is away, or can no longer run the session because it came back with other weights."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -507,9 +507,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round, and returns True. Drops the answer and
-        returns False if its round has ended or already has a verdict or proposal, if its epoch is
-        not the session's, or if `MAILBOX_REPLIES_MAX` answers are kept."""
+        """Keeps an answer to the current or a later round, and returns True. In four cases, drops
+        the answer and returns False: its round has ended, its round already has a verdict or
+        proposal, its epoch is not the session's, or `MAILBOX_REPLIES_MAX` answers are kept."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -597,8 +597,8 @@ class SessionRoute(Generic[Item, Answer]):
         present, a session without a replica gets a fitting replica that is away or leaving.
 
         - The replica named `preferred` goes first.
-        - Replicas with the numerics of the route's first replica go next, whatever their load,
-          because they continue the session's text with exactly the same tokens.
+        - Replicas with the numerics of the route's first replica go next, at any load. They
+          continue the session's text with exactly the same tokens.
         - A replica on trial gets its share of the sessions, by a hash of the session's id. Other
           sessions get this replica only if all fitting replicas are on trial.
         - Among replicas of equal rank, `choose` decides by `affinity`. So sessions whose prompts

@@ -58,7 +58,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.verified = NOTHING_SEALED
         """The proposal that the newest verdict is about. If the target could not read q, this
         proposal is shorter than the proposal that `verify` got. The caller must then reject the
-        drafter, because q may be unreadable only if certain tokens were drawn, and repeated cuts
+        drafter. Perhaps q is unreadable only after a draw of certain tokens, and repeated cuts
         before these tokens would bias the output."""
 
     async def verify(
@@ -74,10 +74,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         target refuses the session, and `Unavailable` if no target can be reached for
         `target_gone_ms`.
 
-        If the target cannot read the proposal's q, the client looks for the first token whose q it
-        cannot read either, cuts the proposal before this token, and asks again. If there is no such
-        token, or if the target also refuses the cut proposal, the client asks without a proposal.
-        Sets `verified`."""
+        If the target cannot read the proposal's q, the client cuts the proposal before the first
+        token whose q the client cannot read either, and asks again. If the client can read all of
+        q, or if the target also refuses the cut proposal, the client asks without a proposal. Sets
+        `verified`."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
