@@ -1,8 +1,8 @@
 """Commits decided tokens to the session store. Clients see only committed tokens.
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
-call. If the store does not answer, the committer repeats the call with the tokens that were decided
-since. A session continues to decode until it reaches a limit of uncommitted tokens.
+call. If the store does not answer, the committer repeats the call, and adds the tokens that were
+decided since then. A session continues to decode until it reaches a limit of uncommitted tokens.
 """
 
 import asyncio

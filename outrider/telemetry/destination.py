@@ -21,8 +21,8 @@ class Destination:
     otlp_endpoint: str = ""
     """URL (http or https) of a collector that takes OTLP over gRPC; empty = no collector."""
     prometheus_port: int | None = None
-    """Port for the metrics of the first role of `ROLES`. The other roles use the next ports, in
-    this order. 0 = any free port, None = no metrics for Prometheus."""
+    """Port of the coordinator's metrics. The other roles use the next ports, in the order of
+    `ROLES`. 0 = any free port, None = no metrics for Prometheus."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
