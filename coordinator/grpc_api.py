@@ -108,5 +108,4 @@ class CoordinatorServicer:
 
 
 def _traceparent(context: Context) -> str:
-    """Returns the `traceparent` (W3C Trace Context) of the call; empty if it is missing."""
     return str(dict(context.invocation_metadata() or ()).get("traceparent", ""))

@@ -231,7 +231,6 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    """Returns a function that creates a link to the target or draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:
         from outrider.transport.tls import internal_trust

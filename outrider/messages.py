@@ -280,5 +280,5 @@ class ReplicaDescription:
 
     @property
     def weights(self) -> str:
-        """Weights, dtype and length limit. A session moves only between targets of equal value."""
+        """Weights, dtype, length limit. Sessions move only between targets with the same value."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

@@ -233,7 +233,6 @@ class SessionRun:
         return reason
 
     async def _round(self, index: int) -> FinishReason | None:
-        """Runs a round. Returns the finish reason; None if the completion continues."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         began_at = self._clock()
@@ -437,7 +436,6 @@ class OutputQueue:
 
     @property
     def _is_ready(self) -> bool:
-        """Whether the next entry is committed."""
         entries = self._entries
         return bool(entries) and entries[0].end_length <= self._session.showable_length
 

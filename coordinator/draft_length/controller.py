@@ -427,7 +427,6 @@ class LengthControl:
         return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)
 
     def _begin_plain(self) -> None:
-        """Begins a plain phase, or extends the current one."""
         self._plain_left += self._phase
         self._plain_ends = False
         self._phase = min(2 * self._phase, PLAIN_ROUNDS_MAX)

@@ -109,7 +109,6 @@ class Forecast:
     because the round's drafting and messages use shared cores."""
 
     plain_s: float
-    """Time of a plain round."""
     round_s: float
     """Time of a round that asks for draft tokens and gets none."""
     round_lost: float

@@ -265,8 +265,8 @@ class ReplicaPool:
         self._found.clear()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """If a replica answers, marks it as back, and keeps the new description, which may differ
-        after a restart."""
+        """If a replica answers, marks the replica as back. Keeps the new description, because it
+        may differ after a restart."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
