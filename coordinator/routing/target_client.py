@@ -119,8 +119,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # The second refusal is ignored, because the target may have sent it before the
-                    # cut proposal arrived.
+                    # Ignores the second refusal, which may answer a message from before the cut.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
