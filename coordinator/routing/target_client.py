@@ -72,19 +72,17 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         request until an answer arrives. Moves to another target if the current target cannot be
         reached, is leaving, or twice does not answer in time. Raises the error with which the
         target refuses the session, and `Unavailable` if no target can be reached for
-        `target_gone_ms`.
+        `target_gone_ms`. Sets `verified`.
 
         If the target cannot read the proposal's q, the client cuts the proposal before the first
         token whose q the client cannot read either, and asks again. If the client can read all of
-        q, or if the target also refuses the cut proposal, the client asks without a proposal. Sets
-        `verified`."""
+        q, or if the target also refuses the cut proposal, the client asks without a proposal."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
-        # A round without a proposal needs no message if the target may already run the round, and
-        # at least half of the `run_ahead` rounds after it.
+        # The target may already run this round, and at least half of the `run_ahead` rounds after.
         is_covered = self._asked_until - number >= run_ahead // 2
         ask = len(proposal) > 0 or self.was_lost or not is_covered
         self.was_asked = False
