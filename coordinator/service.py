@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Pause between two checks of targets, store and registry."""
+"""Pause between two checks of targets and store."""
 TROUBLE_S = 3.0
 """If target or store do not answer for this time, `trouble` reports the failure. Shorter pauses are
 normal, for example while a replica on the same cores loads a model."""

@@ -64,6 +64,8 @@ _NEEDED = {
     "reasoning": (),
 }
 """The fields that an item must have, by its type."""
+_ALLOWED = {"function_call_output": ("name",), "reasoning": ("content",)}
+"""The other fields that an item may have, by its type."""
 
 
 class Item(Body):
@@ -87,6 +89,9 @@ class Item(Body):
         for name in _NEEDED[self.type]:
             if name not in self.model_fields_set:
                 raise field_error(name, "is missing")
+        known = {"type", *_NEEDED[self.type], *_ALLOWED.get(self.type, ())}
+        for name in sorted(self.model_fields_set - known):
+            raise field_error(name, f"is no field of a {self.type}")
         return self
 
     def turn(self, place: str) -> Json:

@@ -138,7 +138,11 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
     assert found["finish_reason"] in ("length", "stop")
     assert found["usage"]["completion_tokens"] == len(found["token_ids"]) <= 24
     assert found["usage"]["prompt_tokens"] > 0
-    assert found["metrics"]["tokens_per_second"] > 0
+    metrics = found["metrics"]
+    assert metrics["tokens_per_second"] > 0
+    assert 0 <= metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
+    assert metrics["num_rounds"] > 0
+    assert metrics["mean_acceptance_length"] >= 1
     words = ("--chat", "--server", served.record()["grpc_address"], "--json", "--max-tokens", "1")
     chat = json.loads(served.run("generate", PROMPT, *words).stdout)
     assert chat["usage"]["prompt_tokens"] > found["usage"]["prompt_tokens"]
