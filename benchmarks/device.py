@@ -152,7 +152,6 @@ def _judge(questions: Sequence[Question], _: int) -> None:
 
 
 def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
-    """The input of a verdict. The draft tokens are drawn from a q slightly flatter than p."""
     noise = RoundNoise(index, rule, 100 + index)
     places = range(VERDICT_TOKENS)
     num = len(places)

@@ -62,7 +62,6 @@ SETTLING_GAPS = 16
 """This many gaps at the start of a session are not measured, because other sessions are still
 starting."""
 GAPS_BEFORE = 64
-"""This many gaps of each session are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
 """Wait after the answer to the long prompt. Gaps that overlap the prefill end in this time."""

@@ -57,7 +57,6 @@ class TargetInputs:
     """Token ids of each prompt, by the prompt's text. Without `--raw`, they include the chat
     template."""
     environments: Path = Path()
-    """Folder with the virtual environments of all libraries."""
 
     @classmethod
     def load(
@@ -247,7 +246,6 @@ async def fastest_settings(
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
-    """Tokens a second with one prompt at a time. The first prompt is a warm-up."""
     requests = [bench_request(prompt.text, SWEEP_TOKENS) for prompt in sweep_prompts()]
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(request) for request in requests]

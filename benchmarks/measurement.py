@@ -117,8 +117,6 @@ class BenchClient(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A side of a comparison, and how it decodes."""
-
     side: str
     client: BenchClient
     request: GenerateRequest

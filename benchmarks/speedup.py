@@ -93,7 +93,6 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
 def compared(
     prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
 ) -> dict[str, Any]:
-    """`several` says whether several requests ran at a time."""
     plain, fast = results[PLAIN], results[SPECULATIVE]
     found = _compare(plain, fast, several)
     found["categories"] = {

@@ -116,7 +116,6 @@ class Learner:
         raise NotImplementedError
 
     def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
-        """Returns the module of the drafter in `start`, and the tokens of its logits' columns."""
         raise NotImplementedError
 
     def _make(self, token_ids: Tensor) -> Any:

@@ -151,7 +151,6 @@ class TeacherCache:
 
     @property
     def _path(self) -> Path:
-        """The path of the next file to fill."""
         return self._directory / f"{len(self._files):06}.safetensors"
 
     def _open(self) -> None:

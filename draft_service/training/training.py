@@ -120,7 +120,6 @@ class Trainer:
 
     @property
     def part(self) -> float:
-        """The used share of the budget."""
         if self._options.steps is not None:
             return min(1.0, self.progress.num_steps / self._options.steps)
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))

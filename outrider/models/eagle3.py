@@ -299,7 +299,6 @@ def _head_config(
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """Returns the layer's configuration. Sizes that are not stated come from the tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     heads = stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)

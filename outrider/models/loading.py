@@ -343,8 +343,6 @@ def empty_model(
 
 
 def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    """Resolves `auto` to the dtype in the configuration. If the configuration states no dtype,
-    resolves `auto` to the dtype of the first stored tensor."""
     if dtype != "auto":
         return DTYPES[dtype]
     stated = getattr(config.get_text_config(), "dtype", None)

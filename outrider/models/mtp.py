@@ -171,8 +171,6 @@ def load_mtp(
 def _dequantized(
     tensors: dict[str, Tensor], stated: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Multiplies float8 weights by their scales, and converts them to `dtype`. Returns all tensors
-    except scales."""
     quantization = stated.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _BLOCK
     found = {}
@@ -193,7 +191,6 @@ def _dequantized(
 
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
-    """Returns transformers' model of one MTP layer for `target`, with these weights."""
     like = copy(target)  # The code below changes the configuration of the copy.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()

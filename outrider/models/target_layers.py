@@ -75,8 +75,6 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
-    """Returns the parent module of a layer, or of the norm after the layers, and the attribute's
-    name in this parent."""
     layers = layers_of(module)
     if index < len(layers):
         return layers, str(index)
