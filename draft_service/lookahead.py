@@ -370,7 +370,6 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """Returns the answer to the round's item from `branch`, the finished draft of the round."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:

@@ -95,7 +95,6 @@ class ModelDrafter:
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """Returns the logits of the steps `beside`, and then the logits of the branches."""
         return self.engine.forward([*beside, *map(self._step, branches)])
 
     def _step(self, branch: AutoregressiveDraft) -> SequenceStep:

@@ -66,7 +66,6 @@ class _Round(Work):
     prefix."""
     question: Question
     history = NO_HISTORY
-    """The tokens to which penalties apply."""
     allowed: Allowed | None = None
     """Says which tokens may follow the committed tokens. None = all tokens."""
     untold: int | None = None  # see `RowMasks`
@@ -198,7 +197,6 @@ class Verifier(StepWorker):
                 self._fail(one, error)
 
     def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
-        """Returns the answer with this verdict. If `verdict` is an error, raises the error."""
         if isinstance(verdict, OutriderError):
             raise verdict
         item, proposal = one.item, one.proposal

@@ -37,8 +37,7 @@ class SuffixConfig:
     """Maximum length of all histories together. The tenant that has added no output for the longest
     time loses outputs first."""
     occurrences_max: int = 64
-    """This many of the latest matches are read in the session, and as many in the tenant's
-    history."""
+    """Only this many latest matches are read, in the session and in the history each."""
     tokens_per_match: int = 4
     """A draft has at most this many tokens for each token of its match."""
 
@@ -197,8 +196,7 @@ class History:
         self._num_tokens = 0
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs in one text. None if there are no outputs. Valid until the next
-        `add`."""
+        """The tenant's outputs in one text, or None. Valid until the next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:

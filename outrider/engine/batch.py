@@ -154,7 +154,6 @@ class _Segment:
     end: int
     """The number of slots of the sequence up to and including the segment's last token."""
     slots: _Ints
-    """All slots of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,6 @@ class _Bench:
         """The total time that does not count towards the time limit."""
 
     def clock(self) -> float:
-        """Returns the time without `_excused_s`."""
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:

@@ -31,7 +31,6 @@ Copy = tuple[int, int]
 class _PagedSequence:
     def __init__(self, salt: str) -> None:
         self.tokens = TokenSequence()
-        """The token in each slot."""
         self.num_written = 0
         """The number of slots, from the first slot on, to which the whole model has written. Only
         these slots are shared."""

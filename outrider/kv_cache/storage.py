@@ -35,7 +35,6 @@ class LayerShape:
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of one token's key and value."""
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
@@ -129,7 +128,6 @@ class KVCache:
         self.layers = [next(layers[shape]) for shape in shapes]
 
     def _new_stack(self, shape: LayerShape, width: int, num_layers: int) -> tuple[Tensor, ...]:
-        """Returns the keys or values of each of these layers."""
         num_heads, num_pages, size = shape.num_heads, self._num_pages, self._page_size
         sizes = [num_layers * num_heads, num_pages, size * width]
         layer_sizes = [num_heads, num_pages * size, width]

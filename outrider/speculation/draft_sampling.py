@@ -148,7 +148,6 @@ class _Rows(NamedTuple):
     tokens: IntArray
     """[R]: the likeliest token under greedy, the race's winner under coupled, else arbitrary."""
     maxima: RealArray
-    """[R]: the largest logit."""
     ids: IntArray
     """[R, M]: the likeliest tokens, likeliest first. Arbitrary under greedy."""
     values: RealArray

@@ -46,8 +46,7 @@ RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def whole_blocks(width: int) -> int:
-    """The least multiple of `BLOCK` that is at least `width`. A race over rows of this width does
-    not copy them."""
+    """The least multiple of `BLOCK` that is at least `width`. Races copy rows of other widths."""
     return -(-width // BLOCK) * BLOCK
 
 

@@ -88,8 +88,7 @@ def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> No
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. Rounding does not depend on other
-    rows."""
+    """The sum of each row of `weights` [R, V]: [R], float64. Other rows do not change rounding."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -373,9 +372,8 @@ class RowMasks:
     """[K + 1]: element n has the tokens that may follow n draft tokens. After a forbidden draft
     token, elements are None. The target rejects this token, so no outcome uses the later rows."""
     untold: int | None
-    """The row whose mask cannot be computed although the draft token before it is allowed. An
-    outcome that reaches this row ends with this draft token (`ending_at`). None if there is no such
-    row."""
+    """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
+    An outcome that reaches this row ends with this draft token (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:

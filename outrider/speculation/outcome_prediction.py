@@ -179,8 +179,7 @@ class OutcomeModel:
         )
 
     def _acceptance(self, index: int, evidence: float) -> float:
-        """The probability that draft token `index` is accepted, given that all before it are
-        accepted."""
+        """The probability that a draft token is accepted after all draft tokens before it."""
         total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 
@@ -198,8 +197,7 @@ class OutcomeModel:
             law.note(guesses.scores[num_accepted], rank)
 
     def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
-        """The likeliest outcomes, likeliest first: at most `num_guesses`, and at most
-        `LOOK_AHEAD_MAX`."""
+        """At most `num_guesses` and `LOOK_AHEAD_MAX` outcomes, the likeliest first."""
         evidence = guesses.evidence.tolist()
         accepted = [self._acceptance(*place) for place in enumerate(evidence)]
         reached = np.cumprod([1.0, *accepted])

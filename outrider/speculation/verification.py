@@ -154,7 +154,6 @@ def _rows(questions: Sequence[Question]) -> ProposalRows:
 
 
 def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
-    """The masked logits of each question, on the CPU."""
     parts = [each.logits for each in questions]
     if parts[0].device.type != "cpu":  # Waits for the device once.
         parts = [*torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])]

@@ -295,7 +295,6 @@ def check_shares(
 
 
 def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> None:
-    """Reads every tensor. Reads a tensor with several names only once."""
     tensors = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
     for key, tensor in tensors.items():
