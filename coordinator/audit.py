@@ -64,13 +64,13 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """Queues a chosen session that has ended for its audit."""
+        """Queues the audit of a chosen session. The session must have ended."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # A callback, because a task that is cancelled before it starts runs no code of `_run`.
+        # A callback also runs for a task that is cancelled before it starts. `_run` then does not.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:

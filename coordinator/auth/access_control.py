@@ -189,7 +189,7 @@ class AccessControl:
                 if isinstance(error, RateExceeded) and not resumes:
                     self._empty_until[caller] = asked + error.retry_after_ms / 1e3
                 elif not isinstance(error, Overloaded) and not resumes:
-                    # Redis may have given the slots, even if its answer was lost.
+                    # Redis may have given the slots before its answer was lost.
                     self._in_background(caller, names)
                 raise
             self._hold(caller, names)
@@ -202,8 +202,8 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees those of the `old` slots that no other stream uses, and holds the `new` slots. The
-        returned task updates Redis."""
+        """Frees the `old` slots that no other stream uses, and holds the `new` slots. The returned
+        task updates Redis."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]

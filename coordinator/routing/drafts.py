@@ -1,4 +1,4 @@
-"""A session's source of proposals: the interface for the decode loop, and look-ups as the source.
+"""A session's source of proposals: the interface for the decode loop, and sources without a model.
 `draft_client.py` has the sources that ask models."""
 
 import asyncio
