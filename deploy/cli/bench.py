@@ -128,7 +128,9 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
         and running_deployment(state_directory(os.environ)) is None
     )
     if is_own:
-        arguments.settings["api_key"] = key
+        # A copy, because `arguments` also serve for the next deployment.
+        settings = arguments.settings | {"api_key": key}
+        arguments = Arguments(**vars(arguments) | {"settings": settings})
     async with connected(arguments) as connection, connection.client() as client:
         subject = _subject(connection, client, raw)
         if not is_own:

@@ -1,12 +1,15 @@
-"""The models and the number of threads that `bench` gives to peers of a deployment."""
+"""The deployments of `bench peers`, and the models and the number of threads that peers get."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from benchmarks.speedup import Subject
+from deploy.cli import bench
 from deploy.cli.bench import _subject
-from deploy.cli.main import main
+from deploy.cli.main import main, parse
 from deploy.cli.options import Connection
 from deploy.cli.output import progress
 from outrider.replica.process_setup import available_cores
@@ -58,3 +61,23 @@ def test_of_a_server_elsewhere_nothing_is_known(
     shown = capsys.readouterr().err
     assert "drafts may copy from earlier answers" in shown
     assert "Stop it" not in shown
+
+
+async def test_both_sides_are_different_tenants_in_each_temporary_deployment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A deployment has the key of one side, and a key for this machine's commands."""
+    keys: list[Any] = []
+
+    @asynccontextmanager
+    async def started(arguments: Any) -> AsyncIterator[Connection]:
+        keys.append(arguments.settings["api_key"])
+        yield Connection("127.0.0.1:1", settings={"model": "m"}, is_own=True, api_key="local")
+
+    monkeypatch.setattr(bench, "connected", started)
+    monkeypatch.setattr(bench, "running_deployment", lambda directory: None)
+    arguments = parse(["bench", "peers"])
+    for number in (1, 2):
+        async with bench._two_tenants(arguments, True) as (plain, speculative):
+            assert plain.client is not speculative.client
+            assert len({*keys}) == number
