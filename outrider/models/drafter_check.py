@@ -10,6 +10,8 @@ stated                 inputs of the stated layers at token j - 1
 one layer up or down   inputs of the layers after or before the stated layers at token j - 1
 before a norm          for MTP layers: the input, not the output, of the target's last norm at token
                        j - 1; in the drafted pair, the input of the layer's own norm
+pairs one off          inputs of the stated layers at token j; only reported, because in use the
+                       head drafts before the target has run token j
 """
 
 import logging
@@ -102,10 +104,10 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     num_chains = len(text) - _DEPTHS
     first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
 
-    def agreement(way: str) -> float:
+    def agreement(way: str, offset: int = 0) -> float:
         head.read_as(ways[way])
         features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
-        chains = features[None, :num_chains]
+        chains = features[None, offset : offset + num_chains]
         right = [
             token_ids[head.logits(drafted[0]).argmax(-1)] == likeliest[depth : depth + num_chains]
             for depth, drafted in enumerate(head.unroll(chains, text[None, 1:], _DEPTHS), start=1)
@@ -115,12 +117,14 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     best = stated = next(iter(ways))
     try:
         found = {way: agreement(way) for way in ways}
+        one_off = agreement(stated, 1)
         highest = max(ways, key=lambda way: found[way])
         if found[highest] >= found[stated] + _GAIN_MIN:
             best = highest
     finally:
         head.read_as(ways[best])
-    tried = "; ".join(f"{way}: {share:.0%}" for way, share in found.items())
+    shares = found | {"pairs one off": one_off}
+    tried = "; ".join(f"{way}: {share:.0%}" for way, share in shares.items())
     summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({tried})"
     _log.info("agreement of the head with its target, %s", summary)
     if found[best] < AGREEMENT_MIN:

@@ -1,5 +1,6 @@
 """The check of a head when it is loaded: which layers it reads, and whether it works."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,17 @@ def target() -> Any:
     return tiny_module(tiny_config("llama", VOCAB, LENGTH, num_hidden_layers=8))
 
 
-def fitted_head(target: Any, loaded: LoadedDraftHead) -> LoadedDraftHead:
+def fitted_head(target: Any, loaded: LoadedDraftHead, offset: int = 0) -> LoadedDraftHead:
     """A head whose last matrix is fitted to the target's tokens in the trial, from what the head
-    reads now."""
+    reads now, `offset` tokens later."""
     prompt = torch.tensor([trial_tokens(INFO)])
     text = target.generate(prompt, max_new_tokens=TOKENS_WRITTEN, do_sample=False)
     head: Any = loaded.module
     with watched_layers(target, head.layer_ids) as taps:
         likeliest = target(text).logits[0].argmax(-1)
         features = head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
-    drafted = torch.cat([*head.unroll(features[None, :-2], text[:, 1:], 2)], 1)[0]
+    chains = features[None, offset : len(features) - 2 + offset]
+    drafted = torch.cat([*head.unroll(chains, text[:, 1:], 2)], 1)[0]
     rows = (head.norm if hasattr(head, "norm") else head.layer.post_norm)(drafted)
     wanted = torch.nn.functional.one_hot(torch.cat([likeliest[1:-1], likeliest[2:]]), VOCAB)
     fitted = torch.linalg.lstsq(rows, wanted.float()).solution.T
@@ -98,6 +100,16 @@ def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptur
     broken: Any = checked_head(loaded, partial(read_library, None, None), INFO, None, "HEAD")
     assert broken.module is loaded.module
     assert "drafter HEAD is not checked: " in broken.note
+
+
+def test_a_head_whose_pairs_are_one_off_is_named(target: Any) -> None:
+    loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
+    fitted_head(target, loaded, offset=1)
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
+    assert found.module.layer_ids == LAYER_IDS
+    assert "; pairs one off: " in found.note
+    *others, one_off = map(int, re.findall(r": (\d+)%", found.note))
+    assert one_off > max(others) + 10
 
 
 def test_a_check_that_fails_leaves_the_stated_layers(
