@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -49,12 +49,11 @@ _INT8_MAX = 127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentDescription:
-    """The content of `drafter.json`."""
+    """The content of `drafter.json`. The files of older students have further fields, which are
+    ignored."""
 
     target: str
     target_fingerprint: str
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 def is_student(directory: Path) -> bool:
