@@ -219,7 +219,8 @@ async def fastest_settings(
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
     setup = inputs.setup
-    key = {"model": setup["directory"], "threads": setup["target"]["num_threads"]}
+    # Files of earlier versions have other names here, and settings of another form.
+    key = {"directory": setup["directory"], "num_threads": setup["target"]["num_threads"]}
     if not again and path.exists():
         kept = json.loads(path.read_text("utf-8"))
         if kept["of"] == key:

@@ -1,5 +1,6 @@
 """The processes of other libraries, with a fake library, and the GGUF file that libraries read."""
 
+import json
 import os
 import signal
 import subprocess
@@ -75,7 +76,9 @@ async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
 
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
     """Drafts of 3 tokens fail, and drafts of 8 tokens are fast. A mode is left out if none of its
-    settings works."""
+    settings works. The file of an earlier version is not used."""
+    old = {"of": {"model": "/model", "threads": 1}, "settings": {"plain": {"environment": {}}}}
+    (environments / "vllm" / "settings.json").write_text(json.dumps(old))
     peer = Library(name="vllm", speculative="n-gram", drafting=BY_NAME["vllm"].drafting)
     told = inputs(environments, token_ids={prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
