@@ -243,6 +243,7 @@ def load_reading(config: DeploymentConfig, options: PromptOptions, progress: Pro
     if wrong:
         hint = "(`outrider bench speedup` shows the acceptance of any drafter)"
         raise SettingError("draft_model", f"{draft.model} is wrong; {wrong} {hint}")
+    prompts = options.load_prompts()  # A wrong file is refused before models are loaded.
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")
     target: Any = build_engine(config.target, num_threads)
@@ -254,8 +255,8 @@ def load_reading(config: DeploymentConfig, options: PromptOptions, progress: Pro
         reader = ModelReader(engine)
         name = f"the model of {name}" if lookup is not None else name
     return Reading(
-        target, reader or LookupReader(lookup), name, options.load_prompts(),
-        encoder(text, options.raw), options.max_tokens,
+        target, reader or LookupReader(lookup), name, prompts, encoder(text, options.raw),
+        options.max_tokens,
     )  # fmt: skip
 
 

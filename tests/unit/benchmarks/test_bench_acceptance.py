@@ -132,6 +132,14 @@ def test_a_draft_that_reads_the_target_is_refused() -> None:
         load_reading(config, AcceptanceOptions(), lambda line: None)
 
 
+def test_a_wrong_file_of_prompts_is_refused_before_models_are_loaded(tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = AcceptanceOptions(prompts=tmp_path / "no.jsonl")
+    with pytest.raises(SettingError, match=r"cannot read .*no\.jsonl"):
+        load_reading(load_config({}, {}), options, lines.append)
+    assert lines == []
+
+
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     prompts = [BenchPrompt("x", "a")]
     with pytest.raises(SettingError, match="number 1 has 64 tokens; 1 to 63"):
