@@ -137,7 +137,8 @@ class RankHost(PlacedActor):
             await self._following
 
     async def stop(self, grace_s: float) -> None:
-        """Stops following the leader. A running step has `grace_s` to end."""
+        """Closes the connections to the other ranks. A running step may then fail, and has
+        `grace_s` to end."""
         if self._group is not None:
             self._group.links.close()
         if self._following is not None:
