@@ -73,7 +73,7 @@ def test_neighbours_share_the_cores() -> None:
         assert threads_of_a_rank(DraftConfig(), 2, ranks) == 1
         assert threads_of_a_rank(TargetConfig(num_threads=3), 16, ranks) == 3
     finally:
-        ranks.close()
+        ranks._store_socket.close()
 
 
 class Head(grpc.GenericRpcHandler):
