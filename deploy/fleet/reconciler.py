@@ -171,6 +171,9 @@ class Reconciler(PlacedActor):
             if self._failure is None:
                 await self._cluster.save("")  # An earlier deployment may have saved changes.
                 await self._fleet.start()
+        except asyncio.CancelledError:
+            self._failure = Unavailable("it was stopped")
+            raise
         except Exception as error:  # noqa: BLE001 (`_ready` raises it)
             self._failure = error
         finally:

@@ -120,6 +120,18 @@ async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.Mon
         await found.close()
 
 
+@pytest.mark.virtual(False)
+async def test_a_start_that_is_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
+    monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=asyncio.Event().wait))
+    starting = asyncio.create_task(found.start())
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        await found.close()
+        with pytest.raises(OutriderError, match="not start: it was stopped"):
+            await starting
+
+
 async def test_an_upgrade_is_over_once_the_fleet_was_whole() -> None:
     """Replicas that `scale` starts later do not count, nor those that replace dead replicas."""
     async with playing() as (host, found):
