@@ -415,8 +415,8 @@ class OutputQueue:
     async def read(self) -> Sequence[Event]:
         """Waits until the next entry is committed. Returns the entry's report, if it has one, and
         its tokens. Joins the tokens of committed rounds that have no reports, but not the tokens of
-        a replay. After the last entry, returns an empty sequence. Raises `TimeoutError`, and the
-        store's error that ended the session."""
+        a replay. After the last entry, returns an empty sequence. Raises `TimeoutError` after the
+        time `until`, and the store's error if this error has ended the session."""
         while not self._is_ready:
             if self._closed and not self._entries:
                 return ()
@@ -465,7 +465,7 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 WAITED = 1.0
 """A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may only have been for the end of the running step."""
+computing time. A shorter wait may only be the rest of the step that was running."""
 
 
 class RoundMeter:

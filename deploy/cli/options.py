@@ -92,7 +92,7 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """`doc` replaces the setting's help. `merge` later parses the value."""
+    """An option for a setting. `merge` will parse its value. `doc` replaces the setting's help."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}
@@ -198,10 +198,10 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
         runs = record.settings.get(key)
         same = same_drafter(str(asked), str(runs)) if key == "draft_model" else asked == runs
         if key not in OF_CALLERS and (key in SECRETS or not same):
-            shown = "" if key in SECRETS else f" with {runs!r}"
+            shown = "" if key in SECRETS else f", which has {runs!r}"
             raise SettingError(
                 key,
-                f"differs from the running deployment{shown} ({record.grpc_address}); stop it "
+                f"differs from the running deployment ({record.grpc_address}){shown}; stop it "
                 "first (outrider stop), or leave this flag out",
             )
 

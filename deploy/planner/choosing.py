@@ -29,7 +29,7 @@ LEVEL = 0.9
 
 
 class Chooser:
-    """Computes how fast several ways decode the same texts, with `sessions` sessions at a time."""
+    """Computes how fast each `Option` decodes the same texts in `sessions` concurrent sessions."""
 
     def __init__(
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
@@ -99,10 +99,10 @@ def speedup_interval(
     plain: Sequence[Rounds],
     chosen: tuple[Option, Sequence[Rounds]],
 ) -> tuple[float, float] | None:
-    """The range of an option's speed-up over plain decoding, in the middle `LEVEL` of `RESAMPLES`
-    bootstrap samples of the texts. `prompt_tokens` [texts] are the lengths of the prompts, `plain`
-    [texts] the rounds without drafts, and `chosen` has the option and its rounds [texts]. Returns
-    None for a single text."""
+    """The bootstrap interval of an option's speed-up over plain decoding, with the confidence
+    `LEVEL`. Draws `RESAMPLES` samples of the texts. `prompt_tokens` [texts] are the lengths of the
+    prompts, `plain` [texts] the rounds without drafts, and `chosen` has the option and its rounds
+    [texts]. Returns None for a single text."""
     num, generator = len(prompt_tokens), np.random.default_rng(0)
     if num < 2:
         return None
@@ -137,7 +137,7 @@ def choose(
 ) -> TemperaturePlan:
     """Compares plain decoding, and each rule and K, for the texts of a sample."""
     rules, drafter = rules_at(sample.temperature), draft.drafter
-    if not drafter.name:  # All rules accept the same tokens of a look-up.
+    if not drafter.name:  # A look-up drafts alone. All rules accept the same tokens of it.
         rules = rules[:1]
     parts = [scripted(draft, sample, rules[0], 0)]
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]

@@ -1,1 +1,1 @@
-"""The interface of drafters, the names of all kinds, look-ups, and the drawing of tokens."""
+"""The interface and the names of drafters, look-ups, and the drawing of tokens."""

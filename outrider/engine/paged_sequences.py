@@ -34,9 +34,9 @@ class PagedSequences:
     draft_layer: LoadedDraftHead | None = None
     """The drafting head that runs on the model's pages."""
     _draft: DraftLayer | None = None
-    """The drafting head as a layer, with the features and pairs of all slots."""
+    """The same head as a layer. Its features and pairs (see `draft_layer.py`) are in the slots."""
     _pairs: PairLayer | None = None
-    """The layer that `forward_draft` runs."""
+    """The part of `_draft` that `forward_draft` runs."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, stores: Sequence[PageStore], max_num_seqs: int) -> None:

@@ -1,8 +1,9 @@
 """Runs steps on a CUDA device. A Triton kernel attends to the pages in place (`triton_kernels.py`).
 The kernel reads a step from tables, which are sent to the device in one copy.
 
-The new tokens of a sequence are cut into *blocks* of consecutive tokens. Each program of the kernel
-computes one block for one key head. The tables consist of 64-bit words:
+A *row* is a new token of the step. A sequence's rows are cut into *blocks* of consecutive rows, and
+its context is cut into *splits*. Each program of the kernel computes one block for one key head and
+one split. The tables consist of 64-bit words:
 
     token ids, positions, slots    for each row
     logit rows                     the rows whose logits are wanted
@@ -33,8 +34,8 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""A block has at most this many rows. It has a row for each pair of a token and a query head that
-shares the key head."""
+"""A program's score matrix has at most this many rows: one for each pair of a token of its block
+and a query head that shares its key head."""
 _BLOCK_ROWS_MIN = 16
 """A matrix product on tensor cores has at least this many rows."""
 _WIDTH_MIN = 16
@@ -43,8 +44,8 @@ _WIDE = 128
 """If heads are wider than this, a program loads half of `_BLOCK_SLOTS` at a time, because more
 slots do not fit into shared memory."""
 _SPLITS = (16, 4, 1)
-"""The possible numbers of splits of a context. The list is short, because the kernel is compiled
-for each number."""
+"""A context is cut into one of these numbers of splits. The list is short, because the kernel is
+compiled for each number."""
 _SPLIT_SLOTS_MIN = 256
 """The splits of a step's longest context have at least this many slots. Shorter splits save less
 time than merging them takes."""
@@ -60,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """The parameters of a step for which the kernel is compiled."""
+    """The kernel's parameters for a step. It is compiled for each combination of them."""
 
     block_tokens: int
     """The maximum number of tokens of a block; a power of two."""

@@ -220,8 +220,8 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Links:
-    """A rank's connections to other ranks. Each send or receive has `timeout_s`. A rank that is
-    gone or does not answer in time raises `Unavailable`, which names the rank."""
+    """A rank's connections to other ranks. Each send or receive has `timeout_s`. Methods raise
+    `Unavailable`, which names a rank that is gone or does not answer in time."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
@@ -251,7 +251,7 @@ class Links:
     def send_frame(self, frame: bytes) -> None:
         """Sends a frame from the leader to every follower."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes is too long")
-        # Between frames, followers send nothing, so only an ended connection can be read.
+        # Followers send nothing between frames. A connection with something to read has ended.
         for key, _ in self._selector.select(0):
             raise _lost(key.data, ConnectionError("it has ended"))
         self._send(_HEADER.pack(len(frame)) + frame)
