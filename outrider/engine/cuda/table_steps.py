@@ -35,7 +35,7 @@ KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
 """A program's score matrix has at most this many rows: one for each pair of a token of its block
-and a query head that shares its key head."""
+and a query head that shares its key head. If more heads share it, a block has one token."""
 _BLOCK_ROWS_MIN = 16
 """A matrix product on tensor cores has at least this many rows."""
 _WIDTH_MIN = 16
