@@ -164,7 +164,8 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of a target, a draft or a coordinator. In `setup`, `service` is the service's name,
-    and `config` is its configuration. Each message to or from a replica takes `delay_ms` longer."""
+    and `config` is its configuration. Each message to or from a target or draft takes `delay_ms`
+    longer. For a coordinator `delay_ms` must be 0."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:
@@ -179,7 +180,7 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
 
 
 def delayed(service: Any, delay_s: float) -> Any:
-    """Changes a replica's `service`: each item and each answer takes `delay_s` longer."""
+    """Makes a replica's `service` get each item and send each answer `delay_s` later."""
     connect, later = service.connect, partial(asyncio.get_running_loop().call_later, delay_s)
 
     def connect_late(send: Callable[[Sequence[Any]], None]) -> Any:
@@ -248,8 +249,8 @@ async def running_pair(
     delay_ms: float = 0.0,
 ) -> AsyncIterator[Replicas]:
     """Starts a temporary Redis and a target. If the drafter of `draft` runs in a draft service,
-    also starts a draft replica. `coordinator` has the settings of later coordinators. Each message
-    to or from the draft takes `delay_ms` longer."""
+    also starts a draft replica. `Replicas.coordinator` starts coordinators with the settings in
+    `coordinator`. Each message to or from the draft takes `delay_ms` longer."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

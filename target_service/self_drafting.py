@@ -41,7 +41,7 @@ class SelfDrafter:
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
-            # If the engine holds another number of tokens, the row is of another token.
+            # The row is of the token before the newest. This must be the engine's last token.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:

@@ -70,9 +70,9 @@ class Tools:
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool
 ) -> Tools | None:
-    """Makes the tools of a request with these functions. If the answer may call no function,
-    returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice` must
-    be `REQUIRED`. Raises `BadRequest`."""
+    """Makes the tools of a request with these functions. Returns None if there are no functions or
+    `choice` is `NONE`. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice`
+    must be `REQUIRED`. Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = Counter(one["name"] for one in functions)

@@ -141,7 +141,7 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # If the reconciler dies, the start fails. A `ReconcilerClient` would repeat the call.
+        # If the reconciler dies, the start must fail. A `ReconcilerClient` would repeat the call.
         await reconciler.call("start")
         await self._go_on()
 
@@ -152,8 +152,8 @@ class Deployment:
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # `redis_url` and `redis_key_prefix` are compared, because `change` must refuse new values.
-        # Another Redis has other sessions.
+        # `redis_url` and `redis_key_prefix` cannot change, because the sessions are in the old
+        # Redis. They are compared all the same, so that `change` refuses new values.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
@@ -232,10 +232,10 @@ class Deployment:
         self._changed.clear()
 
     async def stop(self) -> None:
-        """Waits for running requests at most `stop_timeout_s`, and for their last steps the same
-        time again. Then stops everything that `start` has started. Idempotent. If the head of a
-        cluster that is not local does not answer, raises `Unavailable`. Then replicas may still
-        run.
+        """Waits at most `stop_timeout_s` for the running requests of coordinators, and then at most
+        as long again for the steps of targets and drafts. Then stops everything that `start` has
+        started. Idempotent. If the head of a cluster that is not local does not answer, raises
+        `Unavailable`. Then replicas may still run.
         """
         for task in self._following:
             task.cancel()

@@ -69,16 +69,16 @@ class WrittenCorpus:
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
-            # Truncates the file, because a kill while it is rewritten would lose all lines.
+            # Truncates the file in place. A kill during a rewrite of the file would lose all lines.
             os.truncate(self._path, len(whole))
             for line in whole.splitlines():
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
         """Returns the written conversations. With `tokens`, returns the first conversations whose
-        answers have this many tokens together. Because answers to the same prompt are alike, a hash
-        of the prompt decides whether a conversation is held out. All texts without a user's turn
-        have the same prompt, so their hash includes the beginning of the answer."""
+        answers have this many tokens together. Answers to the same prompt are alike, so all of
+        them or none must be held out. Therefore a hash of the prompt decides. All texts without a
+        user's turn have the same prompt, so their hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []

@@ -32,12 +32,12 @@ class _PagedSequence:
     def __init__(self, salt: str) -> None:
         self.tokens = TokenSequence()
         self.num_written = 0
-        """The number of slots, from the first slot on, to which the whole model has written. Only
-        these slots are shared."""
+        """The number of slots, from the first slot on, to which all layers of the model have
+        written. Only these slots may be shared."""
         self.num_queried = 0
         """The number of tokens that `attach` has looked up in the cache. 0 after the first step."""
         self.pages: list[int] = []
-        """The page table, without pages that the slots do not need."""
+        """The page table, with exactly the pages that the slots of `tokens` need."""
         self.keys = [blake2b(salt.encode()).digest()]
         """`keys[i]` is the key of the prefix of i pages. The list ends with the last page that is
         full and written."""
@@ -115,7 +115,7 @@ class BlockPool:
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = _PagedSequence(salt)
         size = self.page_size
-        # A step must run the last token for its logits.
+        # Leaves out the last token, because a step must run the last token to get its logits.
         for end in range(size, len(token_ids), size):
             key = _next_key(sequence.keys[-1], token_ids[end - size : end])
             page = self._page_of.get(key)
@@ -146,8 +146,9 @@ class BlockPool:
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
         """Takes slots for the tokens of each step. The steps must be of different sequences. An
         unknown sequence begins with an empty salt. Returns the page copies to make before any slot
-        is written. After the step, call `written`. If the step has failed, call `keep` with the old
-        length instead. If the page copies have failed, then also `release` the sequences.
+        is written. After the step, call `written`. If the step fails, call `keep` with the old
+        length instead. If the page copies fail, also call `release`, because the page tables have
+        the new pages already.
 
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
         changes nothing. If not `whole`, only the draft layer writes to the new slots. Do not call
@@ -205,7 +206,8 @@ class BlockPool:
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`. The sequence's full pages stay remembered, and are evicted after
-        all other remembered pages, the last page first."""
+        all other remembered pages. Of these pages, the last is evicted first, because no sequence
+        can use a page without the pages before it."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -265,7 +267,7 @@ class BlockPool:
 
     def _know(self, key: bytes, page: int) -> int:
         """Returns the known last page of the prefix of `key`. If no page is known, makes `page` the
-        known page. No sequence may write to the known page."""
+        known page. Until `_forget`, no sequence may write to a known page."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
         return known

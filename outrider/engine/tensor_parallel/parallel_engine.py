@@ -101,8 +101,9 @@ class ParallelEngine:
 
     def _changed(self, name: str, *arguments: Any) -> Any:
         """Makes a call on the leader's engine. After an `OutriderError` the ranks can continue,
-        because the call has changed nothing, or because the caller handles `StepUndone`. After any
-        other exception the ranks may hold different states, so no further step may run."""
+        because the call has changed nothing or has raised `StepUndone`, which `forward_draft`
+        handles. After any other exception the ranks may hold different states, so no further step
+        may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:

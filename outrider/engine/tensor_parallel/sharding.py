@@ -215,8 +215,8 @@ def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Replaces each parameter that is divided among ranks by a parameter on the meta device with
-    the shape of this rank's share. Returns the shares by the names of the parameters."""
+    """Replaces the parameters that are divided among ranks. Each new parameter is on the meta
+    device, with the shape of this rank's share. Returns the shares by the parameters' names."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
@@ -269,8 +269,8 @@ def load_shard(
     path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """Loads this rank's share of the model in `path`, in evaluation mode on the rank's device.
-    Returns the share and a description of the whole model. `key` is the name of the setting of the
-    number of ranks, for errors. Raises `ConfigError`."""
+    Returns the share and a description of the whole model. Raises `ConfigError`. Errors about the
+    number of ranks name the setting `key`."""
     name = options.get("name", str(path))
     check_weights(path, name)
     where = use_device(**options)
