@@ -33,8 +33,8 @@ Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
-"""Pause between two sides, because vLLM's OpenMP threads spin for 0.2 s after their work. Without
-the pause, they would take cores from the next side."""
+"""Pause between two sides (see `measurement.py`), because vLLM's OpenMP threads spin for 0.2 s
+after their work. Without the pause, they would take cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a

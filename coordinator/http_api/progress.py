@@ -88,9 +88,10 @@ class Progress:
                 self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request for all events of a choice. Must be called before the choice's first
-        event. The client has all parts of the events before the first of the `cuts`, and some parts
-        of the event between the two `cuts`."""
+        """Returns a request that makes all events of a choice again. Must be called before the
+        choice's first event. `cuts` has two numbers of tokens after which events end. The client
+        has all parts of the events up to the first cut, and some parts of the event between the
+        cuts, if the cuts differ."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)

@@ -94,7 +94,7 @@ class Pair:
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
-        """The cost table of a role's steps, corrected by the lines in `times`."""
+        """The cost table of a role's steps, corrected by the functions (`Line`) in `times`."""
         times, k = self.times, len(self.survival)
         if role == "target":
             return _on_line(times.target, times.verify if k else times.plain)
@@ -200,7 +200,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Replica(EmulatedEngine):
-    """An emulated engine whose steps take the times of the plan, and the service of this engine."""
+    """A replica: an emulated engine, whose steps take the times of the plan, and its `service`."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY

@@ -1,7 +1,7 @@
 """A target's own layer for multi-token prediction (MTP, arXiv 2412.19437), run as a draft head:
 
     g_i    = output of the target's last norm at position i
-    pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
+    pair j = (g_{j-1}, token j) for j >= 1; its rotary position is j - 1
     x_j    = eh_proj [enorm(embedding of token j), hnorm(g_{j-1})]
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
@@ -201,7 +201,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # With transformers 5.23 or newer, a method of transformers could return these conversions.
+    # In transformers 5.23, `MtpModel.get_weight_conversions` returns these. Older versions lack it.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),

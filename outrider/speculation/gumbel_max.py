@@ -35,7 +35,7 @@ from outrider.speculation.random_streams import RowKeys, row_words
 BLOCK = 128
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""Index of the number of block 0. All token ids are smaller."""
+"""Number `_BLOCK_NUMBERS` + b gives the shortest wait of block b. All token ids are smaller."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -46,7 +46,8 @@ RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def whole_blocks(width: int) -> int:
-    """The least multiple of `BLOCK` that is at least `width`. Races copy rows of other widths."""
+    """The least multiple of `BLOCK` that is at least `width`. If the width of a race's rows is no
+    multiple of `BLOCK`, `race` makes padded copies of the rows."""
     return -(-width // BLOCK) * BLOCK
 
 
