@@ -305,10 +305,10 @@ async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
     async with RedisServers(tmp_path, password="hu" + "sh", sentinel_password="qui" + "et") as made:
         right = RedisAddress(url=made.url, password="hu" + "sh", sentinel_password="qui" + "et")
         elsewhere = right.url.removesuffix("/outrider/0")
-        unknown = "no Sentinel names a primary .* AuthenticationError"
+        unknown = "no Sentinel knows a running primary .* AuthenticationError"
         cases = {
             unknown: {"sentinel_password": "swordfish"},
-            "no Sentinel names a primary .* up\\)": {"url": f"{elsewhere}/other"},
+            "no Sentinel knows a running primary .* service\\)": {"url": f"{elsewhere}/other"},
             "is a Sentinel": {"url": f"redis://:quiet@{made.sentinel.address}"},
             "invalid username-password": {"password": "swordfish"},
             "ConnectionError": {"url": "redis+sentinel://:hush@127.0.0.1:1/outrider"},

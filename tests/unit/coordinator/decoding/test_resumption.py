@@ -464,7 +464,7 @@ async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers(
         planted(made, finish=failing(made.store.finish, until))
         broken = await left(made, resumable=cancels)
         if cancels:
-            with pytest.raises(StoreUnavailable, match="once the session store answers"):
+            with pytest.raises(StoreUnavailable, match="when the session store answers"):
                 await made.service.cancel(broken.session_id)
             await want(made, broken)
         await asyncio.sleep(until - 1.0 - now())
