@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from benchmarks.prompts import BenchPrompt
-    from deploy.planner.report import PlanReport
+    from deploy.planner.choosing import PlanReport
     from deploy.planner.simulation import Pair
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
@@ -220,8 +220,8 @@ def _check(config: DeploymentConfig) -> None:
 def _plan(options: PlanOptions, config: DeploymentConfig) -> PlanReport:
     config = found_models(config)
     from benchmarks.acceptance import load_reading
+    from deploy.planner.choosing import PlanReport
     from deploy.planner.rehearsal import rehearsed_plans
-    from deploy.planner.report import PlanReport
 
     reading = load_reading(config, options, progress)
     temperatures = dict.fromkeys(options.temperature)

@@ -1,25 +1,29 @@
-"""Chooses K, rule, look-ahead and the number of draft replicas."""
+"""Chooses K, rule, look-ahead and the number of draft replicas, and reports the choice."""
 
+import shlex
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 import numpy as np
+from rich.console import RenderableType
+from rich.text import Text
 
 from benchmarks.acceptance import Sample, rules_at
+from benchmarks.report import table
 from outrider.config import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
 from .rounds import Option, Rounds, ServiceTimes, scripted, total
+from .simulation import Pair
 
 GAIN_MIN = 0.005
 """An option replaces an earlier option only if it is faster by this share."""
 REPLICAS_LOSS_MAX = 0.05
-"""Fewer drafts than sessions are chosen if at most this share of the speed is lost."""
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -39,20 +43,17 @@ class Chooser:
         drafts."""
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)
-        self.plain = Option(rule=rule, num_draft_tokens=0)
-        self.plain = self.timed(self.plain, plain)
+        self.plain = self.timed(Option(rule=rule, num_draft_tokens=0), plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
-            way,
-            tokens_per_second=rate,
-            speedup=rate / (self.plain.tokens_per_second or rate),
+            way, tokens_per_second=rate,
+            speedup=rate / self.plain.tokens_per_second if way.num_draft_tokens else 1.0,
             tokens_per_round=rounds.tokens_per_round,
-            proposed_per_round=rounds.proposed_per_round,
-            steps_per_round=rounds.steps_per_round,
-        )
+            proposed_per_round=rounds.proposed_per_round, steps_per_round=rounds.steps_per_round,
+        )  # fmt: skip
 
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
@@ -63,14 +64,13 @@ class Chooser:
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
-            for number in FAN_OUTS
-            if number <= len(hit_rates)
-        ]
+            for number in FAN_OUTS if number <= len(hit_rates)
+        ]  # fmt: skip
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """If a model drafts, chooses the smallest number of draft replicas that loses at most
-        `REPLICAS_LOSS_MAX` of the speed."""
+        """If a model drafts, chooses the smallest number of draft replicas, at most one for each
+        session, that loses at most `REPLICAS_LOSS_MAX` of the speed."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -100,9 +100,9 @@ def speedup_interval(
     chosen: tuple[Option, Sequence[Rounds]],
 ) -> tuple[float, float] | None:
     """The bootstrap interval of an option's speed-up over plain decoding, with the confidence
-    `LEVEL`. Draws `RESAMPLES` samples of the texts. `prompt_tokens` [texts] are the lengths of the
-    prompts, `plain` [texts] the rounds without drafts, and `chosen` has the option and its rounds
-    [texts]. Returns None for a single text."""
+    `LEVEL`. `prompt_tokens` [texts] are the lengths of the prompts, `plain` [texts] the rounds
+    without drafts, and `chosen` has the option and its rounds [texts]. Returns None for a single
+    text."""
     num, generator = len(prompt_tokens), np.random.default_rng(0)
     if num < 2:
         return None
@@ -121,8 +121,8 @@ def speedup_interval(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """For each category of texts, and for `all` texts: the number of tokens (`num_tokens`), and
-    `Rounds.by_position` of each rule (`by_position`)."""
+    """For each category of texts, and for `all` texts: `num_tokens`, and for each rule
+    `Rounds.by_position`."""
     chosen: Option
     plain: Option
     options: tuple[Option, ...]
@@ -157,17 +157,13 @@ def choose(
     chosen_parts = parts[options.index(chosen)]
     chances = total(chosen_parts).chances(chosen.num_draft_tokens)
     return TemperaturePlan(
-        temperature=sample.temperature,
-        acceptance=_accepted(sample, measured),
-        chosen=chosen,
-        plain=options[0],
-        options=tuple(options[1:]),
-        times=times,
+        temperature=sample.temperature, acceptance=_accepted(sample, measured), chosen=chosen,
+        plain=options[0], options=tuple(options[1:]), times=times,
         survival=tuple(accumulate(chances, mul)),
         speedup_interval=speedup_interval(
             times, sessions, prompt_tokens, parts[0], (chosen, chosen_parts)
         ),
-    )
+    )  # fmt: skip
 
 
 def _accepted(
@@ -184,3 +180,101 @@ def _accepted(
         num_tokens = sum(len(texts[i].token_ids) for i in places)
         found[name] = {"num_tokens": num_tokens, "by_position": by_position}
     return found
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The output of `outrider plan`: JSON and tables."""
+
+    model: str
+    draft_model: str
+    num_prompts: int
+    max_tokens: int
+    concurrency: int
+    round_trip_ms: float
+    plans: tuple[TemperaturePlan, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """The pair to simulate, as chosen for the first temperature."""
+        plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
+        return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
+
+    def values(self) -> dict[str, Any]:
+        """The JSON object."""
+        found = asdict(self)
+        plans = found.pop("plans")
+        by_temperature = {f"{plan['temperature']:g}": plan for plan in plans}
+        return found | {"temperatures": by_temperature, "pair": asdict(self.pair)}
+
+    def tables(self) -> Iterator[RenderableType]:
+        """The tables and sentences that are printed."""
+        link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
+        for plan in self.plans:
+            yield self._acceptance(plan)
+            title = f"Expected at temperature {plan.temperature:g}, {self.concurrency} at a time"
+            options = (plan.plain, *plan.options)
+            found = table(f"{title}{link}", [asdict(option) for option in options])
+            found.rows[options.index(plan.chosen)].style = "bold"
+            yield found
+            yield Text(self._sentence(plan), style="bold")
+            yield from _advice(plan)
+            yield self._certainty(plan)
+
+    def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
+        return table(
+            f"{self.draft_model} for {self.model}, temperature {plan.temperature:g}: chance that a "
+            "draft token is accepted if all earlier draft tokens were",
+            [
+                {"prompts": name, "rule": rule}
+                | {str(depth): chance for depth, chance in enumerate(chances, start=1)}
+                for name, found in plan.acceptance.items()
+                for rule, chances in found["by_position"].items()
+            ],
+        )
+
+    def _certainty(self, plan: TemperaturePlan) -> str:
+        if plan.speedup_interval is None:
+            return "One prompt does not show how certain this plan is. Use several (--prompts)."
+        low, high = plan.speedup_interval
+        return (
+            f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {self.num_prompts} prompts, this "
+            f"option has a speed-up of {low:.2f} to {high:.2f}. Errors of the measured times are "
+            "not included."
+        )
+
+    def _sentence(self, plan: TemperaturePlan) -> str:
+        chosen = plan.chosen
+        is_apart = chosen.draft_replicas > 0 and not plan.times.shares_device
+        flags: list[object] = ["--draft-model", self.draft_model]
+        flags = flags * (chosen.num_draft_tokens > 0)
+        flags += ["--num-draft-tokens", chosen.num_draft_tokens]
+        if chosen.look_ahead or is_apart:  # A draft on its own device looks ahead by default.
+            flags += ["--look-ahead", chosen.look_ahead]
+        if chosen.draft_replicas > 1:
+            flags += ["--num-drafts", chosen.draft_replicas]
+        command = shlex.join(["outrider", "serve", self.model, *map(str, flags)])
+        expected = f"{chosen.tokens_per_second:.1f} tokens/s are expected"
+        if chosen.num_draft_tokens == 0:
+            return (
+                f"Decode plainly with `{command}` and your other flags: {expected}, and no draft "
+                "is faster."
+            )
+        return (
+            f"Deploy with `{command}` and your other flags, rule {chosen.rule.value} and "
+            f"{chosen.draft_replicas:g} drafts for each target replica: {expected}, "
+            f"{chosen.speedup:.2f} times plain decoding."
+        )
+
+
+def _advice(plan: TemperaturePlan) -> Iterator[str]:
+    plain = plan.plain.tokens_per_second
+    drafted = (one for one in plan.options if one.draft_replicas)
+    rates = (one.tokens_per_second / (1 + one.draft_replicas) for one in drafted)
+    rate = max(rates, default=plain)
+    if rate < plain and not plan.times.shares_device:
+        yield (
+            "Do not use a separate draft here if its device could run another target. With a "
+            f"separate draft a device yields {rate:.1f} tokens/s, with plain decoding {plain:.1f}. "
+            "`outrider plan --devices` also compares heads, and drafts that several targets share."
+        )

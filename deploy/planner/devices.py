@@ -30,8 +30,6 @@ PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20
 DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
 RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
 _BYTES_OF_A_NUMBER = 2
-
-
 _Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
@@ -43,19 +41,16 @@ class _Model(NamedTuple):
     devices: _Count = 1
 
 
-_Spec = Annotated[_Model, Parts]
-
-
-class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=False):
+class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     """The defaults are for H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head.
     docs/performance.md has the sources of these numbers."""
 
     sessions: _Count = 1
     """Sessions of each target, as far as they fit into the memory."""
     context: _Count = 1024
-    target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
-    draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
-    head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
+    target: Annotated[_Model, Parts] = _Model(16.06, 32, 131.1)
+    draft: Annotated[_Model, Parts] = _Model(2.47, 16, 32.8)
+    head: Annotated[_Model, Parts] = _Model(0.85, 1, 12.3)
     head_width: _Count = 4096
     link_gb: PositiveFloat = 3.0
     """Speed of each link, GB/s (25 Gbit/s): target to coordinator, and coordinator to draft."""
@@ -90,10 +85,6 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         room_gb = self.memory_gb * model.devices - model.gb
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
-    def wire_s(self, num_tokens: float) -> float:
-        """Time of the hidden states of `num_tokens` tokens on both links."""
-        return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
-
     def row(
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
@@ -114,7 +105,9 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
             attempt = Attempt(k, k, [acceptance**depth for depth in range(1, k + 1)])
             one_round = replay(2, {1: attempt}.__getitem__, self.context - 1)
             tokens = sessions * (1 + sum(attempt.survival))
-            link_s = times.round_trip_s + self.wire_s(tokens) * (way == HEAD_APART)
+            link_s = times.round_trip_s
+            if way == HEAD_APART:
+                link_s += 2 * tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
             for ahead in (0, LOOK_AHEAD_DEFAULT * (way == DRAFT and share > 0)):
                 option = Option(
                     rule=Rule.TOKEN, num_draft_tokens=k, look_ahead=ahead, draft_replicas=share,
@@ -134,7 +127,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
 
 
 def compare(text: str, round_trip_s: float) -> Report:
-    """Compares plain decoding, a head and a draft. `text` is PRESET,KEY=VALUE,.."""
+    """Compares plain decoding, heads and drafts. `text` is PRESET,KEY=VALUE,.."""
     name, _, numbers = text.partition(",")
     if name not in PRESETS:
         presets = " or ".join(PRESETS)
@@ -160,7 +153,10 @@ def compare(text: str, round_trip_s: float) -> Report:
 def _most(rows: Sequence[dict[str, Any]]) -> str:
     most = max(rows, key=lambda row: row[RATE])
     use = "Use" if most["draft_devices"] else "Do not use"
-    return f"{use} a separate draft here: {most['way']} is the fastest, {_shown(most)}."
+    figures = f"{most[RATE]:.0f} tokens/s a device"
+    if most["way"] in (DRAFT, HEAD_APART):
+        figures += f" ({most['draft_devices']:g} draft devices for each target)"
+    return f"{use} a separate draft here: {most['way']} is the fastest, {figures}."
 
 
 def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
@@ -184,8 +180,3 @@ def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
         f"{most:.0f} and {fastest[SPEED]:.0f}, and each round waits {fastest['link_ms']:.2f} ms "
         "for hidden states."
     )
-
-
-def _shown(row: dict[str, Any]) -> str:
-    devices = f" ({row['draft_devices']:g} draft devices for each target)"
-    return f"{row[RATE]:.0f} tokens/s a device{devices * (row['way'] in (DRAFT, HEAD_APART))}"

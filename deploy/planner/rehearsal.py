@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.acceptance import Answer, Sample, rules_at
 from benchmarks.clients import complete
@@ -32,30 +32,19 @@ OUTLIER = 3.0
 DESCRIBE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
-class PlayedSession:
+class PlayedSession(NamedTuple):
     text: Answer
     """The prompt, and the target's answer before the rehearsal."""
     num_draft_tokens: int
     done: Completion
 
 
-async def play(
-    client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
-) -> PlayedSession:
-    request = bench_request(
-        text.prompt_ids, text.max_tokens, temperature, rule=rule, seed=text.seed,
-        num_draft_tokens=num_draft_tokens, include_rounds=True,
-    )  # fmt: skip
-    return PlayedSession(text, num_draft_tokens, await complete(client, request))
-
-
 async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
-    """Rehearses each sample, and returns a plan for each. All samples have the same prompts. `link`
-    has further fields of `ServiceTimes`. Raises `Unavailable`."""
+    """A plan for each sample. All samples have the same prompts. `link` has further fields of
+    `ServiceTimes`. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
     # Each prompt is answered several times, and a look-up must not copy from the earlier answers.
     lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)
@@ -92,7 +81,14 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 
 
 async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list[PlayedSession]:
-    rule = rehearsed_rule(sample.temperature)
+    async def play(text: Answer, num_draft_tokens: int) -> PlayedSession:
+        request = bench_request(
+            text.prompt_ids, text.max_tokens, sample.temperature, seed=text.seed,
+            rule=_rehearsed_rule(sample.temperature), num_draft_tokens=num_draft_tokens,
+            include_rounds=True,
+        )  # fmt: skip
+        return PlayedSession(text, num_draft_tokens, await complete(client, request))
+
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
@@ -101,17 +97,17 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
         texts[-1], prompt_ids=texts[-1].prompt_ids[::-1], seed=(texts[0].seed - 1) & SEED_MAX
     )
     for k in (0, REHEARSED_K[-1]):
-        await play(client, warm_up, sample.temperature, rule, k)
+        await play(warm_up, k)
     played: list[PlayedSession] = []
     for index, text in enumerate(texts):
         number = f"prompt {index + 1} of {len(texts)}"
         progress(f"temperature {sample.temperature:g}, {number}: {text.category}")
         ks = REHEARSED_K if index % 2 == 0 else REHEARSED_K[::-1]
-        played += [await play(client, text, sample.temperature, rule, k) for k in ks]
+        played += [await play(text, k) for k in ks]
     return played
 
 
-def rehearsed_rule(temperature: float) -> Rule:
+def _rehearsed_rule(temperature: float) -> Rule:
     """Greedy at temperature 0, otherwise coupled, because with these rules answers do not depend on
     K."""
     return rules_at(temperature)[-1]
@@ -120,8 +116,7 @@ def rehearsed_rule(temperature: float) -> Rule:
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Adds to `known` the linear functions that correct the engines' cost tables, fitted to the
-    measured times of the sessions."""
+    """Adds to `known` the corrections of the cost tables, fitted to the times of the sessions."""
     plain, wait, verify = (list[tuple[float, float]]() for _ in range(3))
     first: dict[int, tuple[float, float]] = {}
     rest = list[float]()
@@ -130,7 +125,7 @@ def fit(
     for session in played:
         num_tokens, rounds = len(session.text.prompt_ids), session.done.rounds
         k = session.num_draft_tokens
-        # Only the first session with a prompt prefills the prompt. Later, the prompt is cached.
+        # Only the first session with a prompt prefills it.
         first.setdefault(session.text.seed, (step_seconds(num_tokens), rounds[0].seconds))
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
@@ -158,16 +153,15 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Yields four values for each round with a draft: the steps of the draft model, the tokens
-    before the round, the report, and the duration in seconds. Leaves out the first round with a
-    draft, because the draft may prefill the prompt in this round. Also leaves out rounds with an
-    unexpected number of draft tokens."""
+    """Yields for each round with a draft: the steps of the draft model, the tokens before the
+    round, the report, and the duration in seconds. Leaves out the first round with a draft, because
+    the draft may prefill the prompt, and rounds with an unexpected number of draft tokens."""
     script, text = Script(draft, temperature), session.text
     for index, now in enumerate(session.done.rounds[1:]):
         start = now.tokens.first_index
         wanted = min(session.num_draft_tokens, text.max_tokens - start - 1)
         if wanted < 1:
             continue
-        found = script.attempt(text, start, wanted, rehearsed_rule(temperature))
+        found = script.attempt(text, start, wanted, _rehearsed_rule(temperature))
         if index > 0 and found.num_proposed == len(now.report.proposed_token_ids):
             yield found.num_steps, len(text.prompt_ids) + start, now.report, now.seconds

@@ -1,6 +1,5 @@
 """The rounds in which the target commits a given text, and the times of these rounds. The times
-come from the engines' cost tables, and are corrected by linear functions that are fitted to
-measured rounds.
+come from the engines' cost tables, corrected by linear functions fitted to measured rounds.
 
 Whatever is drafted, verification commits the target's own text x. So the rounds of a given text x
 are a Markov chain, and their expected numbers can be computed without decoding. p is the target's
@@ -38,7 +37,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 NOISE = 0.15
 """Assumed relative standard deviation of a measured time."""
 FACTOR_SPREAD = 0.5
-"""Assumed standard deviation of `Line.factor`, whose mean is assumed to be 1."""
+"""Assumed standard deviation of `Line.factor` around 1."""
 FACTOR_MAX = 4.0
 
 
@@ -60,8 +59,7 @@ class Attempt(NamedTuple):
     num_steps: int
     """Steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
-    """The chances that at least 1, 2, ... of the proposed tokens are accepted, up to the end of the
-    text."""
+    """The result of `survival`, up to the end of the text."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -93,6 +91,7 @@ class Rounds(NamedTuple):
 
     @property
     def context(self) -> float:
+        """The mean of `contexts`."""
         return self._mean(self.contexts)
 
     @property
@@ -107,7 +106,7 @@ class Rounds(NamedTuple):
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
     def chances(self, k: int) -> list[float]:
-        """`by_position` of the first K depths, with 0 for depths that were not reached."""
+        """`by_position` of K depths, with 0 in place of None."""
         return [chance or 0.0 for chance in self.by_position[:k]]
 
     @property
@@ -130,8 +129,7 @@ def total(parts: Sequence[Rounds]) -> Rounds:
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
     """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` returns the proposal of a round
-    that begins after t tokens of the text. `attempt_at` is called in ascending order for each t
-    from 1 to `num_tokens` - 1 at which a round may begin."""
+    that begins after t >= 1 tokens of the text. Calls of `attempt_at` are in ascending order."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
@@ -165,18 +163,13 @@ class Script:
         draft, num_steps, guessed = self._draft, bound, None
         if self._lookup is not None:
             token_ids = (*text.prompt_ids, *text.token_ids[:start])
-            guess = self._lookup.guess(
-                DraftRequest(
-                    session_id=f"plan-{text.seed}",
-                    tenant="",
-                    token_ids=token_ids,
-                    prompt_length=len(text.prompt_ids),
-                    num_draft_tokens=bound,
-                    sampling=self._sampling,
-                    rule=rule,
-                    noise=RoundNoise(text.seed, rule, len(token_ids)),
-                )
-            )
+            request = DraftRequest(
+                session_id=f"plan-{text.seed}", tenant="", token_ids=token_ids,
+                prompt_length=len(text.prompt_ids), num_draft_tokens=bound,
+                sampling=self._sampling, rule=rule,
+                noise=RoundNoise(text.seed, rule, len(token_ids)),
+            )  # fmt: skip
+            guess = self._lookup.guess(request)
             num_steps = min(bound, draft.hybrid_model_tokens)
             if not draft.drafter.name or guess.score >= draft.hybrid_min_score:
                 guessed, num_steps = guess.token_ids, 0
@@ -261,7 +254,7 @@ class ServiceTimes:
 
     target: StepCosts
     draft: StepCosts | None
-    """None = a look-up drafts, in the coordinator."""
+    """None = a look-up drafts."""
     verify: Line = Line()
     """Turns the time of a target's step into the wait for a verdict."""
     plain: Line = Line()
@@ -275,7 +268,6 @@ class ServiceTimes:
     round_trip_s: float = 0.0
     """Extra round-trip time between coordinator and draft; 0 = both are on one machine."""
     target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
-    """Largest number of sequences in a step of the target."""
     max_num_seqs: int = ENGINE_SEQUENCES_MAX
     """Largest number of sequences in a step of the draft."""
     shares_device: bool = False
@@ -322,12 +314,10 @@ class _SharedSteps:
                 groups += 1
         together = sessions / groups
         queue_s = cycle_s(groups) - self._round_s(together, *mean)
-        kinds = self.rounds.kinds
         return sum(
-            float(kinds[proposed, steps])
-            * (self._round_s(together, 1.0 + proposed, steps) + queue_s)
-            for proposed, steps in np.argwhere(kinds).tolist()
-        )
+            number * (self._round_s(together, 1.0 + proposed, steps) + queue_s)
+            for (proposed, steps), number in np.ndenumerate(self.rounds.kinds) if number
+        )  # fmt: skip
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
         """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target
@@ -352,7 +342,6 @@ class _SharedSteps:
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
-        """The wait for the verdict of a round of `rows` rows."""
         all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
         context = together * self.rounds.context
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
@@ -366,7 +355,5 @@ class _SharedSteps:
         return steps * self._draft_step_s(max(1.0, together / self.draft_replicas))
 
     def _draft_step_s(self, sessions: float) -> float:
-        draft = self.times.draft
-        if draft is None:
-            return 0.0
-        return draft.step_seconds(sessions, sessions, sessions * self.rounds.context)
+        context, draft = sessions * self.rounds.context, self.times.draft
+        return 0.0 if draft is None else draft.step_seconds(sessions, sessions, context)

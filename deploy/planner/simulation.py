@@ -53,7 +53,6 @@ VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
 """The draft's probability of the correction that it guesses (see `_rows`)."""
 _DECOY_MASS = 2.0**-15
-"""The draft's probability of each decoy (see `_rows`)."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """The order in which the search sets the numbers of replicas: the most expensive role first."""
 STEPPED_ROWS = 512
@@ -61,11 +60,10 @@ SEARCH_S = 5.0
 """Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
-GENEROUS = 4
-"""While the number of one role is searched, each later role has this many times its lower bound.
-The lower bound is the number of replicas that the load keeps fully busy."""
-HOPELESS = 16
-"""The search for the number of a role gives up at this many times the role's lower bound."""
+GENEROUS, HOPELESS = 4, 16
+"""Multiples of a role's lower bound, the number of replicas that the load keeps fully busy. While
+the number of one role is searched, each later role has `GENEROUS` times its lower bound. The search
+gives up at `HOPELESS` times the lower bound."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
 """The fields of a `Scenario` that describe the load."""
 ReplicaRole = Literal["target", "draft"]
@@ -89,25 +87,20 @@ class Pair:
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Largest number of sessions in a step of a replica of this role."""
-        times = self.times
-        return times.target_max_num_seqs if role == "target" else times.max_num_seqs
+        """Largest number of sessions in a step."""
+        return self.times.target_max_num_seqs if role == "target" else self.times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
         """The cost table of a role's steps, corrected by the functions (`Line`) in `times`."""
         times, k = self.times, len(self.survival)
-        if role == "target":
-            return _on_line(times.target, times.verify if k else times.plain)
-        table = times.draft or StepCosts((1, 2), (0.0, 0.0))
-        return _on_line(table, Line(0, times.wait.factor * self.way.steps_per_round / max(1, k)))
-
-
-def _on_line(costs: StepCosts, line: Line) -> StepCosts:
-    factor = line.factor
-    return StepCosts(
-        costs.rows, tuple(map(line.at, costs.seconds)), costs.session_s * factor,
-        costs.slot_s * factor, costs.row_slot_s * factor,
-    )  # fmt: skip
+        costs, line = times.target, times.verify if k else times.plain
+        if role == "draft":
+            costs = times.draft or StepCosts((1, 2), (0.0, 0.0))
+            line = Line(0, times.wait.factor * self.way.steps_per_round / max(1, k))
+        return StepCosts(
+            costs.rows, tuple(map(line.at, costs.seconds)), costs.session_s * line.factor,
+            costs.slot_s * line.factor, costs.row_slot_s * line.factor,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ class Scenario:
     """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
     warm_up_s: float = 3.0
     seconds: float = 10.0
-    """Measured time, after the warm-up."""
+    """Measured time."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +132,9 @@ class FleetFigures:
     rounds_per_second: float
     tokens_per_round: float
     num_requests: int
-    """Number of requests that ended, including refused requests."""
+    """Number of requests that ended."""
     num_refused: int
-    """Number of requests that were refused or failed."""
+    """Number of these requests that were refused or failed."""
     tpot_ms: tuple[float, float] | None
     """p50 and p99 of a request's time per token, weighted by the tokens of requests; None = no
     request had a second token."""
@@ -151,7 +144,7 @@ class FleetFigures:
     """Mean time that a round with draft tokens waits for its proposal."""
     hit_rate: float
     """Share of the rounds with draft tokens whose proposal was ready when the round began."""
-    busy: tuple[float, float, float]
+    busy: tuple[float, ...]
     """Shares of the time in which a target, a draft and a coordinator worked, on average."""
 
 
@@ -200,8 +193,6 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Replica(EmulatedEngine):
-    """A replica: an emulated engine, whose steps take the times of the plan, and its `service`."""
-
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
         spec = EmulatedSpec(
@@ -248,8 +239,7 @@ class _Lookup(LookupDrafter):
         ids = tuple(range(last % self._num + 1, self._num + 1))
         return Guess(ids[: request.num_draft_tokens], float(self._num))
 
-    def release(self, session_id: str) -> None:
-        pass
+    def release(self, session_id: str) -> None: ...
 
 
 class _Coordinator:
@@ -313,15 +303,15 @@ class _Request(NamedTuple):
     """What the client of a request sees. Times are by the event loop's clock, s."""
 
     began_at: float
-    tokens: list[tuple[float, int]]
-    """The time and the number of tokens of each event."""
+    events: list[tuple[float, int]]
+    """The time and the number of tokens of each event. Of the events before the end of the warm-up,
+    only the last is kept."""
 
-    def pace(self, begin: float) -> tuple[float, int] | None:
-        """The seconds per token, and the number of tokens, of the tokens that came after `begin`
-        and after the first event. None if there were no such tokens."""
-        start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
-        num = sum(n for _, n in self.tokens[start + 1 :])
-        return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
+    @property
+    def pace(self) -> tuple[float, int] | None:
+        """Seconds per token, and number of tokens, after the first event; None without tokens."""
+        num = sum(n for _, n in self.events[1:])
+        return ((self.events[-1][0] - self.events[0][0]) / num, num) if num else None
 
 
 class _Simulation:
@@ -331,9 +321,8 @@ class _Simulation:
         self._tasks: list[asyncio.Task[Any]] = []
         self._requests: list[_Request] = []
         self._rounds: list[RoundReport] = []
-        """Rounds after the warm-up."""
         self._ends: list[bool] = []
-        """For each request that ended after the warm-up, whether the request was served."""
+        """For each request that has ended, whether the request was served."""
 
     async def run(self) -> FleetFigures:
         scenario, fleet = self._scenario, self._scenario.fleet
@@ -347,26 +336,25 @@ class _Simulation:
             await coordinator.service.start()
         self._turns = itertools.cycle(coordinators)
         for index in range(scenario.sessions or 0):
-            self.begin(self._keep(scenario.warm_up_s / 2 * index / (scenario.sessions or 1)))
+            self._begin(self._keep(scenario.warm_up_s / 2 * index / (scenario.sessions or 1)))
         if scenario.rate:
-            self.begin(self._arrive(scenario.rate))
-
-        def busy_s() -> list[float]:
-            """For each role, the mean time for which a replica has worked so far."""
-            groups: list[Sequence[Any]] = [*replicas.values(), coordinators]
-            return [sum(one.busy_s for one in group) / max(1, len(group)) for group in groups]
-
+            self._begin(self._arrive(scenario.rate))
+        groups: list[Sequence[Any]] = [*replicas.values(), coordinators]
         await asyncio.sleep(scenario.warm_up_s)
-        before = busy_s()
+        self._rounds.clear()
+        self._ends.clear()
+        for request in self._requests:
+            del request.events[:-1]
+        for one in itertools.chain(*groups):
+            one.busy_s = 0.0
         await asyncio.sleep(scenario.seconds)
         for task in self._tasks:
             if task.done():
                 task.result()  # Raises the exception of the task.
-        return self._measured(
-            [(now - then) / scenario.seconds for then, now in zip(before, busy_s(), strict=True)]
-        )
+        busy_s = (sum(one.busy_s for one in group) / max(1, len(group)) for group in groups)
+        return self._measured(tuple(mean_s / scenario.seconds for mean_s in busy_s))
 
-    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
@@ -383,7 +371,7 @@ class _Simulation:
     async def _arrive(self, rate: float) -> None:
         while True:
             await asyncio.sleep(float(self._rng.exponential(1.0 / rate)))
-            self.begin(self._request(self._scenario.prompt_tokens))
+            self._begin(self._request(self._scenario.prompt_tokens))
 
     async def _request(self, prompt_tokens: int) -> bool:
         mean, loop = self._scenario.answer_tokens, asyncio.get_running_loop()
@@ -401,26 +389,21 @@ class _Simulation:
             async with aclosing(next(self._turns).service.generate(asked)) as events:
                 async for event in events:
                     if isinstance(event, Tokens):
-                        request.tokens.append((loop.time(), len(event.token_ids)))
-                    elif isinstance(event, RoundReport) and self._is_warm():
+                        request.events.append((loop.time(), len(event.token_ids)))
+                    elif isinstance(event, RoundReport):
                         self._rounds.append(event)
-            is_served = True
+            self._ends.append(True)
         except OutriderError:
-            is_served = False
-        if self._is_warm():
-            self._ends.append(is_served)
-        return is_served
+            self._ends.append(False)
+        return self._ends[-1]
 
-    def _is_warm(self) -> bool:
-        return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
-
-    def _measured(self, busy: Sequence[float]) -> FleetFigures:
+    def _measured(self, busy: tuple[float, ...]) -> FleetFigures:
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         requests, num_rounds = self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
-        total = sum(n for one in requests for at, n in one.tokens if at >= begin)
-        pace = [found for one in requests if (found := one.pace(begin)) is not None]
-        firsts = [(one.tokens[0][0], one.began_at) for one in requests if one.tokens]
+        total = sum(n for one in requests for at, n in one.events if at >= begin)
+        pace = [one.pace for one in requests if one.pace is not None]
+        firsts = [(one.events[0][0], one.began_at) for one in requests if one.events]
         return FleetFigures(
             tokens_per_second=total / seconds,
             rounds_per_second=num_rounds / seconds,
@@ -431,7 +414,7 @@ class _Simulation:
             ttft_ms=_percentiles_ms([(at - began, 1) for at, began in firsts if at >= begin]),
             draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
             hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
-            busy=(busy[0], busy[1], busy[2]),
+            busy=busy,
         )
 
 
@@ -460,7 +443,8 @@ def read_report(path: Path) -> Pair:
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
     """The pair that the specification of an emulated engine describes."""
     spec = EmulatedSpec.parse(text)
-    if not spec.acceptance_rates:
+    survival = spec.acceptance_rates
+    if not survival:
         raise SettingError(
             "engine",
             f"{EMULATED}{text} has no acceptance_rates, which a simulation needs; add "
@@ -471,11 +455,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
         draft=_stepped(spec.draft_ms, spec.draft_branches),
         target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
     )  # fmt: skip
-    survival = spec.acceptance_rates
     k = len(survival)
-    way = Option(
-        rule=Rule.TOKEN, num_draft_tokens=k, proposed_per_round=k, steps_per_round=k
-    )  # fmt: skip
+    way = Option(rule=Rule.TOKEN, num_draft_tokens=k, proposed_per_round=k, steps_per_round=k)
     return Pair(times, way, survival, f"{EMULATED}{text}")
 
 
@@ -483,10 +464,10 @@ def _stepped(ms: float, rows: int) -> StepCosts:
     """The costs of steps that take `ms * ceil(n / rows)` for n rows. Above `STEPPED_ROWS`, the time
     is linear in n."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
-    seconds = {last * rows: last * ms / 1e3}
+    table: dict[int, float] = {}
     for begun in range(1, last):
-        seconds |= dict.fromkeys(((begun - 1) * rows + 1, begun * rows), begun * ms / 1e3)
-    table = dict(sorted(seconds.items()))
+        table |= dict.fromkeys(((begun - 1) * rows + 1, begun * rows), begun * ms / 1e3)
+    table[last * rows] = last * ms / 1e3
     return StepCosts(tuple(table), tuple(table.values()))
 
 
@@ -540,9 +521,7 @@ def smallest(
     seconds = min(scenario.seconds, SEARCH_S)
     scenario = replace(scenario, seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2))
     needs = {role: rounds * _busy_s(scenario, role) for role in ROLES if role in free}
-    fleet = {**scenario.fleet}
-    for role, need in needs.items():
-        fleet[role] = _bounded(GENEROUS * need)
+    fleet = {**scenario.fleet, **{role: _bounded(GENEROUS * needs[role]) for role in needs}}
 
     def is_enough(role: Role, number: int) -> bool:
         tried = fleet | {role: _bounded(number)}
@@ -560,7 +539,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The shortest time for which a round can occupy a replica of this role."""
+    """The shortest time for which a round can occupy a replica."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s

@@ -13,9 +13,8 @@ from toy_engine import ToyEngine
 from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from benchmarks.measurement import Completion, Round, bench_request
 from benchmarks.prompts import BenchPrompt
-from deploy.planner.choosing import choose
+from deploy.planner.choosing import PlanReport, choose
 from deploy.planner.rehearsal import PlayedSession, fit
-from deploy.planner.report import PlanReport
 from deploy.planner.rounds import ServiceTimes, scripted, total
 from outrider.clock import run_virtually
 from outrider.config import DraftConfig, load_config
