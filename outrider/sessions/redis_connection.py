@@ -3,8 +3,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -39,21 +39,19 @@ _PASSING = re.compile(
     # Redis 6.2 says this in place of NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
-"""Errors of a server that runs but cannot serve now. The server may be busy or failing over, its
-disk or memory may be full, or a user's rights may be changing. The client library has classes for
-some of these errors. An error inside a script has no such class, but its text names the cause."""
+"""Errors of a server that runs but cannot serve now: it is busy or failing over, its disk or memory
+is full, or a user's rights are changing. The client library has classes for some of these errors.
+An error inside a script has no such class, but its text names the cause."""
 _REPLACED = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
     r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"
 )
 """Errors of a server that may no longer be the primary. The server was demoted or restarted, or is
 cut off from its replicas while Sentinel promotes one of them."""
-_DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Too few replicas have a write. The other replicas cannot be reached, or follow another
-    primary."""
+    """Too few replicas have a write."""
 
 
 def masked_url(url: str) -> str:
@@ -80,7 +78,7 @@ async def answering() -> AsyncIterator[None]:
             else:
                 timer = loop.call_later(slice_s, tick, left - 1)
 
-        timer = loop.call_later(slice_s, tick, limits.REDIS_TIMEOUT_SLICES - 1)
+        tick(limits.REDIS_TIMEOUT_SLICES)
         try:
             yield
         finally:
@@ -89,31 +87,22 @@ async def answering() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """Limits the time of a call as `answering` does. If the server fails, or may no longer be the
-    primary (`may_be_replaced`), closes idle connections. The next call then connects anew, and
-    finds the primary by the server's name or by Sentinel. A failed call closes its own
-    connection."""
+    """Limits the time of a call as `answering` does, and converts its error into an
+    `OutriderError`. If the server fails, or may no longer be the primary, closes idle connections.
+    The next call then connects anew, and finds the primary by the server's name or by Sentinel. A
+    failed call closes its own connection."""
     try:
         async with answering():
             yield
     except (RedisError, OSError, TimeoutError) as error:
         if not isinstance(error, ResponseError) or may_be_replaced(error):
             await client.connection_pool.disconnect(inuse_connections=False)
-        raise
+        raise to_our_error(error) from error
 
 
 def may_be_replaced(error: Exception) -> bool:
     """Whether an error shows that the server may no longer be the primary."""
     return _REPLACED.search(_named(error)) is not None
-
-
-@contextmanager
-def redis_errors() -> Iterator[None]:
-    """Converts errors of the Redis client into `OutriderError`."""
-    try:
-        yield
-    except (RedisError, OSError, TimeoutError) as error:
-        raise to_our_error(error) from error
 
 
 def to_our_error(error: Exception) -> OutriderError:
@@ -125,7 +114,7 @@ def to_our_error(error: Exception) -> OutriderError:
         return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
     if _PASSING.search(_named(error)):
         return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
-    if _DAMAGED in str(error):
+    if "WRONGTYPE" in str(error):
         return DataLoss(f"the session in Redis is damaged ({_first_line(error)})")
     return InvariantError(f"Redis refused a command: {_first_line(error)}")
 
@@ -134,7 +123,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException | None) -> str:
     if isinstance(error, MasterNotFoundError):
         # Keep only the names of errors, because the text describes each Sentinel's client.
         reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
@@ -147,14 +136,11 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     and password from the URL. The client never retries and has no timeouts, so each call must be
     within `calling`."""
     url = address.url
-    options: dict[str, Any] = {
-        "max_connections": limits.REDIS_CONNECTIONS_MAX,
-        "timeout": None,
-        "socket_connect_timeout": None,
-        "socket_timeout": None,
-        "retry": Retry(NoBackoff(), 0),
+    options: dict[str, Any] = dict.fromkeys(("timeout", "socket_connect_timeout", "socket_timeout"))
+    options |= {
+        "max_connections": limits.REDIS_CONNECTIONS_MAX, "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-    }
+    }  # fmt: skip
     if address.ca_file and not url.startswith(("rediss://", "rediss+sentinel://")):
         raise SettingError(
             "redis_ca_file", "needs a Redis URL that begins with rediss:// or rediss+sentinel://"
@@ -189,37 +175,34 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
             async with calling(client):
                 info = await client.info()
             break
-        except (RedisError, OSError, TimeoutError) as error:
-            wait_ms = 0
-            if isinstance(error, BusyLoadingError):
-                wait_ms = limits.REDIS_LOADING_MS_MAX
-            elif isinstance(error, MasterNotFoundError):
-                wait_ms = limits.REDIS_ELECTION_MS_MAX
+        except OutriderError as failure:
+            error, wait_ms = failure.__cause__, 0
+            line = _first_line(error)
+            match error:
+                case BusyLoadingError():
+                    wait_ms = limits.REDIS_LOADING_MS_MAX
+                    reason = (
+                        f"is still loading its data after {wait_ms} ms; start again when it is "
+                        "ready"
+                    )
+                case NoPermissionError() | AuthenticationError():
+                    reason = f"refuses this user: {line}"
+                case ResponseError():
+                    reason = f"does not answer INFO: {line}"
+                case _:
+                    if isinstance(error, MasterNotFoundError):
+                        wait_ms = limits.REDIS_ELECTION_MS_MAX
+                    reason = (
+                        f"cannot be reached ({line}); start it, or give another with --redis-url"
+                    )
             if loop.time() >= began_at + wait_ms / 1000:
-                raise ConfigError(f"{name} {_why_unfit(error)}") from error
+                raise ConfigError(f"{name} {reason}") from error
             await asyncio.sleep(_LOADING_POLL_S)
     check_info(name, info)
 
 
-def _why_unfit(error: Exception) -> str:
-    line = _first_line(error)
-    match error:
-        case BusyLoadingError():
-            return (
-                f"is still loading its data after {limits.REDIS_LOADING_MS_MAX} ms; start again "
-                "when it is ready"
-            )
-        case NoPermissionError() | AuthenticationError():
-            return f"refuses this user: {line}"
-        case ResponseError():
-            return f"does not answer INFO: {line}"
-        case _:
-            return f"cannot be reached ({line}); start it, or give another with --redis-url"
-
-
 def check_info(name: str, info: dict[str, Any]) -> None:
-    """Raises `ConfigError` if the server with this answer to INFO cannot keep sessions. The server
-    must be new enough, accept writes, and evict no keys."""
+    """Raises `ConfigError` if the server with this answer to INFO cannot keep sessions."""
     version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "unknown")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     reason = ""
@@ -262,8 +245,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or _PORT
 
 
-class _Pool(SentinelConnectionPool, Pool):
-    """Connections to the primary that Sentinel names."""
+class _Pool(SentinelConnectionPool, Pool): ...
 
 
 class _Client(redis.asyncio.Redis):
@@ -278,13 +260,9 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """Returns a client that connects to the primary that Sentinels name. The URL has this form:
-
-        redis+sentinel://HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
-
-    The URL's hosts are Sentinels. With `rediss+sentinel://`, connections to Sentinels and to
-    servers use TLS. `options` are arguments of the connection pool and its connections. The client
-    asks one Sentinel after another, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each answer. Raises
+    """Returns a client that connects to the primary that the Sentinels of the URL name. With
+    `rediss+sentinel://`, connections to Sentinels and to servers use TLS. The client asks one
+    Sentinel after another, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each answer. Raises
     `ValueError` for a URL of another form."""
     scheme, _, rest = url.partition("://")
     hosts, _, path = rest.partition("/")
@@ -302,10 +280,7 @@ def _sentinel_client(
     addresses = [_host_and_port(one) for one in hosts.split(",")]
     sentinel: Any = Sentinel(addresses, sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(
-        unquote(service),
-        redis_class=_Client,
-        connection_pool_class=_Pool,
-        db=int(db or 0),
+        unquote(service), redis_class=_Client, connection_pool_class=_Pool, db=int(db or 0),
         **options,
-    )
+    )  # fmt: skip
     return client

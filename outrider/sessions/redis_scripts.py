@@ -12,13 +12,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_WAIT_MS
-from outrider.sessions.redis_connection import (
-    NotReplicated,
-    calling,
-    may_be_replaced,
-    redis_errors,
-    to_our_error,
-)
+from outrider.sessions.redis_connection import NotReplicated, calling, may_be_replaced, to_our_error
 
 
 class Script:
@@ -48,13 +42,13 @@ class ScriptRunner:
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """Maps a script to the runs that wait for its next round trip. While a task sends runs of a
-        script, the script has an entry, even if no run waits."""
+        """The runs that wait for the next round trip of a script. A script has an entry while a
+        task sends its runs."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """Returns the answer to one run. While a round trip of the script is under way, further
-        runs wait. They then share the next round trip. Raises the run's error."""
+        """Returns the answer to one run. Runs that begin during a round trip of the script share
+        the next round trip. Raises the run's error."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -73,13 +67,11 @@ class ScriptRunner:
         run on a server that does not know the script costs a second round trip."""
         if not calls:
             return []
-        with redis_errors():
-            answers = await self._send(script, calls)
-            unknown = [i for i, a in enumerate(answers) if isinstance(a, NoScriptError)]
-            if unknown:
-                again = await self._send(script, [calls[i] for i in unknown], load=True)
-                for index, answer in zip(unknown, again, strict=True):
-                    answers[index] = answer
+        answers = await self._send(script, calls)
+        if unknown := [i for i, a in enumerate(answers) if isinstance(a, NoScriptError)]:
+            again = await self._send(script, [calls[i] for i in unknown], load=True)
+            for index, answer in zip(unknown, again, strict=True):
+                answers[index] = answer
         answers = [to_our_error(a) if isinstance(a, Exception) else a for a in answers]
         for answer in answers:
             if isinstance(answer, StoreUnavailable):
@@ -95,8 +87,7 @@ class ScriptRunner:
         that no caller waits for longer than one timeout."""
         waiting = self._waiting[script]
         while waiting:
-            size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
-            batch = [waiting.popleft() for _ in range(size)]
+            batch = [waiting.popleft() for _ in range(min(len(waiting), CALLS_PER_PIPELINE_MAX))]
             try:
                 answers = await self.run_all(script, [call for call, _ in batch])
             except Exception as error:  # noqa: BLE001 (passed to all callers)
@@ -111,8 +102,8 @@ class ScriptRunner:
         del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        """Sends the runs of a script, and returns the answer or error of each. This method runs in
-        every round, so it does not use the client's pipelines, which take twice as long."""
+        """Returns the answer or error of each run. The client's pipelines would take twice as
+        long."""
         commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
@@ -127,7 +118,7 @@ class ScriptRunner:
                 await connection.send_packed_command(b"".join(map(_packed, commands)))
                 answers = [await _answer(connection) for _ in commands]
             except BaseException:
-                # The next command would otherwise take the unread answers for its own.
+                # The next command would otherwise read the answers of this one.
                 await connection.disconnect(nowait=True)
                 raise
             finally:

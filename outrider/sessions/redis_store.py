@@ -18,10 +18,9 @@
 The braces are part of the keys. Each change is one run of a Lua script (`lua/`). Redis does not
 roll back a script that fails. So each script keeps the session consistent after each of its
 commands, as `lua/layout.lua` describes. Each script uses keys of one hash slot only. So a take-over
-reads the owner's lease in a separate run. The next run checks that epoch and owner are unchanged.
-A lease is a key with a time to live, so the clocks of machines are never compared. If a restarted
-Redis has lost the lease of a running owner, other coordinators can take over the owner's sessions.
-The owner's later writes then fail because their epoch is too low."""
+reads the owner's lease in a separate run, and the next run checks that epoch and owner are
+unchanged. If a restarted Redis has lost the lease of a running owner, other coordinators can take
+over the owner's sessions. The owner's later writes then fail because their epoch is too low."""
 
 import asyncio
 import struct
@@ -55,9 +54,9 @@ from outrider.sessions.store import (
     contended,
     not_found,
     released,
-    verified,
 )
 from outrider.speculation.sampling_params import Rule
+from outrider.tokens import TokenSequence
 
 _OPEN = Script("layout", "open", replicated=True)
 _APPEND = Script("layout", "admit", "append", replicated=True)
@@ -75,7 +74,7 @@ _CANCEL = "cancel:"
 
 
 class RedisStore(SessionStore):
-    """A `SessionStore` in one Redis server. Use `connect` to open a store."""
+    """A `SessionStore` in one Redis server, opened by `connect`."""
 
     lease_ms = limits.SESSION_LEASE_MS
     session_ttl_ms = limits.SESSION_TTL_S * 1000
@@ -116,21 +115,17 @@ class RedisStore(SessionStore):
             raise InvariantError(f"another session has the id {session.session_id}")
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
-        calls: list[Call] = [
-            (
-                self._keys(append.session_id),
-                [
-                    append.epoch, append.owner, self.session_ttl_ms,
-                    append.expected_length, encode_tokens(append.token_ids), append.logprobs,
-                    int(append.more_follow), *_progress(append),
-                ],
-            )
-            for append in appends
-        ]  # fmt: skip
+        calls: list[Call] = []
+        for one in appends:
+            arguments = (
+                one.epoch, one.owner, self.session_ttl_ms, one.expected_length,
+                encode_tokens(one.token_ids), one.logprobs, int(one.more_follow), *_progress(one),
+            )  # fmt: skip
+            calls.append((self._keys(one.session_id), arguments))
         answers = await self._scripts.run_all(_APPEND, calls)
         return [
-            _outcome(append.session_id, append.epoch, answer)
-            for append, answer in zip(appends, answers, strict=True)
+            _outcome(one.session_id, one.epoch, answer)
+            for one, answer in zip(appends, answers, strict=True)
         ]
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
@@ -166,14 +161,13 @@ class RedisStore(SessionStore):
         on_sent()
         ttl_ms = self.session_ttl_ms
         answer = await self._run(_TAKE_OVER, session_id, seen.epoch, seen.owner, owner, ttl_ms)
-        record = await self._record(session_id, answer)
-        if record is None:
-            raise StoreUnavailable(
-                f"session {session_id} was taken over, or lost its last tokens, while it was "
-                f"read; try again",
-                retry_after_ms=limits.TAKE_OVER_RETRY_MS,
-            )
-        return record
+        if (record := await self._record(session_id, answer)) is not None:
+            return record
+        raise StoreUnavailable(
+            f"session {session_id} was taken over, or lost its last tokens, while it was read; try "
+            "again",
+            retry_after_ms=limits.TAKE_OVER_RETRY_MS,
+        )
 
     async def finish(self, finish: Finish) -> int:
         return await self._write(
@@ -219,8 +213,8 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """Reads the record that `answer`, of the script `load` or `take_over`, describes. Returns
-        None if the tokens were replaced meanwhile, or if Redis has lost the last tokens."""
+        """Reads the record that an answer of `_LOAD` or `_TAKE_OVER` describes. Returns None if the
+        tokens were replaced meanwhile, or if Redis has lost the last tokens."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)
@@ -289,8 +283,8 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
-    """Makes a record from a session's hash, tokens and log-probabilities. Raises `DataLoss` if the
-    tokens are not complete, or if the form of the data is unknown."""
+    """Decodes a session's hash, tokens and log-probabilities. Raises `DataLoss` if the tokens are
+    not complete, or if the form of the data is unknown."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
@@ -304,4 +298,11 @@ def decode_record(
         )  # fmt: skip
     except (KeyError, ValueError, struct.error) as error:
         raise DataLoss(f"session {session_id} is stored in an unknown form: {error}") from error
-    return verified(record)
+    reason = f"the stored tokens of session {session_id} do not match their digest"
+    if len(token_ids) < prompt_length:
+        reason = (
+            f"session {session_id} has {len(token_ids)} of the {prompt_length} tokens of its prompt"
+        )
+    elif TokenSequence(token_ids).digest() == record.prefix_digest:
+        return record
+    raise DataLoss(f"{reason}; it cannot be continued")

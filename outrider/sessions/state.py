@@ -4,10 +4,10 @@ many may be shown to the client.
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store has lost tokens)
 
-This module uses no clock and no store. The owner decides tokens, sends `next_append()` to the
-store, and passes the store's answer to `acknowledge()`. If the store has lost the session's last
-tokens, the answer is a smaller length, and the owner sends the lost tokens again. Lost tokens may
-still be shown, because they may have been shown already."""
+The owner decides tokens, sends `next_append()` to the store, and passes the store's answer to
+`acknowledge()`. If the store has lost the session's last tokens, the answer is a smaller length,
+and the owner sends the lost tokens again. Lost tokens may still be shown, because they may have
+been shown already."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +30,7 @@ class Session:
     """The tokens of one session, and how many of them are stored. Not thread-safe."""
 
     def __init__(self, record: SessionRecord) -> None:
-        """`record` is the running session that `SessionStore.open` has just stored, or that
-        `SessionStore.take_over` returned."""
+        """`record` is a running session that the store has just opened or taken over."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
         """The session's record without tokens. Only fields that never change are up to date."""
@@ -45,13 +44,12 @@ class Session:
         self.acknowledged_length = len(self.tokens)
         """Number of tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
-        """Number of tokens that may be shown: the largest number that the store has held."""
+        """The largest number of tokens that the store has held."""
         self.finish_reason: FinishReason | None = None
-        """Why the session has ended; None while the session runs, or if it was lost before its end.
-        The store may still lack the last tokens."""
+        """None while the session runs, or if it was lost before its end. After the end, the store
+        may still lack the last tokens."""
         self.error: OutriderError | None = None
-        """Why the session is lost (see `supersede`). A lost session sends nothing more to the
-        store. None if the session is not lost."""
+        """Why the session is lost (see `supersede`); None = it is not lost."""
         self.check_integrity()
 
     @property
@@ -105,45 +103,37 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`. If
-        there are none, returns None. A call before the store's answer returns the same tokens
-        again, and newer tokens."""
+        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`; None
+        if there are none. A call before the store's answer returns the same tokens again, and newer
+        tokens."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
         end = min(self.length, start + APPEND_TOKENS_MAX)
         first_line = max(start - self.prompt_length, 0)
         lines = self.logprobs[first_line : max(end - self.prompt_length, 0)]
+        record = self.record
         return Append(
-            session_id=self.record.session_id,
-            epoch=self.record.epoch,
-            owner=self.record.owner,
-            expected_length=start,
-            token_ids=tuple(self.tokens.ids[start:end]),
-            prefix_digest=self.tokens.digest(end),
-            draft=self.draft,
-            target=self.target,
-            counters=self.counters,
-            logprobs="".join(line + "\n" for line in lines),
+            session_id=record.session_id, epoch=record.epoch, owner=record.owner,
+            expected_length=start, token_ids=tuple(self.tokens.ids[start:end]),
+            prefix_digest=self.tokens.digest(end), draft=self.draft, target=self.target,
+            counters=self.counters, logprobs="".join(line + "\n" for line in lines),
             more_follow=end < self.showable_length,
-        )
+        )  # fmt: skip
 
     def ending(self) -> Finish:
         """Returns the message that ends this session in the store."""
+        record = self.record
         if self.finish_reason is None:
-            raise InvariantError(f"session {self.session_id} ends without a reason")
+            raise InvariantError(f"session {record.session_id} ends without a reason")
         return Finish(
-            session_id=self.record.session_id,
-            epoch=self.record.epoch,
-            owner=self.record.owner,
-            length=self.length,
-            reason=self.finish_reason,
-            counters=self.counters,
-        )
+            session_id=record.session_id, epoch=record.epoch, owner=record.owner,
+            length=self.length, reason=self.finish_reason, counters=self.counters,
+        )  # fmt: skip
 
     def acknowledge(self, stored_length: int) -> None:
-        """Records that the store holds `stored_length` tokens of this session. If the store has
-        lost tokens, the number is smaller than before, perhaps smaller than the prompt's length."""
+        """Records that the store holds `stored_length` tokens. If the store has lost tokens, the
+        number is smaller than before, perhaps smaller than the prompt's length."""
         check(self.error is None, "the store acknowledged a lost session")
         if not 0 <= stored_length <= self.length:
             raise InvariantError(
@@ -158,9 +148,9 @@ class Session:
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """Marks the session as lost. Another coordinator took the session over (`StaleEpoch`), or
-        the session is no longer stored (`DataLoss`). Tokens that were never stored will not be
-        shown."""
+        """Marks the session as lost: another coordinator took it over (`StaleEpoch`), or it is no
+        longer stored (`DataLoss`). A lost session sends nothing more to the store, and shows no
+        tokens that were never stored."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 

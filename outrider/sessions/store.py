@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, Self
 
-from outrider.errors import DataLoss, OutriderError, SessionNotFound, Unavailable
+from outrider.errors import OutriderError, SessionNotFound, Unavailable
 from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
@@ -16,7 +16,7 @@ FIRST_EPOCH = 1
 
 
 class FinishReason(StrEnum):
-    """Why a session ended."""
+    """Why a session has ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -77,7 +77,7 @@ class Finish:
     epoch: int
     owner: str
     length: int | None
-    """Number of tokens, prompt included, at least 1; None = all stored tokens."""
+    """Prompt included, at least 1; None = all stored tokens."""
     reason: FinishReason
     counters: Counters
 
@@ -108,15 +108,9 @@ class SessionRecord:
 
     @classmethod
     def new(
-        cls,
-        session_id: str,
-        tenant: str,
-        owner: str,
-        seed: int,
-        rule: Rule,
-        parameters: str,
+        cls, session_id: str, tenant: str, owner: str, seed: int, rule: Rule, parameters: str,
         prompt_ids: tuple[int, ...],
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Returns the record of a new session."""
         return cls(
             session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,
@@ -125,8 +119,8 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """Returns the name that replaces `owner` in released sessions. No process has this name, so no
-    lease protects these sessions, and any coordinator may take them over."""
+    """Returns the name that replaces `owner` in released sessions. No process has this name, so
+    there is no lease, and any coordinator may take the sessions over."""
     return f"{owner} (released)"
 
 
@@ -138,10 +132,9 @@ class SessionStore(Protocol):
     (`append`, `finish`, `release`) state owner and epoch. The store compares these with the stored
     owner and epoch:
 
-      - Lower epoch: a former owner writes. The write raises `StaleEpoch` and changes nothing.
-      - Same epoch, other owner: the store lost a take-over and later gave the same epoch to another
-        owner. The write raises `StaleEpoch` and changes nothing.
       - Same epoch and owner: the write is carried out.
+      - Lower epoch (a former owner), or same epoch and other owner (the store lost a take-over, and
+        later gave the epoch to another owner): the write raises `StaleEpoch` and changes nothing.
       - Higher epoch: the store lost the take-over that gave this epoch. The session belongs to this
         owner again and runs, even if it was finished. The stored tokens may be a former owner's, so
         the stored length counts as 0, and the owner sends all tokens again. The first append
@@ -150,31 +143,30 @@ class SessionStore(Protocol):
     """
 
     async def open(self, session: SessionRecord) -> None:
-        """Creates a session from `SessionRecord.new`. If the session exists with the same owner,
-        changes nothing. Raises `InvariantError` if another session has the id."""
+        """Stores a `SessionRecord.new`. If the session exists with the same owner, changes nothing.
+        Raises `InvariantError` if another session has the id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended. If the length is
-        smaller than this sum, the store has lost the last tokens, and the owner sends them again.
-        If the length is larger, the store has the tokens already. An append without tokens asks for
-        the length."""
+        length is not expected_length + len(token_ids), nothing was appended: if smaller, the store
+        has lost the last tokens, and the owner sends them again; if larger, the store has the
+        tokens already. An append without tokens asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
         of this owner. Returns the sessions that others have tried to take over since the last
-        call: id -> whether the owner should cancel the session. The owner should release the
-        sessions that it does not run."""
+        call: id -> whether the owner should cancel the session. The owner should release those that
+        it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """Releases a session that no longer runs. The session's owner becomes `released(owner)`,
-        which has no lease. The session's epoch stays the same. A finished session stays unchanged,
-        even if the stored epoch is lower. Raises `DataLoss` if the session is not stored. Raises
-        `StaleEpoch` if the session has another owner, or is released already."""
+        """Makes `released(owner)` the owner of a session that no longer runs. The epoch stays the
+        same. A finished session stays unchanged, even if the stored epoch is lower. Raises
+        `DataLoss` if the session is not stored, and `StaleEpoch` if it has another owner, or is
+        released already."""
 
     async def take_over(
         self,
@@ -184,10 +176,9 @@ class SessionStore(Protocol):
         cancels: bool = False,
     ) -> SessionRecord:
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
-        returned. The session must still have the epoch and the owner of `seen`. If that owner is
-        not `owner`, its lease must have ended. Returns a finished session unchanged. Raises
-        `NotFound` and `DataLoss`. Raises `Unavailable` if another coordinator took the session over
-        meanwhile. If the lease has not ended, raises `Unavailable` with the lease's remaining time.
+        returned. Returns a finished session unchanged. Raises `NotFound`, `DataLoss`, and
+        `Unavailable` if the session no longer has the epoch and the owner of `seen`. If that owner
+        is not `owner` and holds its lease, raises `Unavailable` with the lease's remaining time.
         The session's owner then learns of the request by `hold_lease`. With `cancels`, the request
         asks the owner to cancel the session.
 
@@ -199,17 +190,16 @@ class SessionStore(Protocol):
     async def finish(self, finish: Finish) -> int:
         """Marks the session as finished if its stored length is `finish.length`, or if
         `finish.length` is None. Returns the stored length. If tokens are missing, the owner appends
-        the missing tokens and calls this method again. So no session is marked as finished without
-        its last tokens. A finished session is unchanged. Raises `StaleEpoch` and `DataLoss`."""
+        them and calls this method again. A finished session is unchanged. Raises `StaleEpoch` and
+        `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
-        empty, only reads. Returns the key's value, or an empty text if there is none. After each
-        call, the store keeps the value for as long as an unfinished session after its last
-        write."""
+        empty, only reads. Returns the key's value, or an empty text if there is none. Each call
+        renews the value's time to live, which is that of an unfinished session."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""
@@ -226,19 +216,3 @@ def contended(session_id: str) -> Unavailable:
         f"session {session_id} was taken over meanwhile; try again",
         retry_after_ms=TAKE_OVER_RETRY_MS,
     )
-
-
-def verified(record: SessionRecord) -> SessionRecord:
-    """Returns the record. Raises `DataLoss` if its tokens are not complete."""
-    length = len(record.token_ids)
-    if length < record.prompt_length:
-        raise DataLoss(
-            f"session {record.session_id} has {length} of the {record.prompt_length} tokens of "
-            f"its prompt; it cannot be continued"
-        )
-    if TokenSequence(record.token_ids).digest() != record.prefix_digest:
-        raise DataLoss(
-            f"the stored tokens of session {record.session_id} do not match their digest; "
-            f"it cannot be continued"
-        )
-    return record
