@@ -138,8 +138,8 @@ async def _until_it_fails(deployment: Deployment, state: Path, arguments: Argume
         await deployment.changed()
         try:
             publish(state, deployment.record)
-        except OSError as error:
-            _log.error("the record of the deployment cannot be written: %s", error)
+        except ConfigError as error:
+            _log.error("%s", error)
     raise Unavailable(f"there is no {role}, and none can be started; logs are in {state / 'logs'}")
 
 

@@ -2,8 +2,7 @@
 
 The record is `deployment.json` in the state directory. It is written when the deployment is ready,
 and removed when the deployment stops. If callers need an API key, `cli.key` is written and removed
-with the record. The deployment's process locks `deployment.lock`, so only one deployment can run.
-The locked file contains the process id.
+with the record. The deployment's process locks `deployment.lock`, which contains the process id.
 """
 
 import fcntl
@@ -26,8 +25,7 @@ LOG_NAME = "serve.log"
 ERROR_PREFIX = "outrider: error: "
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Time between two attempts to lock. An attempt may fail while `lock_holder` in another process
-holds the lock for a moment."""
+"""An attempt may fail while `lock_holder` in another process holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class DeploymentRecord:
     asks_for_keys: bool = False
     wanted: dict[Any, int] = field(default_factory=dict)
     trial: str = ""
-    """A line about the latest trial of a drafter."""
+    """A line about the latest trial."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings by key, without secrets."""
 
@@ -80,8 +78,8 @@ def namespace_of(deployment: str) -> str:
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """`$OUTRIDER_STATE_DIR`, by default `~/.local/state/outrider`. Creates the directory, and makes
-    it accessible to its owner only. Raises `ConfigError`."""
+    """`$OUTRIDER_STATE_DIR`, by default `~/.local/state/outrider`. Creates the directory, which
+    only its owner can enter. Raises `ConfigError`."""
     place = environment.get("OUTRIDER_STATE_DIR", "")
     path = Path(place).expanduser() if place else Path.home() / ".local" / "state" / "outrider"
     try:
@@ -123,11 +121,16 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """If `key` is not empty, writes `key`, the API key for this machine's commands. Then writes the
-    record. Each file is written atomically, and only its owner can read it."""
-    if key:
-        write_whole(directory / KEY_NAME, key, 0o600)
-    write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
+    """Writes the record and, unless `key` is empty, the API key for this machine's commands. Each
+    file is written atomically, and only its owner can read it. Raises `ConfigError`, for example if
+    the disk is full."""
+    try:
+        if key:
+            write_whole(directory / KEY_NAME, key, 0o600)
+        write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
+    except OSError as error:
+        where = directory / FILE_NAME
+        raise ConfigError(f"{where}: cannot be written: {error.strerror or error}") from error
 
 
 def local_key(directory: Path) -> str:
@@ -163,8 +166,8 @@ def lock_holder(directory: Path) -> int | None:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the lock while the context lasts, at most until this process dies. Removes the record
-    of a deployment that was killed. Raises `ConfigError` if another process holds the lock."""
+    """Holds the lock while the context lasts. Removes the record of a deployment that was killed.
+    Raises `ConfigError` if another process holds the lock."""
     with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
         for _ in range(_LOCK_ATTEMPTS):
             with suppress(BlockingIOError):

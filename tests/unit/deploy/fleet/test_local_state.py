@@ -1,9 +1,11 @@
 """The record of a running deployment."""
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from recorded import record
@@ -50,6 +52,15 @@ def test_what_one_that_was_killed_has_left_misleads_nobody(directory: Path) -> N
     with exclusive(directory):
         assert running_deployment(directory) is recorded_deployment(directory) is None
         assert local_key(directory) == ""
+
+
+def test_a_record_that_cannot_be_written_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
+    with pytest.raises(ConfigError, match=f"{FILE_NAME}: cannot be written: No space left"):
+        publish(directory, RECORD)
 
 
 def test_a_damaged_record_is_named(directory: Path) -> None:
