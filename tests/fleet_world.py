@@ -88,7 +88,7 @@ class Machines:
         self.trial_sums: Callable[[], TrialSums | None] = lambda: None
         """The coordinators' figures of a trial."""
         self.failure: OutriderError | None = None
-        """While set, `saved` and `save` raise this error."""
+        """While set, `saved`, `save` and `remove` raise this error."""
 
     async def saved(self) -> str:
         if self.failure is not None:
@@ -112,6 +112,7 @@ class Machines:
         return made
 
     async def remove(self, actors: Sequence[Actor]) -> None:
+        await self.saved()
         self.removed += [actor.name for actor in actors]
         self.groups -= {actor.replica for actor in actors}
 

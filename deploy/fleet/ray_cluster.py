@@ -52,21 +52,20 @@ def asking_head() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources of a replica's actors."""
+    """The resources that each actor of a replica needs."""
 
     role: str
     num_cpus: float
     num_gpus: float
     num_ranks: int = 1
-    """Number of actors. Each actor needs the resources of this demand."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray's custom resources by name."""
     name: str = ""
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """Name of a shared library, without `lib` and `.so`, that the actors load before all other
-    libraries if the library is installed."""
+    """Name of a shared library, without `lib` and `.so`, that the actors load first if it is
+    installed."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -137,18 +136,15 @@ class Cluster:
     """The actors of a deployment on a Ray cluster."""
 
     namespace: str
-    """The Ray namespace of these actors. No other deployment uses this namespace."""
+    """The Ray namespace of the deployment."""
     local: bool
     """Whether the cluster is this machine only, and so cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         """Starts the actors of all demands, and waits until all actors run. Returns the actors of
-        each demand, by rank.
-
-        Raises `ConfigError` if some actors find no place within `timeout_s`. If a local cluster is
-        too small, raises `ConfigError` at once. Raises `Unavailable` if an actor died. After an
-        error, no actor of the demands runs.
-        """
+        each demand, by rank. Raises `ConfigError` if actors find no place within `timeout_s`; at
+        once if a local cluster is too small. Raises `Unavailable` if an actor died. After an error,
+        no actor of the demands runs."""
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
         placed = [self._begin(demand) for demand in demands]
@@ -181,8 +177,7 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """The name of a replica's placement group. The name contains the namespace, because Ray
-        lists the groups of all namespaces together."""
+        """The name of a replica's placement group. Ray lists the groups of all namespaces."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
@@ -212,11 +207,11 @@ class Cluster:
         space = self.namespace.encode()
         with asking_head():
             found = await asyncio.to_thread(_internal_kv_get, _SAVED, namespace=space)
-        return "" if found is None else bytes(found).decode()
+        return (found or b"").decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS), not
-        to Redis, because more processes can write to Redis. Raises `Unavailable`."""
+        """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS).
+        Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         space = self.namespace.encode()
@@ -224,8 +219,8 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Starts the actors of a demand. If several ranks need resources, they get a placement
-        group. Otherwise Ray spreads the actors over the machines."""
+        """Starts the actors of a demand. Several ranks that need resources get a placement group.
+        Ray spreads other actors over the machines."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -301,8 +296,7 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands take their resources from `amounts` in turn. Returns those for which too little
-    is left."""
+    """The demands for which too little is left of `amounts`, if all are met in turn."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -315,8 +309,8 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Ray's placement strategy for the ranks of a replica. If a machine is large enough for all
-    ranks, they must be on one machine, otherwise on as few machines as possible."""
+    """Ray's placement strategy for the ranks of a replica: on one machine if a machine is large
+    enough, otherwise on as few machines as possible."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -336,8 +330,7 @@ def one_line(error: BaseException) -> str:
 
 
 async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
-    """Calls `work` in an endless loop, with `period_s` between two calls. Logs errors of `work`
-    after the text `trouble`."""
+    """Calls `work` again and again, after `period_s` each. Logs errors after the text `trouble`."""
     while True:
         try:
             await work()
@@ -347,25 +340,25 @@ async def repeated(work: Callable[[], Awaitable[object]], period_s: float, troub
         await asyncio.sleep(period_s)
 
 
-async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
+async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
     """Repeats `work` while it raises `OutriderError` or `ValueError`. Returns the result of `work`.
-    `what` names the result in the log."""
+    Logs errors after the text `trouble`."""
     while True:
         try:
             return await work()
         except (OutriderError, ValueError) as error:
-            _log.warning("%s cannot be read yet: %s", what, error)
+            _log.warning("%s yet: %s", trouble, error)
             await asyncio.sleep(RETRY_PERIOD_S)
 
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Size of Ray's object store, which is small because no large objects go through Ray."""
+"""Ray's object store is small, because no large objects go through Ray."""
 _TEMPORARY_BYTES_MAX = 16
 """Longest path of the temporary directory, in bytes. Ray appends about 85 bytes for its sockets,
 and the path of a socket may have at most 107 bytes."""
 _RAY_FOLDER = "r"
-"""Name of Ray's directory inside a temporary directory. Ray makes its own directory accessible to
-all users (mode 0777), so the temporary directory around it has mode 0700."""
+"""Ray makes its own directory accessible to all users (mode 0777), so it is inside a temporary
+directory of mode 0700."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -399,8 +392,9 @@ class RayConnection:
         self, address: str, namespace: str, secrets_at: Path | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
-        """`address` is HOST:PORT; empty = a local cluster. A local cluster's token is written to
-        the directory `secrets_at`. `token` is the file of another cluster's token."""
+        """`address` is HOST:PORT; empty = a local cluster, whose token is written to the directory
+        `secrets_at`. `token` is the file of another cluster's token; None = Ray finds the token,
+        for example by RAY_AUTH_TOKEN_PATH."""
         self.local = not address
         self.namespace = namespace
         self._secrets_at = secrets_at
@@ -410,7 +404,6 @@ class RayConnection:
         self.found = ""
         """HOST:PORT of the cluster; empty until `connect` has returned."""
         self.token = token
-        """File of the token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""
 
     async def connect(self) -> None:
         await asyncio.to_thread(self._connect)
@@ -459,7 +452,7 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Hides the variables that hold secrets, so that Ray's processes do not inherit them."""
+    """Hides the variables that hold secrets from Ray's processes."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -469,16 +462,13 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """A new directory for Ray that no other user can enter. If the path of the usual temporary
-    directory is too long, the new directory is in /tmp."""
-    usual = tempfile.gettempdir()
-    short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
+    """A new directory for Ray that no other user can enter. It is in /tmp if the path of the usual
+    temporary directory is too long."""
+    where = tempfile.gettempdir()
+    if len(os.fsencode(where)) > _TEMPORARY_BYTES_MAX:
+        where = "/tmp"  # noqa: S108
     try:
-        return tempfile.TemporaryDirectory(
-            prefix="outrider-ray-",
-            dir=usual if short else "/tmp",  # noqa: S108
-            ignore_cleanup_errors=True,
-        )
+        return tempfile.TemporaryDirectory("", "outrider-ray-", where, ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfigError(
             f"Ray needs a directory with a short path for its sockets: {error}; set TMPDIR"
@@ -502,8 +492,7 @@ def _set_variables(texts: dict[str, str]) -> None:
 
 def check_asks_for_token(address: str) -> None:
     """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` if the head does
-    not refuse the call, because then any process that reaches the head can run code on every
-    machine. Does nothing if Ray uses TLS, because then callers need certificates."""
+    not refuse the call. Does nothing if Ray uses TLS, because then callers need certificates."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):

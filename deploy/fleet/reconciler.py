@@ -9,8 +9,8 @@ that started it. If the reconciler dies, Ray starts it again, and it takes over 
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-The reconciler reads no settings from Redis, because more processes can write to Redis than to Ray.
-Settings change only by calls through Ray, which need the cluster's token.
+Redis holds no settings, because more processes can write to Redis than to Ray. Settings change only
+by calls through Ray, which need the cluster's token.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ FIXED = {
 instead."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""All settings that `outrider upgrade` has changed, by key. Then draft model and share of the
-running trial, or None."""
+"""The settings that `outrider upgrade` has changed, by key; draft model and share of the running
+trial, or None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """The `given` configuration with these changes. Raises `SettingError` for a setting that cannot
-    change while a deployment runs, and for values that do not go together."""
+    """`given` with these changes. Raises `SettingError` for a setting that cannot change while a
+    deployment runs, and for values that do not go together."""
     values = given.values()
     for key, value in changes.items():
         if key in FIXED and value != values.get(key):
@@ -100,9 +100,7 @@ def differing(
 ) -> dict[str, Value]:
     """The `asked` settings that differ from the given ones, except those in `kept`."""
     runs = given.values()
-    found = {
-        key: value for key, value in asked.items() if key not in kept and value != runs[key]
-    }  # fmt: skip
+    found = {key: value for key, value in asked.items() if key not in kept and value != runs[key]}
     asked_drafter = found.get("draft_model")
     if asked_drafter and same_drafter(str(asked_drafter), given.draft.model):
         del found["draft_model"]
@@ -119,15 +117,13 @@ NEWS_S = 10.0
 NEWS_PERIOD_S = 0.5
 TRIAL_LOOK_S = 2.0
 TRIAL_CALL_S = 5.0
-"""Time limit for a coordinator's answer about a trial."""
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
 CHANGE_S = 900.0
 """Time limit of a change of settings. The change may have to fetch a model."""
 
 
 class Reconciler(PlacedActor):
-    """The actor that supervises a `Fleet`. If Ray restarts this actor, the actor supervises the
-    fleet without a call of `start`."""
+    """Supervises a `Fleet`. After a restart by Ray, begins without a call of `start`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
         import ray
@@ -183,9 +179,9 @@ class Reconciler(PlacedActor):
 
     async def _ready(self) -> None:
         """Waits until the fleet is supervised. If the start failed, raises the error of
-        `Fleet.start`, or `SettingError` if this machine lacks the password of Redis. Raises
-        `OutriderError` in place of `Unavailable`, because a `ReconcilerClient` repeats calls that
-        raise `Unavailable`."""
+        `Fleet.start`, or `SettingError` if this machine lacks the password of Redis. Replaces
+        `Unavailable` by `OutriderError`, because a `ReconcilerClient` repeats a call after the
+        former."""
         await self._keeps.wait()
         if isinstance(self._failure, Unavailable):
             raise OutriderError(f"the deployment did not start: {self._failure}")
@@ -193,8 +189,7 @@ class Reconciler(PlacedActor):
             raise self._failure
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
-        """Sets the wanted numbers of these roles. Returns the settings of autoscaling. Raises
-        `ConfigError` and `StoreUnavailable`."""
+        """Returns the settings of autoscaling. Raises `ConfigError` and `StoreUnavailable`."""
         await self._ready()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
@@ -242,8 +237,7 @@ class Reconciler(PlacedActor):
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
         """Begins a trial: one more replica, with the settings `values`, gets a share of the new
-        sessions. If these sessions are faster, all replicas get the settings. The new replica is a
-        target if the settings change the head on the target, otherwise a draft. Idempotent. Raises
+        sessions. If these sessions are faster, all replicas get the settings. Idempotent. Raises
         like `change`, and `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
@@ -304,10 +298,10 @@ class Reconciler(PlacedActor):
         async with self._changing:
             if self._fleet.trial is not trial or self._report is None:
                 return
-            changes, _ = self._changes
             if is_better is None:
                 self._report = replace(self._report, reason=reason)
                 return
+            changes, _ = self._changes
             if is_better:
                 taken = changes | trial.values
                 try:
@@ -316,9 +310,8 @@ class Reconciler(PlacedActor):
                     is_better, reason = False, f"{error} ({reason})"
             if not is_better:
                 await self._save(changes, None)
-            self._report = replace(
-                self._report, state="taken" if is_better else "not taken", reason=reason
-            )
+            state: Any = "taken" if is_better else "not taken"
+            self._report = replace(self._report, state=state, reason=reason)
             self._fleet.try_out(None)
             _log.info("%s", self._report)
 
@@ -340,8 +333,8 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the changes that were saved before the restart. If a trial was running, ends the
-        trial. Raises `ValueError` for a text that another release has saved."""
+        """Applies the saved changes. Ends a trial that was running. Raises `ValueError` for a text
+        that another release has saved."""
         if text := await self._cluster.saved():
             values, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values))
@@ -372,15 +365,7 @@ class Reconciler(PlacedActor):
             await asyncio.sleep(NEWS_PERIOD_S)
 
     def _overview(self) -> Overview:
-        fleet = self._fleet
-        found = Overview(
-            dict(fleet.wanted),
-            fleet.views(),
-            fleet.hopeless,
-            self._upgrades,
-            fleet.failures,
-            self._report,
-        )
+        found = self._fleet.overview(self._upgrades, self._report)
         self._upgrades = found.num_stale > 0
         return found
 
@@ -409,7 +394,7 @@ class Reconciler(PlacedActor):
             if returns:
                 if self._failure is not None:
                     raise self._failure
-                await retried("the saved changes", self._restore)
+                await retried("the saved changes cannot be read", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
             await asyncio.gather(
@@ -420,7 +405,7 @@ class Reconciler(PlacedActor):
         except Exception:  # noqa: BLE001 (a restart may help)
             _log.exception("the fleet is no longer supervised; restarting")
             await asyncio.sleep(FIRST_REST_S)
-            os._exit(1)  # Ray restarts the reconciler.
+            os._exit(1)
 
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
@@ -430,7 +415,7 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """The reconciler in this namespace. Raises `Unavailable` if Ray's head does not answer."""
+    """Raises `Unavailable` if Ray's head does not answer."""
     import ray
 
     with asking_head(), suppress(ValueError):
@@ -441,8 +426,8 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
 @asynccontextmanager
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
-    """Connects this process to the Ray cluster, and yields a client of the deployment's reconciler.
-    Raises `SettingError` if the cluster cannot be reached."""
+    """Yields a client of the deployment's reconciler. Raises `SettingError` if the Ray cluster
+    cannot be reached."""
     connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()
@@ -465,10 +450,8 @@ class ReconcilerClient:
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
-            try:
-                # A restart may have changed the reconciler's handle.
-                found = await find_reconciler(self.namespace)
-                if found is not None:
+            try:  # A restart may have changed the reconciler's handle.
+                if (found := await find_reconciler(self.namespace)) is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:
                 give_up_at = give_up_at or loop.time() + self.away_s

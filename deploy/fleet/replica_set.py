@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from random import random
 from typing import Any, cast
 
@@ -32,15 +33,14 @@ from .trial import Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""Time to wait for errors of other ranks after a rank has failed to start, because a later error
-may name the cause."""
+"""Time to wait for errors of other ranks after a rank has failed to start."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit for an actor's answer about its state. Without a limit, a call to an actor on a paused
-machine would never end, because Ray reports only dead actors."""
+"""Time limit for an actor's answer about its state. A call to an actor on a paused machine would
+otherwise never end, because Ray reports only dead actors."""
 QUIET_S = 1.0
-"""A leaving replica counts as drained if it has received no requests for this time."""
+"""A leaving replica is drained if it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
 FIRST_REST_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
@@ -65,8 +65,7 @@ class ReplicaView:
     """Places of the ranks of a replica that serves, the serving rank first."""
     http_address: str = ""
     on_trial: bool = False
-    """Whether the replica was started for a trial. A replica on trial does not count towards the
-    wanted number, and is never stale."""
+    """A replica on trial does not count towards the wanted number, and is never stale."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Overview:
     failures: tuple[str, ...] = ()
     """Errors of replicas that died or did not start, until a new replica of the role serves."""
     trial: TrialReport | None = None
-    """Report of the running trial, or of the latest trial since the reconciler started."""
+    """The running trial, or the latest trial since the reconciler started."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -97,23 +96,18 @@ class Overview:
     def num_stale(self) -> int:
         """Number of replicas that the upgrade still has to replace. A replica counts until it has
         ended and its replacement serves."""
-        if not self.upgrades:
-            return 0
         total = 0
-        for role in ROLES:
-            num_old = sum(one.stale for one in self.of(role))
-            num_new = sum(
-                bool(one.address) and not (one.stale or one.on_trial) for one in self.of(role)
-            )
-            total += max(num_old, self.wanted.get(role, 0) - num_new)
+        for role in ROLES if self.upgrades else ():
+            there = self.of(role)
+            num_new = sum(bool(one.address and not (one.stale or one.on_trial)) for one in there)
+            total += max(sum(one.stale for one in there), self.wanted.get(role, 0) - num_new)
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
-        """The addresses of the role's replicas, except leaving replicas."""
-        found = [
-            one.http_address if http else one.address for one in self.of(role) if not one.leaves
-        ]
-        # A coordinator and its replacement have the same address, so duplicates are removed.
+        """The distinct addresses of the role's replicas, except leaving replicas. A coordinator and
+        its replacement have the same address."""
+        staying = (one for one in self.of(role) if not one.leaves)
+        found = (one.http_address if http else one.address for one in staying)
         return list(dict.fromkeys(filter(None, found)))
 
 
@@ -130,14 +124,13 @@ class Replica:
         self.on_trial = bool(member.trial_share)
         self.ranks: Sequence[Actor] = ()
         self.found = Engagement()
-        """What the replica reports of itself; empty until the replica serves."""
+        """Empty while the replica does not serve."""
         self.leaves = False
         self.task: asyncio.Task[None] | None = None
         """The task that starts and watches the replica, or that ends it."""
 
     @property
     def address(self) -> str:
-        """HOST:PORT; empty while the replica does not serve."""
         return self.found.address
 
     @property
@@ -153,11 +146,11 @@ class Replica:
         }
 
     def view(self, plan: str) -> ReplicaView:
+        places = tuple(actor.place for actor in self.ranks) if self.address else ()
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
-            stale=self.member.plan != plan and not self.on_trial,
-            places=tuple(actor.place for actor in self.ranks) if self.address else (),
-            http_address=self.found.http_address, on_trial=self.on_trial,
+            self.member.plan != plan and not self.on_trial, places, self.found.http_address,
+            self.on_trial,
         )  # fmt: skip
 
     async def begin(self, config: object) -> None:
@@ -172,10 +165,8 @@ class Replica:
             )
             for actor in followers:
                 seat = RankAssignment(rendezvous, actor.rank, on_node[actor.place.node])
-                call = actor.call(
-                    "start", config, seat, timeout_s, log_directory, timeout_s=timeout_s
-                )
-                starts.append(call)
+                own = config, seat, timeout_s, log_directory
+                starts.append(actor.call("start", *own, timeout_s=timeout_s))
         await _all_or_error(*starts)
         self.found = await leader.call("engagement", timeout_s=timeout_s)
 
@@ -191,9 +182,8 @@ class Replica:
         return next((error for task in done if (error := task.exception()) is not None), None)
 
     async def drain(self, timeout_s: float) -> None:
-        """Announces that the replica leaves. Then waits, at most for `timeout_s`, until the replica
-        receives no more requests. Does nothing for a coordinator, because its `stop` waits for the
-        sessions."""
+        """Announces that the replica leaves. Then waits, at most for `timeout_s`, until it receives
+        no more requests. Does nothing for a coordinator, whose `stop` waits for the sessions."""
         if self.role == "coordinator":
             return
         try:
@@ -213,7 +203,7 @@ class Replica:
             await asyncio.gather(*(_stop(actor, grace_s) for actor in ranks))
 
 
-async def adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
+async def _adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
     """The replica of actors that a dead reconciler has started; None if the replica does not serve
     or lacks a rank."""
     if ranks[0].rank:
@@ -253,8 +243,8 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
     """Waits until all `work` has succeeded or a part has failed. After a failure, waits
-    `ERROR_GRACE_S` for further errors, because the first error may only say that the connection to
-    the rank with the original error was lost. Then raises like `raise_first`."""
+    `ERROR_GRACE_S` for the error that is the cause, because the first error may only say that the
+    connection to another rank was lost. Then raises like `raise_first`."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -288,11 +278,10 @@ def next_steps(
 
     If no replica is missing, stale replicas are replaced one by one, role by role, drafts first. A
     new replica is started, and a stale replica leaves when the new replica serves. In the roles
-    `in_place`, a stale replica leaves first, and the new replica is started after the stale replica
-    has ended.
+    `in_place`, the stale replica ends before the new replica is started.
 
-    For the `crowded` roles, the cluster has no room for missing replicas. If a crowded role has
-    several replicas, a stale replica leaves to make room."""
+    The cluster has no room for missing replicas of the `crowded` roles. If such a role has several
+    replicas, a stale replica leaves to make room."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -330,9 +319,8 @@ class Trouble:
         self.crowded = False
         """Whether the cluster lacks room for a new replica, so a stale replica must leave first."""
         self.made_way = False
-        """Whether a stale replica has left to make room, and no new replica has served since then.
-        Until a new replica serves, no other stale replica leaves, because new replicas may fail to
-        start."""
+        """Whether a stale replica has left to make room. Until a new replica serves, no other stale
+        replica leaves, because new replicas may fail to start."""
 
 
 class Fleet:
@@ -357,8 +345,12 @@ class Fleet:
     def replicas(self) -> list[Replica]:
         return list(self._replicas.values())
 
-    def views(self) -> tuple[ReplicaView, ...]:
+    def _views(self) -> tuple[ReplicaView, ...]:
         return tuple(one.view(self.spec.plans[one.role]) for one in self.replicas)
+
+    def overview(self, upgrades: bool, trial: TrialReport | None) -> Overview:
+        views = self._views()
+        return Overview({**self.wanted}, views, self.hopeless, upgrades, self.failures, trial)
 
     def of(self, role: Role) -> list[Replica]:
         return [one for one in self.replicas if one.role == role]
@@ -369,9 +361,10 @@ class Fleet:
 
     @property
     def hopeless(self) -> Role | None:
-        roles: tuple[Role, ...] = ("target", "coordinator")
-        failing = (role for role in roles if self._troubles[role].num_failures >= HOPELESS_AFTER)
-        return next((role for role in failing if not self.of(role)), None)
+        for role in ("target", "coordinator"):
+            if self._troubles[role].num_failures >= HOPELESS_AFTER and not self.of(role):
+                return role
+        return None
 
     async def start(self) -> None:
         """Starts the first targets and drafts, and when these serve, the coordinators. Raises the
@@ -396,7 +389,7 @@ class Fleet:
         not serve yet; `run` starts others in their place."""
         there = await self._cluster.replicas()
         names = sorted(there, key=lambda name: role_and_age(name)[1])
-        found = await asyncio.gather(*(adopted(self.spec, there[name]) for name in names))
+        found = await asyncio.gather(*(_adopted(self.spec, there[name]) for name in names))
         for name, one in zip(names, found, strict=True):
             if one is None:
                 _log.warning("%s does not serve, and is ended", name)
@@ -405,10 +398,10 @@ class Fleet:
                 self._replicas[name] = one
                 self._ports[one.role, one.member.slot] = one.ports
         await self._cluster.free_groups(self._replicas)
-        num_started = await retried("the number of started replicas", self._registry.started)
+        num_started = await retried("Redis cannot be read", self._registry.started)
         self._num_started = max([num_started, *(role_and_age(name)[1] + 1 for name in names)])
         self.wanted |= Counter(one.role for one in self.replicas if not one.on_trial)
-        await retried("the wanted numbers", self._agree)
+        await retried("the wanted numbers cannot be read", self._agree)
         try:
             self.spec = self.settled(self.spec)
         except ConfigError as error:  # The existing replicas continue to serve.
@@ -421,13 +414,13 @@ class Fleet:
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec. `run` then replaces the replicas that have an old plan, one by one.
-        Raises like `FleetSpec.settled`."""
+        """Changes the spec. `run` then replaces the stale replicas. Raises like
+        `FleetSpec.settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
-        """Begins a trial. If `trial` is None, ends the running trial."""
+        """Begins a trial, or ends the running trial (None)."""
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 
@@ -437,11 +430,13 @@ class Fleet:
         return next((one for one in self.replicas if one.spec is spec and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. The replica stays while its trial runs. If the trial
-        succeeds, the replica stays until another replica with the trial's settings serves."""
+        """Whether a replica on trial stays: while its trial runs, and after a successful trial
+        until another replica with the trial's settings serves."""
         plan = self.spec.plans[one.role]
-        others = (other for other in self.of(one.role) if not other.on_trial)
-        serves = any(other.address and other.member.plan == plan for other in others)
+        serves = any(
+            other.address and other.member.plan == plan and not other.on_trial
+            for other in self.of(one.role)
+        )
         is_taken = one.member.plan == plan and self.wanted[one.role] > 0
         return one is self.on_trial or (is_taken and not serves)
 
@@ -471,7 +466,7 @@ class Fleet:
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
-        there = [one for one in self.views() if not one.on_trial]
+        there = [one for one in self._views() if not one.on_trial]
         starts, leaves = next_steps(self.wanted, there, held_back, in_place, crowded)
         for role in starts:
             self._follow(self._new(role))
@@ -512,15 +507,15 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """Returns the lowest free slot. If the role keeps its ports and has stale replicas, returns
-        the slot of the stale replica that leaves next."""
+        """The lowest free slot. If the role keeps its ports and has stale replicas, the slot of the
+        stale replica that leaves next, which is the youngest."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.member.plan != self.spec.plans[role]:
                 stale.append(one.member.slot)
             else:
                 taken.add(one.member.slot)
-        left = [slot for slot in reversed(stale) if slot not in taken]  # The youngest leaves first.
+        left = [slot for slot in reversed(stale) if slot not in taken]
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
     async def _begin(self, one: Replica) -> None:
@@ -528,8 +523,7 @@ class Fleet:
         takes_over = any(
             other is not one and other.member.slot == slot for other in self.of(one.role)
         )
-        # If no old replica holds the known ports, another process may hold them. Then only one
-        # start uses these ports.
+        # If no old replica holds the known ports, another process may. So only one start uses them.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         await one.begin(
@@ -578,8 +572,8 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Drains and ends a replica. If the replica does not serve yet, ends it at once. `life` is
-        the task that has started or watched the replica."""
+        """Drains and ends a replica; ends it at once if it does not serve yet. `life` is the task
+        that has started or watched the replica."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -594,9 +588,11 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
+        """Kills the actors. While Ray's head does not answer, tries again, because a replica that
+        is forgotten would run for ever."""
         one.found = Engagement()
         try:
-            await self._cluster.remove(one.ranks)
+            await retried(f"{one.name} cannot be killed", partial(self._cluster.remove, one.ranks))
         finally:
             self._replicas.pop(one.name, None)
             self._changed.set()

@@ -102,6 +102,20 @@ async def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> N
         assert world.machines.starts.count("target") == HOPELESS_AFTER - 1
 
 
+async def test_a_replica_is_killed_once_the_head_answers_again() -> None:
+    """A forgotten replica would run for ever."""
+    async with playing() as world:
+        [name] = world.names("draft")
+        world.machines.failure = Unavailable("away")
+        world.actor(name).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(5)
+        assert world.machines.removed == []
+        world.machines.failure = None
+        await asyncio.sleep(5)
+        assert world.machines.removed == [name]
+        assert len(world.names("draft")) == 1
+
+
 async def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> None:
     async with playing() as world:
         await world.registry.want({"draft": 2})
