@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 FOLLOW_PERIOD_S = 0.5
 REDIS_LOOK_PERIOD_S = 0.25
 CLOSE_AWAY_S = 2.0
-"""How long a stop waits for a reconciler that is being restarted, before it kills the replicas."""
+"""After this time without a reconciler, a stop kills the replicas."""
 
 
 class Deployment:
@@ -64,7 +64,6 @@ class Deployment:
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
-        """The deployment's name in Redis. Several deployments may share one Redis."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
@@ -93,21 +92,17 @@ class Deployment:
     @property
     def record(self) -> DeploymentRecord:
         """The record by which other commands find the deployment, without secrets."""
-        config, overview = self.config, self.overview
+        config, front, overview = self.config, self.config.coordinator, self.overview
         return DeploymentRecord(
-            pid=os.getpid(), started_at=self._started_at,
-            draft_model=config.draft.model, served_model_name=config.served_model_name,
-            grpc_address=self.address,
+            pid=os.getpid(), started_at=self._started_at, draft_model=config.draft.model,
+            served_model_name=config.served_model_name, grpc_address=self.address,
             http_address=",".join(overview.addresses("coordinator", http=True)),
             target_addresses=overview.addresses("target"),
-            draft_addresses=overview.addresses("draft"),
-            target_directory=config.target.directory,
-            tokenizer_directory=config.coordinator.tokenizer_directory,
-            redis=asdict(config.coordinator.redis), deployment=self.name,
-            ray_address=self.ray.found, ray_token=str(self.ray.token or ""),
-            asks_for_keys=config.coordinator.asks_for_keys, wanted={**overview.wanted},
-            trial=str(overview.trial or ""),
-            settings=config.values(secrets=False),
+            draft_addresses=overview.addresses("draft"), target_directory=config.target.directory,
+            tokenizer_directory=front.tokenizer_directory, redis=asdict(front.redis),
+            deployment=self.name, ray_address=self.ray.found, ray_token=str(self.ray.token or ""),
+            asks_for_keys=front.asks_for_keys, wanted={**overview.wanted},
+            trial=str(overview.trial or ""), settings=config.values(secrets=False),
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -147,13 +142,11 @@ class Deployment:
 
     async def _take_over(self) -> None:
         """Takes over a running deployment of this name, and gives it the settings of this process.
-        If these settings cannot be used, the deployment keeps its settings, and this method raises
-        `ConfigError`."""
+        Raises `ConfigError` if they cannot be used; the deployment then keeps its settings."""
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # `redis_url` and `redis_key_prefix` cannot change, because the sessions are in the old
-        # Redis. They are compared all the same, so that `change` refuses new values.
+        # New values of `redis_url` and `redis_key_prefix` are sent too, and `change` refuses them.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
@@ -163,7 +156,6 @@ class Deployment:
 
     async def _go_on(self) -> None:
         await self._hear()
-        # The replicas also run without the reconciler, so errors of its calls are only logged.
         following = [repeated(self._hear, FOLLOW_PERIOD_S, "the reconciler does not answer")]
         if self.redis is not None:
             watch = partial(_watch, self.redis)
@@ -183,8 +175,7 @@ class Deployment:
         front = self.config.coordinator
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
-        if front.redis.url:
-            # Connects now, so a wrong URL is reported before models are loaded.
+        if front.redis.url:  # A wrong URL is reported before models are loaded.
             from outrider.sessions.redis_store import RedisStore
 
             with blaming("redis_url"):
@@ -196,7 +187,7 @@ class Deployment:
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
         if self.ray.local:
-            check_ports(self.config)  # This comes last, so wrong settings are reported first.
+            check_ports(self.config)
         config: DeploymentConfig
         _, redis_url, config = await _all(
             self._connect(),
@@ -234,9 +225,8 @@ class Deployment:
     async def stop(self) -> None:
         """Waits at most `stop_timeout_s` for the running requests of coordinators, and then at most
         as long again for the steps of targets and drafts. Then stops everything that `start` has
-        started. Idempotent. If the head of a cluster that is not local does not answer, raises
-        `Unavailable`. Then replicas may still run.
-        """
+        started. Idempotent. Raises `Unavailable` if the head of another cluster does not answer;
+        replicas may then still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
@@ -285,8 +275,8 @@ async def _watch(redis: EmbeddedRedis) -> None:
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """Waits for all `work`, even if a part fails or the caller is cancelled, because a stop must
-    begin only after every start has ended. Raises like `raise_first`."""
+    """Waits for all `work`, even if a part fails or the caller is cancelled, so that a stop begins
+    after every start has ended. Raises like `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:
         results = await asyncio.shield(tasks)

@@ -50,9 +50,9 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """Setting, host and port of each server of a deployment on this machine. A setting of 0 (any
-    free port) has one entry, with port 0. Raises `SettingError` if two settings need the same port,
-    or if a port is above `PORT_MAX`."""
+    """Setting, host and port of each server of a deployment on this machine; port 0 = any free
+    port. Raises `SettingError` if two settings need the same port, or a port is above
+    `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -80,7 +80,7 @@ def check_ports(config: DeploymentConfig) -> None:
             reason = f"{host!r} is no address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
-            # The services' servers set this option too, so they can bind an address in TIME_WAIT.
+            # Like the servers, allow an address in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -95,8 +95,7 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> None:
-    """Checks the names of the models, and fetches nothing. Raises `SettingError` for a name that
-    `resolve_models` would refuse, and for a name that is probably misspelt."""
+    """Checks the names of the models, and fetches nothing. Raises `SettingError`."""
     from outrider.models.sources import check_name, local_path
 
     drafter = config.draft.drafter
@@ -119,8 +118,8 @@ def check_names(config: DeploymentConfig) -> None:
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
-    """If the directory `where` holds a published head, adds the head's kind to the draft model's
-    name. Raises `SettingError` if the drafter cannot be served, or its name states another kind."""
+    """Adds the kind of a published head in the directory `where` to the draft model's name. Raises
+    `SettingError` if the drafter cannot be served, or its name states another kind."""
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):
@@ -143,9 +142,8 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
-    """Returns the configuration with the directories of models and tokenizer. Takes minutes if a
-    model must be fetched or converted. Raises `SettingError` if a model cannot be found, or cannot
-    be used with these settings."""
+    """Fills in the directories of models and tokenizer. Takes minutes if a model must be fetched or
+    converted. Raises `SettingError` if a model cannot be found, or used with these settings."""
     found = _resolved(config)
     if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
         raise SettingError(
@@ -210,13 +208,13 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
-    """The settings of the coordinators' look-up. Leaves out the settings of draft replicas, because
-    a change of these settings must not replace coordinators."""
+    """The settings of the coordinators' look-up, without those of draft replicas, whose change must
+    not replace coordinators."""
     lookup, model = draft.drafter.lookup, "model"
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:
         prefixes = ("ngram_", "suffix_", "hybrid_")
-        # `model` stands for any model of a hybrid, so another model replaces no coordinators.
+        # `model` stands for any model of a hybrid.
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
@@ -229,8 +227,8 @@ def emulated_spec(text: str) -> EmulatedSpec:
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
     """Raises `SettingError` if `other` has other token ids than `running`, because coordinators
-    keep their tokenizer and sessions when the target changes. Both configurations have the
-    directories of their models. If the files of `running` are gone, accepts any other target."""
+    keep their tokenizer and sessions when the target changes. If the files of `running` are gone,
+    accepts any other target."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
@@ -279,7 +277,7 @@ def _check_size(
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:
-    """Warnings about allowed settings. `config` is the result of `resolve_models`."""
+    """Warnings about the settings that `resolve_models` returned."""
     front = config.coordinator
     if not front.tokenizer_directory:
         yield (
@@ -294,10 +292,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, dict[str, str]]:
-    """Returns the configuration without secrets, a new API key for this machine's commands (empty
-    if callers need no key), and the passwords that `without_password` returns. In the
-    configuration, hashes replace the API keys, because Ray must not get secrets. Raises
-    `SettingError`."""
+    """Returns the configuration without secrets, which Ray must not get, a new API key for this
+    machine's commands (empty if callers need no key), and the passwords of Redis. Hashes replace
+    the API keys in the configuration. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -309,28 +306,22 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, di
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
     """The settings, with relative paths made absolute."""
-    return {
-        key: str(Path(value).expanduser().absolute())
-        if isinstance(value, str)
-        and value
-        and (key in PATHS or (key == "chat_template" and value != HERMES))
-        else value
-        for key, value in values.items()
-    }
+    found = dict(values)
+    for key, value in values.items():
+        is_path = key in PATHS or (key == "chat_template" and value != HERMES)
+        if is_path and value and isinstance(value, str):
+            found[key] = str(Path(value).expanduser().absolute())
+    return found
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
     """Raises `ConfigError` if a certificate, a key or a file of API keys cannot be used."""
     from outrider.transport.tls import RoleFiles, check_pair, read_certificates
 
-    def check_roles(directory: Path) -> None:
-        for role in ROLES:
-            RoleFiles.of(directory, role).check()
-
     checks: dict[str, Callable[[Path], object]] = {
         "ssl_certfile": lambda path: check_pair(path, Path(config.ssl_keyfile)),
         "ssl_ca_certs": read_certificates,
-        "internal_tls_dir": check_roles,
+        "internal_tls_dir": lambda path: [RoleFiles.of(path, role).check() for role in ROLES],
         "api_key_file": read_key_file,
     }
     for key, check in checks.items():

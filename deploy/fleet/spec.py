@@ -48,8 +48,7 @@ class FleetSpec:
     cluster_gpus: float
     """The number of the cluster's GPUs when the deployment was started."""
     demands: Mapping[Role, Demand]
-    """Resources of each role's replicas. If the target or a look-up drafts, the role `draft` is
-    missing."""
+    """The role `draft` is missing if the target or a look-up drafts."""
     plans: Mapping[Role, str]
     """A hash of the settings of each role's replicas. The hash does not depend on machines."""
     deployment: str
@@ -63,8 +62,7 @@ class FleetSpec:
         return self.bounded({role: getattr(self.config, f"num_{role}s") for role in ROLES})
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """The allowed counts nearest to `counts`. If targets or coordinators draft, there are no
-        draft replicas."""
+        """The allowed counts nearest to `counts`."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
@@ -83,14 +81,13 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts. True for coordinators that keep
-        their ports and have a port for metrics, because two coordinators cannot share this port."""
+        """Whether a replica must end before its replacement starts, because two coordinators on
+        one machine cannot share a port for metrics."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces. True for a coordinator
-        on this machine, because clients know its ports."""
+        """Whether a replica gets the ports of the replica that it replaces, which clients know."""
         return role == "coordinator" and self.local
 
     def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
@@ -101,13 +98,9 @@ class FleetSpec:
         )  # fmt: skip
 
     def replica_config(
-        self,
-        role: Role,
-        member: Membership,
-        *,
-        takes_over: bool = False,
+        self, role: Role, member: Membership, *, takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The configuration of a replica. `takes_over` says whether another replica still has the
         same slot. `ports` maps settings to the ports to use in place of 0 (any free port). Raises
         `SettingError` for a port above `PORT_MAX`."""
@@ -127,9 +120,9 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """The spec, with the settings that depend on the machines of the actors filled in. `placed`
-        has the role and the machine of each actor. Raises `SettingError` if actors on several
-        machines bind a loopback address."""
+        """Fills in the settings that depend on the machines of the actors. `placed` has the role
+        and the machine of each actor. Raises `SettingError` if actors on several machines bind a
+        loopback address."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -151,21 +144,13 @@ class FleetSpec:
 
 
 def plan_fleet(
-    given: DeploymentConfig,
-    found: DeploymentConfig,
-    cluster_gpus: float,
-    deployment: str = "",
-    log_directory: str = "",
-    *,
-    local: bool,
-) -> FleetSpec:
+    given: DeploymentConfig, found: DeploymentConfig, cluster_gpus: float, deployment: str = "",
+    log_directory: str = "", *, local: bool,
+) -> FleetSpec:  # fmt: skip
     """Plans a deployment. `found` is `given` with the directories of models and the address of
-    Redis.
-
-    By default each rank of a model gets one GPU. If there are too few GPUs, each rank gets an equal
-    fraction of a GPU. By default several targets on one machine divide its cores. Raises
-    `SettingError` for a replica on a CUDA device that gets no GPU, and for several ranks without a
-    model."""
+    Redis. By default each rank of a model gets one GPU, or if there are too few, an equal fraction
+    of a GPU, and several targets on one machine divide its cores. Raises `SettingError` for a
+    replica on a CUDA device that gets no GPU, and for several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.runs_on == "draft"
@@ -199,8 +184,7 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # A coordinator learns only at its start which role drafts. So a coordinator's plan depends on
-    # this role, and an upgrade that changes this role replaces coordinators.
+    # A coordinator learns only at its start which role drafts.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans = {
         role: hashlib.blake2b(
@@ -217,7 +201,7 @@ def plan_fleet(
 
 def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
     """The library for `Demand.preload`. vLLM on CPUs allocates memory in every step. With tcmalloc,
-    eight sessions of the demo target decode 6 % faster."""
+    eight sessions decode 6 % faster."""
     if isinstance(service, CoordinatorConfig):
         return ""
     is_on_cpu = service.model_engine == VLLM and service.device == "cpu"
@@ -226,8 +210,8 @@ def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `same_node` says whether both are on one machine. `num_cores` is the number of the machine's
-    cores; 0 = unknown. Without draft replicas, coordinators count as drafts with one core each."""
+    `same_node` says whether both are on one machine, which has `num_cores` (0 = unknown). Without
+    draft replicas, coordinators count as drafts with one core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
