@@ -318,10 +318,14 @@ def check_security_files(config: CoordinatorConfig) -> None:
     """Raises `ConfigError` if a certificate, a key or a file of API keys cannot be used."""
     from outrider.transport.tls import RoleFiles, check_pair, read_certificates
 
+    def check_roles(directory: Path) -> None:
+        for role in ROLES:
+            RoleFiles.of(directory, role).check()
+
     checks: dict[str, Callable[[Path], object]] = {
         "ssl_certfile": lambda path: check_pair(path, Path(config.ssl_keyfile)),
         "ssl_ca_certs": read_certificates,
-        "internal_tls_dir": lambda path: [RoleFiles.of(path, role).check() for role in ROLES],
+        "internal_tls_dir": check_roles,
         "api_key_file": read_key_file,
     }
     for key, check in checks.items():

@@ -38,5 +38,11 @@ class MemoryStore(SessionStore):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         return {}
 
+    async def end_lease(self, owner: str) -> None: ...
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None: ...
+
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         return value
+
+    async def close(self) -> None: ...
