@@ -1,11 +1,10 @@
 """The base of the draft's and the target's service. Runs one step at a time, over all items that
-wait.
+wait. Items that arrive during a step wait for the next step, so batches grow with load.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park
 
-Only code on the executor touches the worker's state. Items that arrive during a step wait for the
-next step, so batches grow with load."""
+Only code on the executor touches the worker's state."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ from outrider.replica.step_request import (
 )
 from outrider.replica.worker import StepWorker
 from outrider.telemetry.logs import about
-from outrider.transport.link import Connection
+from outrider.transport.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
     from outrider.telemetry.step_spans import ObservedSteps
@@ -75,10 +74,10 @@ STARVED_REST_S = 0.1
 passed deadline or a silent session may have freed pages."""
 
 
-class SteppedService:
-    """Serves any number of streams with one worker. Queues items, and runs them in order of
-    arrival, in batches of distinct sessions. Sends all answers of a step to a connection in one
-    call. All methods must be called on the event loop's thread.
+class SteppedService(ReplicaService):
+    """Serves any number of streams with one worker. Runs items in order of arrival, in batches of
+    distinct sessions. Sends all answers of a step to a connection in one call. All methods must be
+    called on the event loop's thread.
 
     A role that does more than queue items overrides `submit` and `_forget`."""
 
@@ -99,15 +98,17 @@ class SteppedService:
         self._delay = BatchingDelay(seconds, description.max_num_seqs)
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        self.sessions = SessionTracker()
+        self.sessions: Newest[str, tuple[AnswerSender, float]] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        """For each session, the connection of its last item, and the time of its last item or
+        answer. Sessions with the oldest times come first."""
         self._filter = StaleRoundFilter()
         self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(SEQUENCES_PER_REPLICA_MAX)
-        """Sessions that the worker forgets (True) or parks (False) before the next step. If there
-        are too many, drops the oldest, whose slots are freed when other sessions need slots."""
+        """Sessions that the worker forgets (True) or parks (False) before the next step. The slots
+        of dropped entries are freed when other sessions need slots."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -122,11 +123,9 @@ class SteppedService:
         self._idle.set()
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
-        """See `ReplicaService.connect`."""
         return _Connection(self, send)
 
     def describe(self) -> ReplicaDescription:
-        """See `ReplicaService.describe`."""
         return self._description
 
     @property
@@ -152,7 +151,7 @@ class SteppedService:
         work = self._work(item, sender)
         if self._is_stale(work):
             return
-        self.sessions.hear(item.head.session_id, sender, work.arrived_at)
+        self.sessions[work.session_id] = (sender, work.arrived_at)
         grammars, head = self._grammars, item.head
         if head.constraint is None or grammars is None:
             self.submit(work)
@@ -164,8 +163,8 @@ class SteppedService:
             task.add_done_callback(self._compiling.discard)
 
     def _is_stale(self, work: StepRequest) -> bool:
-        """Whether the round of a request is over. If the round is over, refuses the request.
-        Otherwise notes the round as the newest round of its session."""
+        """Whether a request's round is over. If it is, refuses the request. Otherwise notes the
+        round as the newest of its session."""
         stale = self._filter.admit(work.item.head)
         if stale is not None:
             if self._observer is not None:
@@ -174,9 +173,8 @@ class SteppedService:
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
-        """Submits a request after its constraint is compiled. If the constraint is invalid, the
-        request gets the error in place of the grammar. If the round is over by then, refuses the
-        request."""
+        """Submits a request after its constraint is compiled, unless its round is over by then. An
+        invalid constraint's error takes the place of the grammar."""
         compiled: Grammar | OutriderError
         try:
             compiled = await grammars.prepare(constraint, work.item.head.tenant)
@@ -215,15 +213,19 @@ class SteppedService:
         self._queue.remove(works)
         self._cancel(works)
         self._forget(session_id)
-        self.sessions.forget(session_id)
+        self.sessions.pop(session_id, None)
         self._delay.forget(session_id)
         self._leaving[session_id] = True
         self._start()
 
+    def hang_up(self, sender: AnswerSender) -> None:
+        """Parks the sessions whose last item came over this closed connection."""
+        self.park([name for name, (last, _) in self.sessions.items() if last is sender])
+
     def park(self, session_ids: Sequence[str]) -> None:
-        """Frees the slots of these sessions before the next step. Called for sessions whose
-        connection has closed, and for silent sessions while pages are short."""
+        """Frees the slots of these sessions before the next step."""
         for session_id in session_ids:
+            self.sessions.pop(session_id, None)
             self._leaving.setdefault(session_id, False)
             self._start()
 
@@ -319,10 +321,10 @@ class SteppedService:
             self.health_changed.set()
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
-            # If a session has long been silent, its coordinator may have died, or its release was
-            # lost.
-            since = _now() - SILENT_SESSION_MS / 1e3
-            self.park(self.sessions.fall_silent(since, self._queue.sessions))
+            # The coordinator of a silent session may have died, or its release was lost.
+            since, waiting = _now() - SILENT_SESSION_MS / 1e3, self._queue.sessions
+            silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
+            self.park([name for name, _ in silent if name not in waiting])
         return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
 
     def _finish(self, batch: list[StepRequest], steps: list[_Step], now: float) -> None:
@@ -350,8 +352,8 @@ class SteppedService:
         self._queue.put_back([work for work in works if work not in released])
 
     def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
-        """Handles a crash. Refuses a request that was alone in the step. Otherwise runs each of the
-        requests alone, to find the request that causes the crash."""
+        """Refuses a request that was alone in a crashed step. Otherwise runs each of the requests
+        alone, to find the request that causes the crash."""
         sessions = [work.session_id for work in batch]
         logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
         self._crashes += 1
@@ -384,8 +386,8 @@ class SteppedService:
         clock: Callable[[], float],
     ) -> None:
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, runs a second step with these items. Otherwise the second step would be
-        handed to the executor, which takes a good part of a quick step's time (1.3 ms)."""
+        nothing else waits, runs a second step with these items. To hand the second step to the
+        executor would take a good part of a quick step's time (1.3 ms)."""
         self._worker.leave(leaving)
         if not batch:
             return
@@ -428,16 +430,15 @@ class SteppedService:
             if work.started_at is None and answer is not Unfinished.WAITS:
                 work.started_at = start
             timed = [_timed(part, work, end, num_sharing) for part in work.progress(answer)]
-            if timed:
-                self.sessions.answer(work.session_id, end)
+            if timed and work.session_id in self.sessions:
+                self.sessions[work.session_id] = (self.sessions[work.session_id][0], end)
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
             if not work.sender.closed:
                 frames.setdefault((work.sender, work.held_s), []).extend(timed)
         for (sender, held_s), frame in frames.items():
-            # The answers of a longer step, for example with a part of a prompt, do not wait.
             if held_s > end - start:
                 sender.hold(frame, held_s)
-            else:
+            else:  # For example after a step with a part of a prompt.
                 sender.send(frame)
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
@@ -490,9 +491,8 @@ def _round_of(item: Any) -> Any:
 
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """Adds two times to a verdict or proposal: how long its item waited for the first step, and how
-    long the item then took until `end`. A proposal also gets the second time divided by
-    `num_sharing`, the number of items that shared the last step."""
+    """Adds to a verdict or proposal how long its item waited for the first step, and how long the
+    item then took until `end`. `num_sharing` items shared the last step."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at
@@ -512,16 +512,12 @@ class StepLoad:
 
     def stepped(self, works: Sequence[StepRequest], start: float, end: float) -> None:
         began = [max(0.0, start - work.arrived_at) for work in works if work.started_at == start]
-        self._sums.add(
-            end,
-            {
-                "steps": 1.0,
-                "seconds": end - start,
-                "places": min(1.0, len(works) / self._max_batch),
-                "began": len(began),
-                "waited": sum(began),
-            },
-        )
+        places = min(1.0, len(works) / self._max_batch)
+        amounts = {
+            "steps": 1.0, "seconds": end - start, "places": places,
+            "began": len(began), "waited": sum(began),
+        }  # fmt: skip
+        self._sums.add(end, amounts)
 
     def figures(self, now: float, step_figures: StepFigures) -> Figures:
         sums = self._sums
@@ -546,9 +542,8 @@ class _Connection(AnswerSender):
             self._service.take(item, self)
 
     def close(self) -> None:
-        """Drops requests that only this stream waits for, and frees the slots of its sessions."""
         self.closed = True
-        self._service.park(self._service.sessions.leave(self))
+        self._service.hang_up(self)
 
 
 def describe_model(
@@ -556,58 +551,14 @@ def describe_model(
 ) -> ReplicaDescription:
     """Describes a replica that runs a model, with at most `max_num_seqs` sessions in a step."""
     return ReplicaDescription(
-        model=info.name,
-        weights_fingerprint=info.weights_fingerprint,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        vocab_size=info.vocab_size,
-        dtype=info.dtype,
-        max_model_len=info.max_model_len,
-        eos_token_ids=info.eos_token_ids,
-        max_num_seqs=max_num_seqs,
-        step_costs=costs,
-        numerics=info.numerics,
-        features=info.features,
-    )
-
-
-class SessionTracker:
-    """Remembers the last `SEQUENCES_PER_REPLICA_MAX` sessions: for each, the connection of its last
-    item, and the time of its last item or answer."""
-
-    def __init__(self) -> None:
-        self._heard: Newest[str, tuple[AnswerSender, float]] = Newest(SEQUENCES_PER_REPLICA_MAX)
-
-    def __len__(self) -> int:
-        return len(self._heard)
-
-    def hear(self, session_id: str, sender: AnswerSender, now: float) -> None:
-        self._heard[session_id] = (sender, now)
-
-    def answer(self, session_id: str, now: float) -> None:
-        if session_id in self._heard:
-            self._heard[session_id] = (self._heard[session_id][0], now)
-
-    def forget(self, session_id: str) -> None:
-        self._heard.pop(session_id, None)
-
-    def leave(self, sender: AnswerSender) -> list[str]:
-        """Forgets and returns the sessions whose last item came over this closed connection."""
-        return self._drop([name for name, (last, _) in self._heard.items() if last is sender])
-
-    def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
-        """Forgets and returns the sessions that are not `waiting`, and had no item or answer after
-        the time `since`."""
-        silent = takewhile(lambda entry: entry[1][1] <= since, self._heard.items())
-        return self._drop([name for name, _ in silent if name not in waiting])
-
-    def _drop(self, names: list[str]) -> list[str]:
-        for name in names:
-            del self._heard[name]
-        return names
+        info.name, info.weights_fingerprint, info.tokenizer_fingerprint, info.vocab_size,
+        info.dtype, info.max_model_len, info.eos_token_ids, max_num_seqs, costs,
+        numerics=info.numerics, features=info.features,
+    )  # fmt: skip
 
 
 _RELEASED = 2**64
-"""Stands for the newest round of a released session. Larger than every round."""
+"""In place of the newest round of a released session. Larger than every round."""
 
 
 class StaleRoundFilter:
@@ -618,28 +569,27 @@ class StaleRoundFilter:
 
     def __init__(self) -> None:
         self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
+        """The newest epoch and round of each session. Epochs begin at 1."""
 
     def admit(self, head: RoundHead) -> Refused | None:
         """Notes the round, and returns None. If the round is old, only returns its refusal. The
         code is ABORTED for an old epoch, and CANCELLED for an old round of the same epoch."""
-        asked = self._asked.get(head.session_id)
-        if asked is not None:
-            epoch, latest = asked
-            if head.epoch < epoch:
-                over = StaleEpoch(f"epoch {head.epoch} is over: epoch {epoch} was seen")
-                return refusal(head.key, over)
-            if head.epoch == epoch and head.round < latest:
-                newer = f"round {latest} was asked for"
-                why = "the session was released" if latest == _RELEASED else newer
-                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over: {why}")
+        epoch, latest = self._asked.get(head.session_id, (0, 0))
+        if head.epoch < epoch:
+            over = StaleEpoch(f"epoch {head.epoch} is over: epoch {epoch} was seen")
+            return refusal(head.key, over)
+        if head.epoch == epoch and head.round < latest:
+            newer = f"round {latest} was asked for"
+            why = "the session was released" if latest == _RELEASED else newer
+            return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over: {why}")
         self._asked[head.session_id] = (head.epoch, head.round)
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
         """Ends all rounds of the epoch, future rounds included. If a newer epoch was seen, does
         nothing and returns False."""
-        asked = self._asked.get(session_id)
-        if asked is not None and asked[0] > epoch:
+        newest, _ = self._asked.get(session_id, (0, 0))
+        if newest > epoch:
             return False
         self._asked[session_id] = (epoch, _RELEASED)
         return True

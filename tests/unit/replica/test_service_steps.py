@@ -14,13 +14,7 @@ from outrider.limits import RELEASES_REMEMBERED_MAX, STEP_S_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.registry.registry import WINDOW_S
 from outrider.replica.executors import InlineExecutor
-from outrider.replica.service import (
-    STARVED_REST_S,
-    SessionTracker,
-    StaleRoundFilter,
-    StepLoad,
-    SteppedService,
-)
+from outrider.replica.service import STARVED_REST_S, StaleRoundFilter, StepLoad, SteppedService
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
@@ -446,19 +440,18 @@ async def test_an_engine_that_is_lost_in_the_second_step_runs_no_third_one() -> 
     await desk.service.close()
 
 
-def outlet() -> AnswerSender:
-    return AnswerSender(lambda answers: None)
-
-
-def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
-    tracker, first, second = SessionTracker(), outlet(), outlet()
-    for name in "abc":
-        tracker.hear(name, first, 0.0)
-    tracker.hear("b", second, 1.0)
-    tracker.forget("c")
-    assert tracker.leave(first) == ["a"]
-    assert tracker.leave(first) == []
-    assert tracker.leave(second) == ["b"]
+async def test_a_closed_connection_takes_along_those_heard_on_it_last(desk: Desk) -> None:
+    first, second = (desk.service.connect(lambda answers: None) for _ in range(2))
+    for connection, sessions in ((first, (1, 2, 3)), (second, (2,))):
+        connection.receive([DraftItem(make_head((1, 2), session=one), 2) for one in sessions])
+    desk.service.release(session_name(3), 1)
+    for connection, left in ((first, [session_name(2)]), (second, [])):
+        connection.close()
+        assert [*desk.service.sessions] == left
+    await desk.finish()
+    assert desk.worker.heard == [
+        ("release", session_name(3)), ("park", session_name(1)), ("park", session_name(2))
+    ]  # fmt: skip
 
 
 def test_rounds_and_epochs_only_grow() -> None:
