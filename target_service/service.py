@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import check
+from outrider.errors import Overloaded, check
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX, STREAM_INTERVAL_MS
 from outrider.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem
@@ -43,9 +43,9 @@ class TargetService(SteppedService):
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
         `costs`, the time of a step is limited too, and a step waits for sessions that are expected
         soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the time of
-        drafting, in seconds. Without `grammars`, sessions with a constraint are refused. Verdicts
-        of rounds that run ahead wait up to `stream_interval_ms` for further verdicts, because one
-        message for several verdicts costs less."""
+        drafting, s. Without `grammars`, sessions with a constraint are refused. Verdicts of rounds
+        that run ahead wait up to `stream_interval_ms`, because one message for several verdicts
+        costs less."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -60,10 +60,9 @@ class TargetService(SteppedService):
         self._held_s = stream_interval_ms / 1e3
 
     def submit(self, work: StepRequest) -> None:
-        """If the item allows run-ahead, starts or continues the session's run-ahead. Otherwise
+        """Starts or continues the session's run-ahead, if the item allows run-ahead. Otherwise
         queues the item."""
-        item, sender = work.item, work.sender
-        session_id = item.head.session_id
+        item, sender, session_id = work.item, work.sender, work.session_id
         ahead = self._ahead.get(session_id)
         if ahead is not None and ahead.continues(item):
             self._ahead.move_to_end(session_id)
@@ -71,18 +70,19 @@ class TargetService(SteppedService):
             if ahead.running is None:
                 self._run_next(session_id, ahead)
             return
-        self._forget(session_id)
+        self._end_ahead(session_id)
         if item.run_ahead > 0 and not item.proposal:
+            if len(self._ahead) >= SEQUENCES_PER_REPLICA_MAX:
+                idle = (name for name, one in self._ahead.items() if one.running is None)
+                self._end_ahead(next(idle, next(iter(self._ahead))), self._refuse_ahead)
             ahead = self._ahead[session_id] = RunAhead(item, sender)
-            if len(self._ahead) > SEQUENCES_PER_REPLICA_MAX:
-                self._forget(next(iter(self._ahead)))
             self._run_next(session_id, ahead)
         else:
             super().submit(work)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
         """Queues the next round of a session that runs ahead. If no further round is allowed, sends
-        the verdicts that the sender still keeps."""
+        the session's held verdicts."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
             ahead.sender.flush(session_id)
@@ -119,20 +119,31 @@ class TargetService(SteppedService):
         """See `StepRequest.follow`. `item` appends one token."""
         if not isinstance(answer, VerdictReply) or step_s >= self._held_s:
             return None
-        head, [token_id] = item.head, answer.verdict.correction
+        [token_id] = answer.verdict.correction
         if token_id in self._description.eos_token_ids:
             return None
-        return _later_round(item, 1, _committed_digest(head), token_id)
+        return _later_round(item, 1, _committed_digest(item.head), token_id)
 
     def _forget(self, session_id: str) -> None:
+        self._end_ahead(session_id, lambda work: self._cancel([work]))
+
+    def _refuse_ahead(self, work: StepRequest) -> None:
+        self._refuse(work, Overloaded("too many sessions run ahead on this target", 100))
+
+    def _end_ahead(
+        self, session_id: str, tell: Callable[[StepRequest], None] = lambda work: None
+    ) -> None:
+        """Ends a session's run-ahead. If a round waits or runs, calls `tell` for it in place of its
+        verdict. Without `tell`, the session must have a newer item."""
         ahead = self._ahead.pop(session_id, None)
-        if ahead is not None and ahead.running is not None:
-            ahead.running.sender = CLOSED
+        if ahead is not None and (work := ahead.running) is not None:
+            tell(work)
+            work.sender = CLOSED
 
 
 class RunAhead:
-    """The run-ahead of one session: the round of `item` and up to `item.run_ahead` further rounds.
-    Each round commits one token.
+    """A session's run-ahead: the round of `item`, and up to `item.run_ahead` further rounds. Each
+    round commits one token.
 
     | round | committed length at its start | verdict |
     | --- | --- | --- |
@@ -153,10 +164,9 @@ class RunAhead:
 
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
-        verdict or for the next round, with the same prefix and parameters. The item must also allow
-        all rounds that this run-ahead allows. An item that allows fewer rounds comes from another
-        coordinator. This coordinator may want to draft earlier, so it must get no more verdicts
-        than it has asked for."""
+        verdict or for the next round, with the same prefix and parameters. It must also allow all
+        rounds that this run-ahead allows. If it allows fewer, it comes from another coordinator,
+        which may want to draft earlier and must get no more verdicts than it has asked for."""
         mine, asked = self._item.head, item.head
         rounds = asked.round - mine.round
         return (
@@ -173,17 +183,15 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next round's verdict may wait for further verdicts. The first verdict is sent
-        at once, because the coordinator waits for it. The verdict after half of the rounds is sent
-        at once, because the coordinator then asks for more rounds before the run-ahead ends."""
+        """Whether the next round's verdict may wait for further verdicts. The coordinator waits for
+        the first verdict. After the verdict of half of the rounds, it asks for more rounds."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
-        """Makes `item` the item of this run-ahead, and drops all earlier rounds. The item must
-        satisfy `continues`. If the item has come twice, or over another connection, the coordinator
-        may lack verdicts, so the result is the known verdicts from the item's round on. Otherwise
-        the result is empty."""
+        """Makes `item`, which must satisfy `continues`, the item of this run-ahead, and drops all
+        earlier rounds. If the item has come twice, or over another connection, the coordinator may
+        lack verdicts: returns the known verdicts from the item's round on."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         del self.replies[:rounds]
@@ -200,9 +208,8 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], reply.verdict.correction[0]))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
-        """Returns the next round to run. Returns None if all allowed rounds have run, or if the
-        prefix would be longer than `length_max` tokens. The first round is `item` itself. Each
-        later round appends the token of the round before it to the cached prefix."""
+        """Returns the next round to run, or None if all allowed rounds have run (see `allows`). The
+        first round is `item`. Each later round appends the token of the round before it."""
         rounds = len(self.replies)
         if rounds == 0:
             return self._item
@@ -212,7 +219,8 @@ class RunAhead:
         return _later_round(self._item, rounds, self._digests[rounds - 1], token_id)
 
     def allows(self, rounds: int, length_max: int) -> bool:
-        """Whether the round that follows `rounds` rounds after `item` may run."""
+        """Whether the round that comes `rounds` rounds after `item` may run. Its prefix must have
+        at most `length_max` tokens."""
         is_long = self._item.head.committed_length + rounds > length_max
         return rounds <= self._item.run_ahead and not is_long
 

@@ -10,6 +10,7 @@ from rounds import Player, Replica, make_head, session_name
 from toy_engine import ToyEngine
 
 from outrider.engine.interface import SequenceStep
+from outrider.errors import Overloaded
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE, AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
@@ -302,6 +303,40 @@ async def test_a_release_refuses_the_round_that_waits(setting: Replica) -> None:
     assert answer.code == CANCELLED_CODE
     await setting.settle()
     assert not setting.engine.batches
+    connection.close()
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+async def test_a_session_that_stops_during_its_step_is_refused_this_round(
+    setting: Replica, monkeypatch: pytest.MonkeyPatch, is_released: bool
+) -> None:
+    """Because it is released, or because it has run ahead the longest and others run ahead, too.
+    In the second case its coordinator asks again."""
+    monkeypatch.setattr("target_service.service.SEQUENCES_PER_REPLICA_MAX", 2)
+    frames: list[VerifyAnswer] = []
+    connection = setting.service.connect(frames.extend)
+
+    def ask(session: int) -> None:
+        head = make_head(PROMPT, rule=RULE, session=session)
+        connection.receive([VerifyItem(head, run_ahead=2)])
+
+    def stop(tokens: Sequence[int]) -> bool:
+        if len(setting.engine.batches) == 2:
+            if is_released:
+                setting.service.release(session_name(1), 1)
+            else:
+                ask(2)
+                ask(3)
+        return False
+
+    setting.engine.breaks_after = stop
+    ask(1)
+    await setting.settle()
+    mine = [answer for answer in frames if answer.key.session_id == session_name(1)]
+    assert [answer.key.round for answer in mine] == [0, 1]
+    [_, answer] = mine
+    assert isinstance(answer, Refused)
+    assert answer.code == (CANCELLED_CODE if is_released else Overloaded.grpc_code)
     connection.close()
 
 
