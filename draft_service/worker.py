@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Drafting(Work):
-    """A `DraftItem` while steps work on it."""
-
     item: DraftItem
     sampling: SamplingParams
     draft: AutoregressiveDraft
@@ -38,9 +36,8 @@ class _Drafting(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        """Slots for the committed tokens and a proposal. Without look-ahead, the proposal's last
-        token is never run and needs no slot. A head runs only tokens with features, so `reach` ends
-        after the last of these tokens."""
+        """Without look-ahead, the proposal's last token is never run and needs no slot. A head runs
+        only tokens with features, so `reach` ends after the last of these tokens."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -54,7 +51,7 @@ class _Drafting(Work):
 
 
 class Proposer(StepWorker):
-    """Drafts for the items of a step. If a session gets no pages, its proposal is empty. The output
+    """Drafts for the items of a step. A session without pages gets an empty proposal. The output
     stays exact, because the lack of pages depends on no token's value."""
 
     def __init__(
@@ -73,8 +70,8 @@ class Proposer(StepWorker):
         return wants and self._drafter.looks_ahead
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. If look-ahead already knows the answer to an item, the step runs
-        no look-ahead pass, because the answer is sent only after the step."""
+        """Like `StepWorker.step`. Runs no look-ahead pass if look-ahead already knows the answer to
+        an item, because the answer is sent only after the step."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         self._begin([work for work in works if not ahead.works_on(work.item)])
@@ -154,6 +151,8 @@ class Proposer(StepWorker):
     def _undo(self, work: _Drafting) -> None:
         if not work.draft.token_ids:
             self._engine.keep(work.head.session_id, work.num_held)
+            # If the engine has forgotten the sequence, the new draft runs all tokens.
+            work.draft = self._drafter.begin(work.draft.request)
 
     def _finish(self, works: Sequence[_Drafting], found: Sequence[AutoregressiveDraft]) -> None:
         for work, draft in zip(works, found, strict=True):

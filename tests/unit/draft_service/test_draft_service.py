@@ -9,7 +9,7 @@ from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
-from outrider.errors import EngineLost
+from outrider.errors import EngineLost, OutriderError
 from outrider.messages import DraftItem, ProposalReply
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
@@ -133,6 +133,28 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
     more = await setting.ask(DraftItem(make_head(following, 4, rule=rule, round_index=1), 2))
     expected, _ = expected_proposal(following, 2, rule, sampling, 1)
     assert list(more.proposal.token_ids) == expected
+
+
+async def test_a_sequence_that_a_failed_pass_forgot_is_drafted_anew(setting: Replica) -> None:
+    prompts = {session: (*PROMPT, session) for session in (1, 2)}
+    await setting.send(*(DraftItem(make_head(PROMPT, session=one), 2) for one in prompts))
+
+    def forget(tokens: Sequence[int]) -> bool:
+        if len(setting.engine.batches[-1]) == 2:
+            setting.engine.release(session_name(1))
+            setting.engine.crash = OutriderError("no memory")
+        return False
+
+    setting.engine.breaks_after = forget
+    answers = await setting.send(
+        *(
+            DraftItem(make_head(tokens, 3, session=one, round_index=1), 1)
+            for one, tokens in prompts.items()
+        )
+    )
+    for tokens, answer in zip(prompts.values(), answers, strict=True):
+        expected, _ = expected_proposal(tokens, 1, Rule.GREEDY, GREEDY, 1)
+        assert (list(answer.proposal.token_ids), answer.cached_length) == (expected, 4)
 
 
 async def test_a_lost_engine_is_no_items_own_error(setting: Replica) -> None:
