@@ -42,9 +42,9 @@ class HeadEngine(PagedSequences):
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
         """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token
-        before each new token. For the first token of a sequence, this feature is arbitrary. A step
-        wants one row of logits or none. Returns the head's output [L, D] for the L steps that want
-        a row."""
+        before each new token, which is arbitrary for the first token of a sequence. A step wants
+        one row of logits or none. Returns the head's output [L, D] for the L steps that want one.
+        """
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -94,9 +94,8 @@ class FeatureDrafter(ModelDrafter):
                 self.engine.keep(branch.sequence_id, len(branch.request.token_ids))
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
-        """Like `ModelDrafter.begin`. The draft runs the committed tokens whose features are known,
-        and draws only if all features are known. Raises `BadRequest` if features do not fit the
-        head."""
+        """Like `ModelDrafter.begin`. The draft runs the committed tokens with known features, and
+        draws only if all are known. Raises `BadRequest` if features do not fit the head."""
         draft, features = super().begin(request), request.features
         nothing = AutoregressiveDraft(request, 0)
         if features is None or not draft.unseen:
@@ -135,7 +134,7 @@ class FeatureDrafter(ModelDrafter):
         return [found.get(id(branch), logits[:0]) for branch in branches]
 
     def _rows(self, branch: AutoregressiveDraft) -> Tensor:
-        """Returns, for each token to run, the feature of the token before it: [T, D], bfloat16."""
+        """[T, D], bfloat16: for each token to run, the feature of the token before it."""
         features, held = branch.request.features, self.engine.length(branch.sequence_id)
         if features is None:
             raise InvariantError("a pass without features")

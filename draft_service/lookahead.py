@@ -14,8 +14,7 @@ to every draft that a coordinator waits for, and to the drafts of the likeliest 
 
 The draft of x_1..x_K has often run all tokens but x_K. If the distributions of all x_i were also
 kept, they predict the outcomes that end with a correction. The drafts of these outcomes then begin
-before the round is read.
-"""
+before the round is read."""
 
 import logging
 from collections.abc import Sequence
@@ -65,8 +64,7 @@ class RoundAhead:
         """The unfinished draft that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
         """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and the
-        distributions of all x_i were kept. Drafts of outcomes can then begin before the round is
-        read."""
+        distributions of all x_i were kept."""
         self.is_read = False
         """Whether the round was read, or cannot be read."""
         self.guesses: OutcomeGuesses | None = None
@@ -76,8 +74,7 @@ class RoundAhead:
         """The unfinished draft of each outcome."""
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished drafts whose sequences still exist. The draft of the actual outcome can become
-        the next round's `basis`."""
+        """Finished drafts whose sequences still exist. One can become the next round's `basis`."""
 
     @property
     def session_id(self) -> str:
@@ -96,8 +93,8 @@ class RoundAhead:
 
     @property
     def reading(self) -> SequenceStep:
-        """The step that reads the round. It asks for the logits that predict the bonus. If there is
-        no `basis`, it also asks for the logits that predict the corrections."""
+        """The step that reads the round. It asks for the logits that predict the bonus and, if
+        there is no `basis`, the corrections."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -112,8 +109,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The newest rounds of a draft replica's sessions. Only the executor's thread may use this
-    class."""
+    """The newest rounds of a draft replica's sessions. For the executor's thread only."""
 
     def __init__(self, drafter: ModelDrafter, max_num_seqs: int) -> None:
         self._engine = drafter.engine
@@ -199,9 +195,8 @@ class LookAhead:
         wanted: Sequence[AutoregressiveDraft],
         readings: Sequence[SequenceStep],
     ) -> list[AutoregressiveDraft]:
-        """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
-        these drafts and the other steps of the pass, ends the drafts of the least likely outcomes.
-        """
+        """Returns the drafts of the `most` likeliest outcomes. If pages are too few for the pass,
+        ends the drafts of the least likely outcomes."""
         found = [(now.chances[one], now.outcomes, one) for now in rounds for one in now.outcomes]
         found = sorted(found, key=itemgetter(0), reverse=True)[:most]
         chosen = [outcomes[outcome] for _, outcomes, outcome in found]
@@ -236,8 +231,7 @@ class LookAhead:
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
         """Returns the actual outcome of the round `before`, and reports it to the outcome model.
-        Returns an empty outcome if nothing was guessed, or if later rounds have committed tokens.
-        """
+        Empty if nothing was guessed, or if later rounds have committed tokens."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -257,8 +251,8 @@ class LookAhead:
     ) -> list[DraftAnswer]:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
         at least half of its tokens, proposes these at once. Each further token would take a pass,
-        and the last tokens are the least likely to be accepted. The number of tokens depends only
-        on when the item came, not on any token's value, so the output stays exact."""
+        and the last tokens are the least likely to be accepted. The number of tokens depends on the
+        item's arrival, not on any token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -277,8 +271,7 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """Returns the answer with this proposal. A proposal that was drafted before the item came
-        may be longer than the item asks for, so it is cut."""
+        # A proposal that was drafted before the item came may be too long.
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -405,9 +398,9 @@ class LookAhead:
         """Handles the error of a pass. Drops the drafts of all outcomes. Every `wanted` draft that
         has tokens ends with these tokens.
 
-        An `OutriderError` other than `EngineLost` is the fault of one draft. After such an error,
-        each `wanted` draft without tokens runs again alone. After another error, if no `wanted`
-        draft has tokens, returns False. Otherwise the drafts without tokens end with the error."""
+        An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
+        without tokens runs again alone. After another error, the drafts without tokens end with the
+        error; if no `wanted` draft has tokens, returns False."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -428,8 +421,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops outcomes whose drafts have lost their pages to an older session. A wanted draft
-        that has lost its pages ends with the tokens that it has."""
+        """Drops the outcomes whose drafts have lost their pages. A wanted draft that has lost its
+        pages ends with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
@@ -442,8 +435,8 @@ class LookAhead:
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round and releases its sequences. The sequences of finished drafts are released
-        after a later pass, because a coordinator may wait for the next pass."""
+        """Ends a round. The sequences of finished drafts are released after a later pass, because a
+        coordinator may wait for the next pass."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

@@ -36,14 +36,13 @@ class ModelDrafter:
         """Number of passes in the last call of `extend`."""
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        """Draws the tokens of drafts of distinct sessions. If the time limit of a whole draft is
-        over, the call ends early, because this draft is sent only after the step. The next call
-        continues the other drafts.
+        """Draws the tokens of drafts of distinct sessions. Returns early if the time limit of a
+        whole draft is over, because this draft is sent only after the step. The next call continues
+        the other drafts.
 
-        For each draft, the engine must hold all committed and drafted tokens except `unseen`. If
-        the engine has lost some, a draft that has drafted tokens ends. A draft that wants no tokens
-        still runs its prefix. If the first pass fails and no draft has drafted tokens, raises the
-        error."""
+        The engine must hold all committed and drafted tokens of each draft except `unseen`. If it
+        has lost some, a draft that has drafted tokens ends. A draft that wants no tokens still runs
+        its prefix. If the first pass fails and no draft has drafted tokens, raises the error."""
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
                 branch.stop()
@@ -59,9 +58,8 @@ class ModelDrafter:
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Returns a draft without tokens. The engine must hold a proper prefix of the committed
-        tokens. If a committed token after this prefix is outside the model's vocabulary, or if
-        there are more than `max_model_len` committed tokens, the draft is whole and runs nothing.
-        """
+        tokens. If a committed token after this prefix is outside the vocabulary, or if there are
+        more than `max_model_len` committed tokens, the draft is whole and runs nothing."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)

@@ -15,8 +15,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """Returns the token that a PARD model reads in place of tokens that are not drawn yet. Returns
-    None if the draft is not a PARD model."""
+    """Returns the token that a PARD model reads in place of tokens that are not drawn yet, or None
+    if the draft is not a PARD model."""
     directory = Path(config.directory)
     if not config.directory or recognise(directory) is not DrafterFormat.PARD:
         return None
@@ -26,8 +26,8 @@ def parallel_token(config: DraftConfig) -> int | None:
 
 class ParallelDrafter(ModelDrafter):
     """A `ModelDrafter` whose proposals take one pass each. After the committed tokens, the pass
-    runs K - 1 copies of the parallel token. Draft tokens x_1..x_K are drawn from the last K rows of
-    logits. After the pass, the slots of the copies are freed."""
+    runs K - 1 copies of the parallel token, whose slots are then freed. Draft tokens x_1..x_K are
+    drawn from the last K rows of logits."""
 
     in_one_pass = True
 

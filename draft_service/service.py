@@ -43,9 +43,9 @@ class DraftService(SteppedService):
         super().__init__(self._proposer, executor, description)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Starts the time limit of an item's draft. Without look-ahead, a timer reports an empty
-        draft if nothing is drawn when the time is over. With look-ahead, only steps check the
-        limit, because the round's tokens may already be drawn."""
+        """Starts the time limit of an item's draft. Without look-ahead, a timer reports when the
+        time is over and nothing is drawn. With look-ahead, only steps check the limit, because the
+        round's tokens may already be drawn."""
         loop, engine = asyncio.get_running_loop(), self._engine
         deadline = DraftDeadline.after(
             item.budget_us, lambda: loop.time() + engine.stated_seconds, loop.time()
@@ -58,9 +58,8 @@ class DraftService(SteppedService):
         return work
 
     def _tell_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
-        """Called at the end of the time limit for drafting. If no token is drawn yet, tells the
-        coordinator, and prevents draws. The item's prefix still runs. After the prefix, an empty
-        proposal reports how many tokens the replica holds."""
+        """If no token is drawn yet, tells the coordinator, and prevents draws. The item's prefix
+        still runs, and then an empty proposal reports how many tokens the replica holds."""
         if deadline.close_undrawn():
             work.answered = True
             work.sender.send([undrawn(work.key)])

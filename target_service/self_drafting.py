@@ -28,15 +28,14 @@ class SelfDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
-        """Returns a proposal for each request, in order. Each proposal has at most the requested
-        number of tokens. The engine must hold all committed tokens of a request except the newest
-        token. Without penalties, the request's `token_ids` needs only the newest token. For each
-        request, `hidden_states` has the engine's feature [D] at the token before the newest token.
-        The engine's sequences stay unchanged.
+        """Returns a proposal for each request, of at most the requested number of tokens. The
+        engine must hold all committed tokens of a request but the newest. Without penalties, the
+        request's `token_ids` needs only the newest. For each request, `hidden_states` has the
+        engine's feature [D] at the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
-        proposed. Dropping these tokens could bias the output, because the failure may depend on
-        their values."""
+        proposed. To drop them could bias the output, because the failure may depend on their
+        values."""
         drafts, engine = [AutoregressiveDraft(request) for request in requests], self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):

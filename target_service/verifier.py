@@ -46,28 +46,25 @@ from .self_drafting import SelfDrafter
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT = 0
-"""This token runs in place of a draft token outside the target's vocabulary. Such a draft token has
-p = 0 and is never accepted, so the logits after the token are never used."""
+"""Runs in place of a draft token outside the target's vocabulary. Such a draft token has p = 0, so
+it is never accepted, and the logits after it are never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""For each type of device, the largest number of rows of logits from which verdicts are computed
-together. More rows are no faster, and take more memory. On a GPU, 256 rows of 128,000 tokens take
-125 MiB, and up to twice this memory if the rows of several sessions are copied into one tensor."""
+"""Largest number of rows of logits from which verdicts are computed together, by type of device.
+More rows are no faster, and take more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB,
+and up to twice this if the rows of several sessions are copied into one tensor."""
 
 
 class _Round(Work):
-    """An item in a step, and what the step computes for it."""
-
     item: VerifyItem
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """The item's part of the forward pass. If `num_logits` is 0, the step runs only a part of the
-    prefix."""
+    """With 0 logits if it runs only a part of the prefix."""
     question: Question
     history = NO_HISTORY
     allowed: Allowed | None = None
-    """Says which tokens may follow the committed tokens. None = all tokens."""
+    """The tokens that may follow the committed tokens. None = all tokens."""
     untold: int | None = None  # see `RowMasks`
 
     @property
@@ -86,15 +83,15 @@ class _Round(Work):
         )
 
     def outcome(self, verdict: Verdict) -> Outcome:
-        """The outcome that the coordinator will derive from a verdict."""
+        """Returns the outcome that the coordinator will derive from a verdict."""
         proposal, head = self.proposal, self.head
         uniforms = head.noise.accept_uniforms(len(proposal))
         return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """If the outcome of `verdict` reaches the row `untold`, returns a verdict that ends with
-        the draft token before this row. The session then fails in the next round, after the same
-        token as in plain decoding. Otherwise returns `verdict`."""
+        """Returns `verdict`. If its outcome reaches the row `untold`, returns a verdict that ends
+        with the draft token before this row. The session then fails in the next round, after the
+        same token as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -289,8 +286,8 @@ class Verifier(StepWorker):
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
-    positions. The rows of a message and of a step are limited. Rounds that lack the fewest rows
-    come first, because a draft proposes nothing while it lacks rows."""
+    positions. Rounds that lack the fewest rows come first, because rows are limited, and a draft
+    proposes nothing while it lacks rows."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from
