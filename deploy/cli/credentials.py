@@ -144,9 +144,7 @@ def certs(arguments: Arguments) -> int:
     now = datetime.datetime.now(datetime.UTC)
     left = {AUTHORITY: days_left(directory / f"{AUTHORITY}.pem", now)}
     for role in ROLES:
-        files = RoleFiles.of(directory, role)
-        files.check()
-        left[role] = days_left(files.certificate, now)
+        left[role] = days_left(RoleFiles.of(directory, role).checked().certificate, now)
     said = [f"{directory / f'{name}.pem'}: {days} days" for name, days in left.items()]
     return tell(Report({"directory": str(directory), "days_left": left}, said), arguments.json)
 

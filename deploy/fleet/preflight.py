@@ -320,7 +320,7 @@ def check_security_files(config: CoordinatorConfig) -> None:
 
     def check_roles(directory: Path) -> None:
         for role in ROLES:
-            RoleFiles.of(directory, role).check()
+            RoleFiles.of(directory, role).checked()
 
     checks: dict[str, Callable[[Path], object]] = {
         "ssl_certfile": lambda path: check_pair(path, Path(config.ssl_keyfile)),

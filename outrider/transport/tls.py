@@ -9,8 +9,8 @@ Services of a deployment identify each other by role. Each role has a certificat
     DIR/<role>.pem, <role>-key.pem      certificate and key of all replicas of a role
 
 A replica's address is unknown when its certificate is made. So the certificate has the DNS name
-`<role>.outrider.internal`. A caller checks that the server's certificate has the name of the
-server's role. A server checks that the caller's certificate has the name of an admitted role.
+`<role>.outrider.internal`. Callers check the name of the server's role, servers that of an admitted
+role.
 
 Import this module only if TLS is used, because the import of `cryptography` is slow."""
 
@@ -20,9 +20,8 @@ import datetime
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from cryptography import x509
@@ -48,38 +47,42 @@ ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
 """A certificate is valid from this time before its creation, because machines' clocks differ."""
 WARNED_DAYS = 30
-"""A service whose certificate ends within this number of days logs a warning at its start."""
+"""`RoleFiles.checked` warns of a certificate that ends within this number of days."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoleFiles:
+class RoleFiles(NamedTuple):
     """Files with the authority, and with the certificate and key of a role."""
 
     authority: Path
     certificate: Path
     key: Path
 
-    @classmethod
-    def of(cls, directory: Path, role: Role) -> RoleFiles:
+    @staticmethod
+    def of(directory: Path, role: Role) -> RoleFiles:
         """Returns the files in `directory`, under the names that `outrider certs` gives them."""
-        return cls(
-            directory / f"{AUTHORITY}.pem", directory / f"{role}.pem", directory / f"{role}-key.pem"
-        )
+        names = AUTHORITY, role, f"{role}-key"
+        return RoleFiles(*(directory / f"{name}.pem" for name in names))
 
-    def check(self) -> None:
-        """Raises `ConfigError` if a file is missing or invalid, if the files do not belong
-        together, or if the certificate has ended."""
+    def checked(self) -> RoleFiles:
+        """Returns these files. Raises `ConfigError` if a file is missing or invalid, if the files
+        do not belong together, or if the certificate has ended. Warns if it ends soon."""
         check_pair(self.certificate, self.key)
         check_authority(self.authority, self.certificate)
+        left = days_left(self.certificate, datetime.datetime.now(datetime.UTC))
+        if left < WARNED_DAYS:
+            _log.warning(
+                "%s ends in %d days; renew it with `outrider certs`", self.certificate, left
+            )
+        return self
 
 
-def name_of(role: Role) -> str:
+def name_of(role: str) -> str:
     return f"{role}.{DOMAIN}"
 
 
 def make_authority(directory: Path, now: datetime.datetime) -> None:
     """Makes the key and certificate of a new authority. Only the file's owner can read the key."""
-    _make(directory, AUTHORITY, "internal authority", now, AUTHORITY_DAYS)
+    _make(directory, AUTHORITY, now, AUTHORITY_DAYS)
 
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
@@ -93,7 +96,7 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
     end = authority.not_valid_after_utc
     if now + datetime.timedelta(days=1) > end:
         raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make a new one with --force")
-    _make(directory, role, role, now, min(days, (end - now).days), authority.subject, signer)
+    _make(directory, role, now, min(days, (end - now).days), authority.subject, signer)
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
@@ -145,8 +148,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
 
 def _make(
     directory: Path,
-    file: str,
-    title: str,
+    name: str,
     now: datetime.datetime,
     days: int,
     issuer: x509.Name | None = None,
@@ -155,7 +157,7 @@ def _make(
     """Makes a key and a certificate. The certificate of a role is signed with `signer`, the key of
     the `issuer`. Without an `issuer`, makes a self-signed certificate of an authority."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {name}")])
     is_ca = issuer is None
     extensions: list[x509.ExtensionType] = [
         x509.BasicConstraints(is_ca, 0 if is_ca else None),
@@ -163,11 +165,10 @@ def _make(
         x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
     ]
     if not is_ca:
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         extensions += [
-            x509.ExtendedKeyUsage(
-                [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-            ),
-            x509.SubjectAlternativeName([x509.DNSName(f"{title}.{DOMAIN}")]),
+            x509.ExtendedKeyUsage(purposes),
+            x509.SubjectAlternativeName([x509.DNSName(name_of(name))]),
             x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
         ]
     builder = (
@@ -186,15 +187,15 @@ def _make(
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(pem, form, serialization.NoEncryption())
     # The key is written first, so that a new certificate never lacks its key.
-    write_whole(directory / f"{file}-key.pem", private.decode(), 0o600)
-    write_whole(directory / f"{file}.pem", certificate.public_bytes(pem).decode(), 0o644)
+    write_whole(directory / f"{name}-key.pem", private.decode(), 0o600)
+    write_whole(directory / f"{name}.pem", certificate.public_bytes(pem).decode(), 0o644)
 
 
 def server_credentials(
     certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
     """Credentials of a server. In the file `certificate`, intermediate certificates may follow the
-    server's own. If `authority` is given, each caller needs a certificate signed by it. Raises
+    server's own. With `authority`, each caller needs a certificate signed by it. Raises
     `ConfigError` for missing or invalid files."""
 
     def read() -> Any:
@@ -216,9 +217,9 @@ def caller_trust(
     key: Path | None = None,
     server_name: str = "",
 ) -> Trust:
-    """TLS of a user's channel. `authority` must have signed the server's certificate. Without
-    `authority`, gRPC's own list of authorities is used. The channel shows `certificate` to servers
-    that ask for a certificate. Raises `ConfigError` for missing or invalid files."""
+    """TLS of a user's channel. `authority` must have signed the server's certificate; None = gRPC's
+    own list of authorities. The channel shows `certificate` to servers that ask for a certificate.
+    Raises `ConfigError` for missing or invalid files."""
     if (certificate is None) != (key is None):
         raise ConfigError("a certificate goes with its key; give both, or none")
     chain = private = None
@@ -230,13 +231,8 @@ def caller_trust(
 
 
 def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None = None) -> Trust:
-    """Like `caller_trust`, but accepts only a server with the certificate in the file `server`."""
-    return caller_trust(server, certificate, key, server_name=pinned_name(server))
-
-
-def pinned_name(server: Path) -> str:
-    """Returns a host name in the certificate: a DNS name if there is one, otherwise an IP address.
-    Raises `ConfigError` if the certificate names no host."""
+    """Like `caller_trust`, but accepts only a server with the certificate in the file `server`.
+    Raises `ConfigError` if the certificate has neither a DNS name nor an IP address."""
     names: list[str] = []
     for one in read_certificates(server)[0].extensions:
         if isinstance(one.value, x509.SubjectAlternativeName):
@@ -245,21 +241,21 @@ def pinned_name(server: Path) -> str:
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
     # A wildcard matches any first label of a name.
-    return names[0].replace("*", "outrider", 1)
+    return caller_trust(server, certificate, key, names[0].replace("*", "outrider", 1))
 
 
 def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:
     """Credentials of a service of this role, for calls of the deployment's other services. Raises
     `ConfigError` for missing or invalid files."""
-    files = _checked(directory, role)
+    files = RoleFiles.of(directory, role).checked()
     return server_credentials(files.certificate, files.key, files.authority)
 
 
 def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
-    """TLS of a service of the role `role` that calls a service of the role `peer`. Raises
-    `ConfigError` for missing or invalid files."""
-    files = _checked(directory, role)
-    return caller_trust(files.authority, files.certificate, files.key, name_of(peer))
+    """TLS of a service of this role that calls a service of the role `peer`. Raises `ConfigError`
+    for missing or invalid files."""
+    files = RoleFiles.of(directory, role).checked()
+    return caller_trust(*files, name_of(peer))
 
 
 def role_guard(*roles: Role) -> Guard:
@@ -273,15 +269,6 @@ def role_guard(*roles: Role) -> Guard:
             raise PermissionDenied(f"{shown}: may not call {method}")
 
     return check_role
-
-
-def _checked(directory: Path, role: Role) -> RoleFiles:
-    files = RoleFiles.of(directory, role)
-    files.check()
-    left = days_left(files.certificate, datetime.datetime.now(datetime.UTC))
-    if left < WARNED_DAYS:
-        _log.warning("%s ends in %d days; renew it with `outrider certs`", files.certificate, left)
-    return files
 
 
 def _authorities(path: Path) -> bytes:

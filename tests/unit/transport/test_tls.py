@@ -21,7 +21,7 @@ from outrider.transport.tls import (
     internal_trust,
     make_authority,
     make_role,
-    pinned_name,
+    pinned_trust,
     read_certificates,
 )
 
@@ -42,10 +42,10 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
     serials = {authority.serial_number}
     for role in ROLES:
         files = RoleFiles.of(directory, role)
-        files.check()
+        files.checked()
         assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
         found = first_certificate(files.certificate)
-        assert pinned_name(files.certificate) == f"{role}.outrider.internal"
+        assert pinned_trust(files.certificate).server_name == f"{role}.outrider.internal"
         assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
         usage = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
@@ -105,7 +105,7 @@ def test_a_certificate_has_an_end(tmp_path: Path) -> None:
     make_authority(tmp_path, past)
     make_role(tmp_path, "draft", past)
     with pytest.raises(ConfigError, match=r"draft\.pem: ended \d{4}-\d\d-\d\d"):
-        RoleFiles.of(tmp_path, "draft").check()
+        RoleFiles.of(tmp_path, "draft").checked()
     make_role(tmp_path, "draft", NOW)
     end = first_certificate(tmp_path / "ca.pem").not_valid_after_utc
     assert first_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
