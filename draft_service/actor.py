@@ -10,7 +10,7 @@ from outrider.replica.process_setup import (
     batched_tokens,
     build_grammars,
     build_head,
-    try_drafting_kernels,
+    try_device_kernels,
 )
 from outrider.settings import blaming
 
@@ -39,7 +39,7 @@ class DraftActor(ReplicaHost):
                 engine = HeadEngine(
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
-                executor.call(lambda: try_drafting_kernels(head))
+                executor.call(lambda: try_device_kernels(None, head))
                 # The measured costs do not apply, because a head's pass over committed tokens runs
                 # attention only for the last token.
                 drafter, costs = FeatureDrafter(head, engine), None

@@ -102,9 +102,11 @@ class ReplicaHost(PlacedActor):
         )
         executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)
+        costs = None
         if engine is not None:
-            executor.call(lambda: try_device_kernels(engine))
-        costs = None if engine is None else executor.call(lambda: step_costs(engine, config))
+            layer = getattr(engine, "draft_layer", None)
+            executor.call(lambda: try_device_kernels(engine, layer))
+            costs = executor.call(lambda: step_costs(engine, config))
         return self.build(config, executor, engine, costs)
 
     def build(
@@ -131,18 +133,17 @@ class ReplicaHost(PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses further calls and items. The replica closes when no item waits for a step and all
-        answers are sent, at the latest after `grace_s` seconds. Concurrent callers wait for the
-        same stop."""
+        """Refuses further calls and items. Closes when no item waits for a step and all answers are
+        sent, at the latest after `grace_s` seconds. Concurrent callers wait for the same stop."""
         if self._stopping is None:
             self._grace_s = grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
     async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
-        """Serves `service` by gRPC and announces it. Returns the address that coordinators call.
-        Raises `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry
-        does not answer."""
+        """Serves `service` and announces it. Returns the address that coordinators call. Raises
+        `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry does not
+        answer."""
         from outrider.transport.codec import DRAFT, VERIFY
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
@@ -151,15 +152,13 @@ class ReplicaHost(PlacedActor):
         if config.internal_tls_dir:
             from outrider.transport.tls import internal_server_credentials, role_guard
 
-            # Only coordinators may call the server, so it offers no reflection.
             with blaming("internal_tls_dir"):
                 directory = Path(config.internal_tls_dir)
                 credentials = internal_server_credentials(directory, config.role)
             guard = role_guard("coordinator")
             options = replace(options, reflection=False, guard=guard, credentials=credentials)
         self._service = service
-        codec = VERIFY if config.role == "target" else DRAFT
-        servicer = ReplicaServicer(service, codec)
+        servicer = ReplicaServicer(service, VERIFY if config.role == "target" else DRAFT)
         self._server = server = RpcServer([servicer.grpc_service], options)
         self._open.push_async_callback(service.close)
         self._open.push_async_callback(lambda: server.stop(self._grace_s))
@@ -186,19 +185,10 @@ class ReplicaHost(PlacedActor):
         def record() -> ReplicaRecord:
             runs = service.describe()
             return ReplicaRecord(
-                role=config.role,
-                name=member.name,
-                address=address,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                model=runs.model,
-                weights=runs.weights,
-                device=config.device,
-                leaving=self._engagement.leaving,
-                trial_share=member.trial_share,
-                load=len(service.sessions),
-                figures=service.figures,
-            )
+                config.role, member.name, address, socket.gethostname(), os.getpid(), runs.model,
+                runs.weights, config.device, self._engagement.leaving,
+                load=len(service.sessions), trial_share=member.trial_share, figures=service.figures,
+            )  # fmt: skip
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._open.push_async_callback(registry.close)

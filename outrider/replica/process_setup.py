@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP, LookupKind
@@ -42,19 +42,19 @@ T = TypeVar("T")
 STANDARD_ERROR = "-"
 """In place of a log directory, this text stands for standard error."""
 SPIN_COUNT = 10_000
-"""How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A check
-takes about 50 ns. All checks together should take longer than the gap between two operators. On two
-cores of an Intel Xeon, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000,
-and 24 ms with 20,000. The checks of the library's default take milliseconds. While two other
-processes ran on an AMD EPYC, a step took 1,500 ms with the default, and 70 ms with 3,000 checks."""
+"""How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All checks
+together, of about 50 ns each, should take longer than the gap between two operators. On two cores,
+a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms with 20,000.
+While two other processes ran, a step took 1,500 ms with the library's default of some milliseconds,
+and 70 ms with 3,000 checks."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
 two cores, a token took 34 to 43 ms with this runtime, and 40 to 52 ms with libgomp."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helper threads. The value for
-helper threads of steps is lower (`NICENESS` in `outrider/engine/threads.py`). So a replica that
-loads leaves the cores to the steps of other replicas on its machine."""
+"""Added to the niceness of the thread that loads a model, and of its helper threads. It is above
+the value for steps (`NICENESS` in `outrider/engine/threads.py`), so a replica that loads leaves the
+cores to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 _ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
@@ -63,8 +63,7 @@ VLLM_VERSION = "0.32"
 PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where an actor runs."""
 
     pid: int
@@ -90,14 +89,14 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Returns the number of threads for a model: all cores for a target, half of the cores for a
-    draft. A target can use all cores because it waits while drafts run."""
+    """Returns the number of threads for a model: all cores for a target, which waits while drafts
+    run, and half of the cores for a draft."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
 def use_threads(num_threads: int, engine: str = "") -> None:
-    """Sets the number of threads of numeric libraries. Must be called before these libraries are
-    imported. `engine` is the name of the engine whose steps use the threads."""
+    """Sets the number of threads of numeric libraries, before they are imported. `engine` names the
+    engine whose steps use the threads."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     if engine == VLLM and "torch" not in sys.modules and _INTEL_OPENMP.exists():
@@ -113,10 +112,9 @@ def use_threads(num_threads: int, engine: str = "") -> None:
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a new thread, which then ends together with its OpenMP threads. If these
-    threads stayed, the process would have more OpenMP threads than cores, and the threads of steps
-    would sleep between operators. On two cores, a step of 16 sessions took 42 ms with extra
-    threads, and 27 ms without extra threads."""
+    """Runs `work` on a new thread, which then ends together with its OpenMP threads. With more
+    OpenMP threads than cores, the threads of steps would sleep between operators: on two cores, a
+    step of 16 sessions took 42 ms instead of 27 ms."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -125,8 +123,8 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def give_way(niceness: int) -> None:
-    """Sets the niceness of the calling thread to that of the process plus `niceness`. Threads that
-    the calling thread starts later inherit this niceness."""
+    """Sets the niceness of the calling thread, and of threads that it starts later, to that of the
+    process plus `niceness`."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
     except OSError as error:
@@ -134,8 +132,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs JSON lines to `<directory>/<role>.log`, and bounds the size of this file. If `directory`
-    is `STANDARD_ERROR`, logs to standard error. If `directory` is empty, logs nothing."""
+    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. If `directory` is
+    `STANDARD_ERROR`, logs to standard error; if it is empty, logs nothing."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -154,8 +152,8 @@ def log_at(level: str) -> None:
 
 
 def advertised(host: str, address: str) -> str:
-    """Returns the HOST:PORT at which other processes reach a server that was bound to `host` and
-    listens at `address`. If `host` is a wildcard, HOST is the result of `machine_address`."""
+    """Returns the HOST:PORT at which other processes reach a server that was bound to `host`,
+    perhaps a wildcard, and listens at `address`."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]
@@ -163,9 +161,8 @@ def advertised(host: str, address: str) -> str:
 
 
 def machine_address() -> str:
-    """Returns the IP address at which other machines reach this machine: the address from which it
-    would send to the internet. Without a route to the internet, returns the address of this
-    machine's name. On Debian, this address is a loopback address."""
+    """Returns the IP address from which this machine would send to the internet. Without a route to
+    the internet, returns the address of the machine's name, on Debian a loopback address."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
         return str(probe.getsockname()[0])
@@ -212,8 +209,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )
-    # If another process uses a core of a target, the target's small steps leave that core to the
-    # other process.
+    # A target's small steps leave a core to another process that uses it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
@@ -232,17 +228,17 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             kernels=kernels,
             draft_layer=layer,
         )
-        _check_length(engine, config)
-    return engine
+        return _of_length(engine, config)
 
 
-def _check_length(engine: Engine, config: ReplicaConfig) -> None:
+def _of_length(engine: Engine, config: ReplicaConfig) -> Engine:
     if engine.info.max_model_len < config.max_model_len:
         raise SettingError(
             "max_model_len",
             f"{config.max_model_len} tokens do not fit into the memory for keys and values, "
             f"which holds {engine.info.max_model_len}",
         )
+    return engine
 
 
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
@@ -277,8 +273,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
             **load_options(config, num_threads),
         )
-        _check_length(engine, config)
-    return engine
+        return _of_length(engine, config)
 
 
 def vllm_version() -> str | None:
@@ -290,8 +285,8 @@ def vllm_version() -> str | None:
 
 
 def check_vllm(config: ReplicaConfig) -> None:
-    """Raises `SettingError` if the supported version of vLLM is not installed or does not support
-    the settings. The error names the field of the setting."""
+    """Raises `SettingError`, with the name of the field, if the supported version of vLLM is not
+    installed or does not support the settings."""
     field = "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
     found = vllm_version()
     if found is None or not found.startswith(f"{VLLM_VERSION}."):
@@ -375,9 +370,8 @@ def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Returns the target's checked draft layer. Without a draft layer, and on all ranks but the
-    leading rank, returns None. Must be called before `speed_up` changes `module`, because the check
-    runs `module` as `transformers` built it."""
+    """Returns the target's checked draft layer; None without one, and on all ranks but the leading
+    rank. Must be called before `speed_up`, because the check runs `module` as it was built."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import read_library
@@ -395,9 +389,9 @@ def _layer_of_target(
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Loads the EAGLE-3 head or MTP layer that runs on a target. On all ranks but the leading rank,
-    returns None. `module` is the target's `transformers` model. If `module` is None or divided
-    among ranks, reads embeddings and LM head from the target's files."""
+    """Loads the EAGLE-3 head or MTP layer that runs on a target; None on all ranks but the leading
+    rank. `module` is the target's `transformers` model. If it is None or divided among ranks, reads
+    embeddings and LM head from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
     from outrider.models.student import target_ends
@@ -425,8 +419,8 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
-    """Loads the EAGLE-3 head of a draft. Returns the head, its description, and the number of bytes
-    for its keys and values. Blocks. Raises `ConfigError`."""
+    """Loads the EAGLE-3 head of a draft. Returns it, its description, and the number of bytes for
+    its keys and values. Blocks. Raises `ConfigError`."""
     from outrider.kv_cache.storage import memory_budget
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.loading import describe, empty_model
@@ -451,7 +445,6 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
 
 
 def _features_of(target: ModelInfo, head: Path) -> str:
-    """See `ReplicaDescription.features`."""
     from outrider.models.fingerprint import tensors_fingerprint
 
     return f"{target.weights_fingerprint}/{tensors_fingerprint(head)}"
@@ -466,18 +459,14 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
         return NgramDrafter(config.ngram_min, config.ngram_max)
     if config.drafter.lookup is None:
         return None
-    return SuffixDrafter(
-        SuffixConfig(
-            config.suffix_depth, config.suffix_min_score, config.suffix_tokens_per_tenant,
-            SUFFIX_TENANTS * config.suffix_tokens_per_tenant,
-        )
-    )  # fmt: skip
+    depth, num_tokens = config.suffix_depth, config.suffix_tokens_per_tenant
+    limits = SuffixConfig(depth, config.suffix_min_score, num_tokens, SUFFIX_TENANTS * num_tokens)
+    return SuffixDrafter(limits)
 
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """Returns the compiler of constraints for the target's tokenizer. Without a tokenizer, returns
-    None. The first compilation loads the tokenizer. By default, `eos_token_ids` are those of the
-    tokenizer's files."""
+    """Returns the compiler of constraints for the target's tokenizer; None without a tokenizer. The
+    first compilation loads the tokenizer. Without `eos_token_ids`, uses those of its files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -496,40 +485,30 @@ def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -
     return Grammars(load)
 
 
-def try_device_kernels(engine: Engine) -> None:
+def try_device_kernels(engine: Engine | None, head: Any) -> None:
     """On a CUDA device, compiles the kernels of verdicts and draws before the first session needs
-    them. Kernels that cannot be compiled are not used."""
+    them. Kernels that cannot be compiled are not used. `engine` or `head` may be None."""
     import torch
 
-    if torch.cuda.is_available():
-        from outrider.engine.interface import SequenceStep
-        from outrider.speculation.verification import try_kernels
+    from outrider.engine.interface import SequenceStep
+    from outrider.speculation.verification import try_kernels
 
+    if not torch.cuda.is_available():
+        return
+    if engine is not None:
         [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
         engine.release("trial")
         try_kernels(logits, engine.info.logit_token_ids)
-        if (layer := getattr(engine, "draft_layer", None)) is not None:
-            try_drafting_kernels(layer)
-
-
-def try_drafting_kernels(head: Any) -> None:
-    """Compiles the kernels for draws from a head, as `try_device_kernels` does for a model."""
-    import torch
-
-    from outrider.speculation.verification import try_kernels
-
-    weight = next(head.module.parameters())
-    if weight.device.type == "cuda":
-        rows = torch.randn(2, len(head.token_ids), device=weight.device)
-        try_kernels(rows, head.token_ids)
+    if head is not None:
+        weight = next(head.module.parameters())
+        try_kernels(torch.randn(2, len(head.token_ids), device=weight.device), head.token_ids)
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
     """Measures an idle engine's steps. Blocks. Must be called on the thread that runs the steps."""
     from outrider.engine.step_costs import measure_step_costs
 
-    costs = measure_step_costs(
-        engine, batched_tokens(config), config.max_num_seqs, time.perf_counter
-    )
+    num_tokens = batched_tokens(config)
+    costs = measure_step_costs(engine, num_tokens, config.max_num_seqs, time.perf_counter)
     logging.getLogger(__name__).info("step costs: %s", costs)
     return costs
