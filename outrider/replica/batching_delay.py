@@ -84,9 +84,9 @@ class BatchingDelay:
         self.awaited.discard(session_id)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float:
-        """Chooses the sessions `awaited` for which the next step should wait. Returns the time
-        until which the step should wait, or `now` if there are no such sessions. `waiting` has the
-        number of rows of each waiting item."""
+        """Chooses the sessions `awaited` for which the next step should wait, and returns the time
+        until which it should wait, or `now`. `waiting` has the number of rows of each waiting item.
+        """
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -117,7 +117,7 @@ class BatchingDelay:
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
         """Returns the sessions that are expected to return between `now` and `before`, the earliest
-        first. Each entry has the expected time, the session, and the session's rows."""
+        first: the expected time, the session, and its rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

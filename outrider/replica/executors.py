@@ -17,10 +17,9 @@ the frame's chunk up to 1 MiB, so nearly 512 KiB are left for other frames."""
 def with_frame_room(task: Callable[[], T]) -> T:
     """Calls `task` with 512 KiB of room for the frames of its Python calls.
 
-    CPython keeps the frames of a thread in chunks of 16 KiB, and unmaps a chunk when the chunk's
-    first frame returns. So each call of a function whose frame begins a chunk maps and unmaps
-    memory. With Python 3.11, such a call took 7 us instead of 0.03 us. These calls took a tenth of
-    the time of steps on vLLM."""
+    CPython keeps the frames of a thread in chunks of 16 KiB, and unmaps a chunk when its first
+    frame returns. With Python 3.11, a call whose frame began a chunk took 7 us instead of 0.03 us.
+    Such calls took a tenth of the time of steps on vLLM."""
     return task()
 
 
@@ -28,8 +27,8 @@ with_frame_room.__code__ = with_frame_room.__code__.replace(co_stacksize=_FRAME_
 
 
 class ThreadExecutor:
-    """Runs steps on its own thread. After each step, `step_seconds` returns how long the step
-    should take. If the step took less, the thread sleeps. Emulated engines state such times."""
+    """Runs steps on its own thread. After a step, `step_seconds` returns how long the step should
+    take, as emulated engines state. If it took less, the thread sleeps."""
 
     def __init__(
         self, name: str, step_seconds: Callable[[], float], *, is_timed: bool = True

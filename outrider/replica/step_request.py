@@ -40,8 +40,7 @@ class Answers(NamedTuple):
     more: bool
     """Whether more answers follow later. The item then stays in the queue."""
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the session's next item replaces this
-    item."""
+    """Whether the caller waits for later answers. If not, the session's next item replaces this."""
 
 
 class StepFigures:
@@ -70,7 +69,7 @@ class AnswerSender:
     def send(self, answers: Sequence[Any]) -> None:
         """Sends the held answers of the same sessions, and then these answers. If an answer is held
         and is also among `answers`, it is sent once. Sends nothing on a closed connection."""
-        self._take_along(_sessions_of(answers), answers)
+        self._take_along({answer.key.session_id for answer in answers}, answers)
 
     def hold(self, answers: Sequence[Any], seconds: float) -> None:
         """Holds answers. After at most `seconds`, sends all held answers in one message."""
@@ -83,7 +82,7 @@ class AnswerSender:
         self._take_along({session_id}, ())
 
     def _flush_all(self) -> None:
-        self._take_along(_sessions_of(self._held), ())
+        self.send([*self._held])
 
     def _take_along(self, session_ids: set[str], answers: Sequence[Any]) -> None:
         again = {id(answer) for answer in answers}
@@ -102,20 +101,15 @@ CLOSED = AnswerSender(lambda _: None)
 CLOSED.closed = True
 
 
-def _sessions_of(answers: Sequence[Any]) -> set[str]:
-    return {answer.key.session_id for answer in answers}
-
-
 class StepRequest:
     """An item that waits for a step, and the connection that wants its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called with this request and its answer after the answer was sent. If the request ends
-    without an answer, the answer is None."""
+    """Called with this request and its answer, or None, after the answer was sent."""
     follow: Callable[[Any, Any, float], Any] | None = None
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
-    Returns the session's next item, or None if the answer must be sent first. The attribute is None
-    if the coordinator sends the next item."""
+    Returns the session's next item, or None if the answer must be sent first. Not set if the
+    coordinator sends the next item."""
     held_s: float = 0.0
     """How long the answer may wait for other answers of the same message, s."""
     started_at: float | None = None
@@ -127,7 +121,7 @@ class StepRequest:
     answered: bool = False
     """Whether the item stays in the queue only for answers that no caller waits for."""
     timer: TimerHandle | None = None
-    """Is cancelled when the request ends."""
+    """Cancelled when the request ends."""
 
     def __init__(
         self, item: Any, sender: AnswerSender, arrived_at: float, expires_at: float
@@ -161,7 +155,7 @@ class StepRequest:
 
 
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:
-    """Returns the answer that refuses an item with `error`."""
+    """Returns the answer that refuses an item."""
     return Refused(key, error.grpc_code, error.message)
 
 
@@ -171,7 +165,7 @@ def undrawn(key: ReplyKey) -> Refused:
 
 
 class RequestQueue:
-    """Requests in order of arrival. Requests that a step did not finish keep their place."""
+    """Requests in order of arrival. Those that a step did not finish keep their place."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
@@ -201,12 +195,11 @@ class RequestQueue:
 
         1. For a step: the oldest request of each session. There may be `max_batch` new requests,
            `max_batch` that an earlier step began, and `max_batch` that found no pages before. So
-           neither long prompts nor requests without pages keep rounds out of a step. If the
-           oldest of these requests `runs_alone`, the step has only this request.
-        2. Unwanted: the callers are gone, or the request was answered and its session has a newer
-           request.
-        3. Expired.
-        """
+           neither long prompts nor requests without pages keep rounds out of a step. If the oldest
+           of these requests `runs_alone`, the step has only this request.
+        2. Unwanted: the connection is closed, or the request was answered and its session has a
+           newer request.
+        3. Expired."""
         batch: list[StepRequest] = []
         unwanted: list[StepRequest] = []
         late: list[StepRequest] = []

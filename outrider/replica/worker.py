@@ -62,11 +62,29 @@ Admission = Admitted | Resync | Unfinished | OutriderError
 _Found = Aligned | Resync | Unfinished | OutriderError
 
 
-class Admissions:
-    """Decides which items of a step run on an engine, and how many of their tokens."""
+class Work:
+    """An item in a step. Subclasses have an attribute `demand` of the type `SlotDemand`."""
 
-    def __init__(self, engine: Engine, budget: TokenBudget) -> None:
+    answer: Any = None
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    @property
+    def head(self) -> RoundHead:
+        return self.item.head  # type: ignore[no-any-return]
+
+
+class StepWorker:
+    """Runs the steps of a replica over one engine. All methods but `note_seconds` run on the
+    executor."""
+
+    def __init__(
+        self, engine: Engine, budget: TokenBudget, grammars: Grammars | None = None
+    ) -> None:
         self._engine = engine
+        self.grammars = grammars
+        self._matchers = None if grammars is None else Matchers(grammars)
         self._table = SessionTable(engine)
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
@@ -107,8 +125,8 @@ class Admissions:
         """Frees pages that no waiting item needs."""
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:
-        """Returns a step with all tokens that the item can run now. If the item has more tokens
-        than the engine has slots, the step has one token more than all slots, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If there are more of them than
+        slots, the step has one token more than all slots, so it never fits."""
         name = demand.head.session_id
         num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -118,8 +136,8 @@ class Admissions:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep]) -> None:
-        """Reserves pages for items, those of the oldest sessions first. If no pages are left for an
-        item, sets its entry in `found` to `WAITS`."""
+        """Reserves pages for items, those of the oldest sessions first. Without pages, an item's
+        entry in `found` becomes `WAITS`."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -142,9 +160,8 @@ class Admissions:
     def _make_room(
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Whether there are pages for these steps. If needed, takes the pages of `younger`
-        sessions, the youngest first, and adds these sessions to `lost`. If the pages of all these
-        sessions would not be enough, takes none."""
+        """Whether there are pages for these steps. Takes the pages of `younger` sessions if these
+        suffice, the youngest first, and adds these sessions to `lost`."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):
@@ -179,36 +196,6 @@ class Admissions:
             admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
         return admissions
 
-
-def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
-    num_held, num_new = len(aligned.sequence), len(aligned.new_tokens)
-    if demand.reach is not None:
-        num_new = max(1, demand.reach - num_held)
-    return TokenDemand(num_new + demand.num_last - 1, demand.num_last, num_held)
-
-
-class Work:
-    """An item in a step. Subclasses have an attribute `demand` of the type `SlotDemand`."""
-
-    answer: Any = None
-
-    def __init__(self, item: Any) -> None:
-        self.item = item
-
-    @property
-    def head(self) -> RoundHead:
-        return self.item.head  # type: ignore[no-any-return]
-
-
-class StepWorker(Admissions):
-    """Runs the steps of a replica over one engine. All methods but `note_seconds` run on the
-    executor."""
-
-    def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
-        super().__init__(engine, budget)
-        self.grammars = grammars
-        self._matchers = None if grammars is None else Matchers(grammars)
-
     def step(self, items: Sequence[Any]) -> list[Any]:
         """Runs a step. The items are of distinct sessions, and in order of arrival. Returns for
         each item an answer, `Answers`, or `Unfinished`. Only the item that causes an error gets
@@ -221,9 +208,8 @@ class StepWorker(Admissions):
         self._budget.note_seconds(seconds)
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
-        """Forgets the sessions whose value is True. Frees the slots of the other sessions, because
-        no connection waits for them. The pages that these sessions filled stay in the cache until
-        other sessions need pages."""
+        """Forgets the sessions whose value is True. Frees the slots of the other sessions, whose
+        filled pages stay in the cache until other sessions need pages."""
         for session_id, is_over in session_ids.items():
             if is_over:
                 self.release(session_id)
@@ -285,7 +271,7 @@ class StepWorker(Admissions):
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _run(self, works: Sequence[Any]) -> None:
-        """Runs one pass for all items. After an error, runs each item alone, so that only the item
+        """Runs one pass for all items. After an error, runs each item alone, so that only the one
         that causes the error fails. Raises `EngineLost`."""
         if not works:
             return
@@ -325,11 +311,18 @@ def _align(table: SessionTable, head: RoundHead) -> _Found:
         return error
 
 
+def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
+    num_held, num_new = len(aligned.sequence), len(aligned.new_tokens)
+    if demand.reach is not None:
+        num_new = max(1, demand.reach - num_held)
+    return TokenDemand(num_new + demand.num_last - 1, demand.num_last, num_held)
+
+
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """Returns a request for a proposal after the first `length` tokens of the session of `head`.
-    Of these tokens, the drafter reads `token_ids`."""
+    """Returns a request for a proposal after the first `length` tokens of a session, of which the
+    drafter reads `token_ids`."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

@@ -13,7 +13,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.messages import Resync
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
-from outrider.replica.worker import Admissions, Admitted, SlotDemand
+from outrider.replica.worker import Admitted, SlotDemand, StepWorker
 
 WAITS = Unfinished.WAITS
 
@@ -25,7 +25,7 @@ class Setting:
         self, num_pages: int, max_tokens: int = 512, costs: StepCosts | None = None
     ) -> None:
         self.engine = ToyEngine(num_pages=num_pages)
-        self.admissions = Admissions(self.engine, TokenBudget(max_tokens, 64, costs))
+        self.admissions = StepWorker(self.engine, TokenBudget(max_tokens, 64, costs))
         self.table = self.admissions._table
 
     def demand(self, session: int, length: int, base: int = 0, extra: int = 0) -> SlotDemand:
