@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,8 @@ from outrider.replica.process_setup import advertised, build_lookup
 from outrider.sessions.redis_store import RedisStore
 from outrider.settings import blaming
 from outrider.telemetry.observer import UNOBSERVED, Observation
-from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.channel import PLAIN, Trust
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.link import Link
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
@@ -231,17 +231,15 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
+    trusts: dict[Role, Trust] = {}
     if config.internal_tls_dir:
         from outrider.transport.tls import internal_trust
 
         directory = Path(config.internal_tls_dir)
         with blaming("internal_tls_dir"):
-            links = {
-                role: partial(link, trust=internal_trust(directory, "coordinator", role))
-                for role, link in links.items()
-            }
-    return lambda role, address: links[role](address)
+            trusts["target"] = internal_trust(directory, "coordinator", "target")
+            trusts["draft"] = internal_trust(directory, "coordinator", "draft")
+    return lambda role, address: GrpcLink(role, address, trusts.get(role, PLAIN))
 
 
 def _access_control(config: CoordinatorConfig) -> AccessControl:

@@ -36,7 +36,7 @@ from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.telemetry.step_spans import ObservedSteps
 from outrider.tokenizer import TokenizerText
 from outrider.transport.codec import DRAFT, VERIFY
-from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import coordinator_pb2
@@ -154,8 +154,8 @@ async def running_stack(
             replace(CONFIG, look_ahead=look_ahead, **settings),
             "coordinator-under-test",
             store=store,
-            targets={"t": target_link(target_server.address)},
-            drafts={} if looks_up else {"d": draft_link(draft_server.address)},
+            targets={"t": GrpcLink("target", target_server.address)},
+            drafts={} if looks_up else {"d": GrpcLink("draft", draft_server.address)},
             fallback=RARE if self_drafter or head else lookup or NgramDrafter(),
             text=text,
             observation=observation,

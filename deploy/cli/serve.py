@@ -408,7 +408,7 @@ async def _ask(
     """Asks a replica to describe itself. Calls targets and drafts with the coordinator's TLS
     certificate in the directory `internal`, or without TLS if `internal` is empty."""
     from outrider.transport.channel import PLAIN
-    from outrider.transport.grpc_link import draft_link, target_link
+    from outrider.transport.grpc_link import GrpcLink
     from outrider.transport.tls import internal_trust
 
     found: Facts = {"address": address, "serving": False, "error": None}
@@ -419,7 +419,7 @@ async def _ask(
                 key, trust = "", PLAIN
                 if internal:
                     trust = internal_trust(Path(internal), "coordinator", role)
-                link = (target_link if role == "target" else draft_link)(address, trust)
+                link = GrpcLink(role, address, trust)
                 stack.push_async_callback(link.close)
             connection = Connection(address, api_key=key, trust=trust)
             client = await stack.enter_async_context(connection.client())

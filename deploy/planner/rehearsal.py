@@ -17,7 +17,7 @@ from outrider.errors import Unavailable
 from outrider.limits import SEED_MAX
 from outrider.request import RoundReport
 from outrider.speculation.sampling_params import Rule
-from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.link import Link
 
 from .choosing import TemperaturePlan, choose
@@ -69,9 +69,9 @@ async def rehearsed_plans(
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
-    links: list[Link] = [target_link(replicas.target_address)]
+    links: list[Link] = [GrpcLink("target", replicas.target_address)]
     if replicas.draft_address:
-        links.append(draft_link(replicas.draft_address))
+        links.append(GrpcLink("draft", replicas.draft_address))
     try:
         found = [(await link.describe(DESCRIBE_TIMEOUT_S)).step_costs for link in links]
     finally:

@@ -144,7 +144,7 @@ class ReplicaHost(PlacedActor):
         """Serves `service` and announces it. Returns the address that coordinators call. Raises
         `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry does not
         answer."""
-        from outrider.transport.codec import DRAFT, VERIFY
+        from outrider.transport.codec import CODECS
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
 
@@ -158,7 +158,7 @@ class ReplicaHost(PlacedActor):
             guard = role_guard("coordinator")
             options = replace(options, reflection=False, guard=guard, credentials=credentials)
         self._service = service
-        servicer = ReplicaServicer(service, VERIFY if config.role == "target" else DRAFT)
+        servicer = ReplicaServicer(service, CODECS[config.role])
         self._server = server = RpcServer([servicer.grpc_service], options)
         self._open.push_async_callback(service.close)
         self._open.push_async_callback(lambda: server.stop(self._grace_s))

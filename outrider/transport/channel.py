@@ -24,8 +24,8 @@ def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
     """Returns the options of a server. A connection older than `age_ms` (plus or minus 10 %) takes
-    no new calls; None = no limit. With `shares_port`, several servers may listen on the same port
-    (SO_REUSEPORT). The kernel then gives each new connection to one of the servers."""
+    no new calls. With `shares_port`, several servers may listen on the same port (SO_REUSEPORT),
+    and the kernel gives each new connection to one of them."""
     return [
         *_BOTH_ENDS,
         # Half of the clients' interval between pings, because a ping may arrive early.

@@ -1,8 +1,8 @@
 """Converts between protobuf messages and the values of `outrider.messages`.
 
-A field of a message corresponds to the field of the same name of a dataclass. `OWN_CODECS` has
-functions for the messages that need other conversions. Peers are not trusted. So if a field exceeds
-its limit in `_LIMITS`, decoding raises `BadRequest` with the field's path."""
+A field of a message corresponds to the field of the same name of a dataclass. `OWN_CODECS` has the
+messages that need other conversions. Peers are not trusted: if a field exceeds its limit in
+`_LIMITS`, decoding raises `BadRequest` with the field's path."""
 
 import math
 import re
@@ -82,9 +82,9 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Returns the fields of a message of class `kind` by name. Takes values in `others` as they
-    are, and all other values from the dataclass `value`. Omits None and protobuf's default values.
-    Most nested messages are dictionaries of their fields, because protobuf would copy messages."""
+    """Returns the fields of a message of class `kind`. Takes values in `others` as they are, and
+    all other values from the dataclass `value`. Omits None and protobuf's default values. Most
+    nested messages are dictionaries of their fields, because protobuf would copy messages."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -119,8 +119,7 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """Builds a dataclass `kind` from a message. Takes values in `others` as they are, and all other
     values from the message. Unset fields get their defaults. An enum's member 0 becomes None if the
     dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
-    unknown enum member, or a value that the dataclass refuses. The error's field begins with
-    `path`, the path of the message."""
+    unknown enum member, or a value that the dataclass refuses. `path` is that of the message."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -143,8 +142,8 @@ Decode = Callable[[Any, str], Any]
 
 @cache
 def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], Any] | None]]:
-    """Returns for each field that a message and a dataclass share: the name, whether the field can
-    be unset, and the encoder (None = the value is used as it is)."""
+    """Returns each shared field: its name, whether it can be unset, and its encoder (None = the
+    value is used as it is)."""
     return [
         (field.name, field.has_presence, _encoder(field)) for field, _ in _shared(message, kind)
     ]
@@ -154,13 +153,12 @@ def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], 
 def _decoders(
     message: Any, kind: Any
 ) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
-    """Returns three dictionaries about the fields that a message and a dataclass share. The keys
-    are names of fields. The values are:
+    """Returns three dictionaries about the shared fields, by name:
 
     - The decoder of a set field; None = the value is used as it is.
     - The value of an unset field.
-    - The decoder of an unset field that has no default. The decoder raises `BadRequest`, or returns
-      None for an enum field that may be None."""
+    - The decoder of an unset field without a default. It raises `BadRequest`, or returns None for
+      an enum field that may be None."""
     decoders: dict[str, Decode | None] = {}
     unset, read_unset = dict[str, Any](), dict[str, Decode]()
     for field, ours in _shared(message, kind):
@@ -195,7 +193,6 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
 
 
 def _decoder(field: Any, ours: Any) -> Decode | None:
-    """Like `_reader`, but the decoder also checks the field's limit."""
     of = field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     limit: float | None = _LIMITS.get(f"{of}.{field.name}")
@@ -289,8 +286,7 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
-    """Raises `BadRequest` for a value beyond its limit. Does not check `top_k` and biased tokens
-    against the vocabulary, which is not known here."""
+    """Raises `BadRequest` for a value beyond its limit. Does not know the vocabulary."""
     if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:
         reason = f"got {size} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
@@ -307,7 +303,6 @@ def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
 
 
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
-    """Checks the token ids and the size of q. Only the target decodes q."""
     token_ids = token_ids_from_wire(
         message.token_ids, f"{path}.token_ids", limits.NUM_DRAFT_TOKENS_MAX
     )
@@ -360,8 +355,7 @@ OWN_CODECS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], An
         lambda message, path: Constraint.read(message.kind, message.text, path),
     ),
 }  # fmt: skip
-"""Encoder and decoder of each message that needs other conversions than `fields_to_proto` and
-`from_proto`, by the message's name. Encoder None = `fields_to_proto`."""
+"""Encoder (None = `fields_to_proto`) and decoder of messages, by the message's name."""
 VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
 """Python type of each enum, and of each nested message that is not in `OWN_CODECS`, by name."""
 
@@ -370,8 +364,6 @@ VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": Aud
 
 
 def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
-    """Returns the fields of a head. If `hashed`, these include only the hashes of the sampling
-    parameters and of the constraint."""
     if hashed:
         digest = head.constraint_hash or None
         return fields_to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
@@ -383,7 +375,7 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
     """Decodes and checks a head. If the message has only hashes, takes `sampling` and `constraint`
-    from `known`, a head of the same session. If the hashes of `known` differ, both are None."""
+    from `known`, a head of the same session. They are None if the hashes of `known` differ."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -480,29 +472,26 @@ class Codec:
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
     def item_frame(self, item: RoundItem, hashed: bool = False) -> bytes:
-        """Serialises a frame with one item. Concatenated frames are one valid frame. If `hashed`,
-        the frame has hashes in place of sampling parameters and constraint. Raises `BadRequest` for
-        a value that no message can hold."""
+        """Serialises a frame with one item. Concatenated frames are one frame. If `hashed`, it has
+        hashes in place of sampling parameters and constraint. Raises `BadRequest` for a value that
+        no message can hold."""
         kind = _kind_of(self.request, "items")
         given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
         return _frame(self.request, kind, given)
 
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
-        """Decodes and checks an item. `known` is the last head of the same session on this stream
-        that had its parameters in full. Raises `BadRequest` for an invalid item."""
+        """Decodes an item. `known` is the session's last head on this stream that had its
+        parameters in full. Raises `BadRequest` for an invalid item."""
         return from_proto(message, self.item, head=head_from_proto(message.head, known))
 
     def answer_frame(self, answer: VerifyAnswer | DraftAnswer) -> bytes:
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
-        more: dict[str, Any] = {}
+        part_kind, more = _kind_of(kind, name), dict[str, Any]()
         if isinstance(answer, VerdictReply):
-            verdict = answer.verdict
-            more = {
-                "accept_probability": verdict.accept_probability, "correction": verdict.correction
-            }  # fmt: skip
+            more = fields_to_proto(answer.verdict, part_kind)
         elif isinstance(answer, Refused):
             more = {"message": answer.message[: limits.ERROR_MESSAGE_CHARS_MAX]}
-        part = fields_to_proto(answer, _kind_of(kind, name), **more)
+        part = fields_to_proto(answer, part_kind, **more)
         return _frame(self.reply, kind, fields_to_proto(answer.key, kind, **{name: part}))
 
     def answer_from_proto(self, message: Any) -> VerifyAnswer | DraftAnswer:
@@ -524,3 +513,4 @@ class Codec:
 
 VERIFY = Codec(target_pb2.DESCRIPTOR.services_by_name["Target"], "Verify", VerifyItem)
 DRAFT = Codec(draft_pb2.DESCRIPTOR.services_by_name["Draft"], "Propose", DraftItem)
+CODECS = {"target": VERIFY, "draft": DRAFT}

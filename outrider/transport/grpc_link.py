@@ -1,10 +1,10 @@
 """The coordinator's end of the stream to a replica, over gRPC.
 
 A link has one channel with up to two streams. The bulk stream is for large items (long prompts),
-and for items with large answers (features of many tokens). All other items use the normal stream,
-so large messages do not delay them. On each stream, a session's first item has the sampling
-parameters and the constraint in full. Later items have only hashes of both. After a `Resync`, the
-next item has both in full again, because the replica may have lost them."""
+and for items with large answers (features of many tokens), so that these do not delay the items of
+the normal stream. On each stream, a session's first item has the sampling parameters and the
+constraint in full, and later items have only hashes of both. After a `Resync`, the next item has
+both in full again, because the replica may have lost them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from outrider import limits
 from outrider.backoff import backoff
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
 from outrider.messages import ReplicaDescription, Resync, RoundItem
+from outrider.registry.registry import Role
 from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import DRAFT, VERIFY, Codec, from_proto
+from outrider.transport.codec import CODECS, Codec, from_proto
 from outrider.transport.link import Link
 from outrider.transport.status import status_to_error
 from outrider.transport.stream_server import SendQueue
@@ -38,25 +39,17 @@ _ITEM_BYTES_MAX = (
 because on the bulk stream the same item may need the parameters in full."""
 
 
-def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
-    """Opens a link to the target at host:port. Must be called on the link's event loop."""
-    return GrpcLink(open_channel(address, trust), VERIFY, address)
-
-
-def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
-    """Opens a link to the draft at host:port. Must be called on the link's event loop."""
-    return GrpcLink(open_channel(address, trust), DRAFT, address)
-
-
 class GrpcLink(Link):
     """After a stream breaks, `send` raises `LinkLost` for a time. The first `send` after that time
     opens a new stream. With each failed attempt, the time doubles, from `LINK_BACKOFF_MS_MIN` up to
     `LINK_BACKOFF_MS_MAX`."""
 
-    def __init__(self, channel: Any, codec: Codec, address: str) -> None:
+    def __init__(self, role: Role, address: str, trust: Trust = PLAIN) -> None:
+        """Opens a link to the target or draft at host:port. Must be called on the link's event
+        loop."""
         super().__init__()
-        self._channel = channel
-        self._codec = codec
+        self._channel = open_channel(address, trust)
+        self._codec = codec = CODECS[role]
         self._address = address
         self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
         self._describe = self._channel.unary_unary(codec.path("Describe"))
@@ -69,10 +62,15 @@ class GrpcLink(Link):
         self._num_releases = 0
 
     def send(self, item: Any) -> None:
-        """See `Link.send`. Also raises `BadRequest` if the item is too large for a message, or has
-        a value that no message can hold."""
+        """Also raises `BadRequest` if the item is too large for a message, or has a value that no
+        message can hold."""
         check(self._on_answer is not None, "listen before the first send")
-        self._check_reachable()
+        if self._closed:
+            raise LinkLost(f"the link to {self._address} is closed")
+        missing_s = self._down_until - asyncio.get_running_loop().time()
+        if self._failures and missing_s > 0:
+            away = f"the replica at {self._address} cannot be reached at present"
+            raise LinkLost(away, round(missing_s * 1000) + 1)
         stream = self._stream("normal")
         frame = stream.encode(item)
         if len(frame) > _ITEM_BYTES_MAX:
@@ -118,18 +116,6 @@ class GrpcLink(Link):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._channel.close(None)
-
-    def _check_reachable(self) -> None:
-        if self._closed:
-            raise LinkLost(f"the link to {self._address} is closed")
-        if self._failures == 0:
-            return
-        missing_s = self._down_until - asyncio.get_running_loop().time()
-        if missing_s > 0:
-            raise LinkLost(
-                f"the replica at {self._address} cannot be reached at present",
-                round(missing_s * 1000) + 1,
-            )
 
     def _stream(self, name: str) -> _Stream:
         stream = self._streams.get(name)
@@ -184,8 +170,7 @@ class GrpcLink(Link):
 
 
 class _Stream:
-    """One bidirectional call. Each frame that is sent joins queued items. `run` passes the answers
-    to the link."""
+    """One bidirectional call. Each sent frame joins queued items."""
 
     def __init__(self, link: GrpcLink, codec: Codec, open_call: Any) -> None:
         self._link = link
@@ -197,8 +182,6 @@ class _Stream:
         self._stopped = False
 
     def encode(self, item: RoundItem) -> bytes:
-        """Serialises the item. If this stream has already sent the session's parameters and
-        constraint in full, the frame has their hashes."""
         head = item.head
         return self._codec.item_frame(item, self._sent.get(head.session_id) == head.given_hashes)
 
@@ -218,11 +201,11 @@ class _Stream:
             self._call.cancel()
 
     async def run(self) -> None:
-        """Runs until the call ends. Then tells the link the reason, unless `stop` was called."""
+        """Passes answers to the link until the call ends. Then tells the link the reason, unless
+        `stop` was called."""
         try:
             reason = await self._read()
-        except asyncio.CancelledError:
-            # Raised if the call or this task is cancelled.
+        except asyncio.CancelledError:  # Of the call or of this task.
             if self._stopped:
                 raise
             reason = "the call was cancelled"

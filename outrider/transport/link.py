@@ -1,8 +1,8 @@
-"""Interfaces of both ends of a stream between a coordinator and a replica.
+"""Interfaces of both ends of a stream between a coordinator and a replica. A stream carries the
+items and answers of many sessions.
 
-A stream carries the items and answers of many sessions. `outrider.transport.grpc_link` and
-`outrider.transport.stream_server` are its two ends over gRPC. `MemoryLink` connects a coordinator
-to a replica in the same process."""
+`outrider.transport.grpc_link` and `outrider.transport.stream_server` are the two ends over gRPC.
+`MemoryLink` connects a coordinator to a replica in the same process."""
 
 import asyncio
 from collections import Counter
@@ -15,9 +15,8 @@ from outrider.messages import ReplicaDescription
 
 
 class Link:
-    """The coordinator's end of a stream. All methods must be called on the event loop's thread. To
-    a target, items are `VerifyItem` and answers are `VerifyAnswer`. To a draft, items are
-    `DraftItem` and answers are `DraftAnswer`."""
+    """The coordinator's end of a stream. All methods must be called on the event loop's thread.
+    Items are `VerifyItem` and answers `VerifyAnswer`, or `DraftItem` and `DraftAnswer`."""
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)
@@ -29,8 +28,8 @@ class Link:
     def listen(
         self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Registers the callbacks for answers and for a broken stream. After `on_lost`, items that
-        were sent earlier get no answer. Must be called once, before the first `send`."""
+        """Registers the callbacks for answers and for a broken stream, once, before the first
+        `send`. After `on_lost`, items that were sent earlier get no answer."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
@@ -56,11 +55,12 @@ class Connection(Protocol):
     """The replica's end of one stream."""
 
     def receive(self, items: Sequence[Any]) -> None:
-        """Takes the items of one frame without waiting. Sends answers by the function `send` that
-        was given to `connect`. An item that cannot be taken gets the answer `Refused`."""
+        """Takes the items of one frame without waiting. An item that cannot be taken gets the
+        answer `Refused`."""
 
     def close(self) -> None:
-        """Called when the stream has ended. May drop work for which no other stream waits."""
+        """Called when the stream has ended. Drops the stream's queued work, and frees the slots of
+        its sessions."""
 
 
 class ReplicaService(Protocol):
@@ -99,7 +99,6 @@ class MemoryLink(Link):
         return "the link is closed" if self._closed else ""
 
     def send(self, item: Any) -> None:
-        """See `Link.send`. Never raises `Overloaded`, because this link has no queue."""
         if trouble := self.trouble():
             raise LinkLost(f"the replica cannot be reached: {trouble}")
         check(self._on_answer is not None, "listen before the first send")
@@ -110,8 +109,7 @@ class MemoryLink(Link):
 
     def release(self, session_id: str, epoch: int) -> None:
         if not self.trouble():
-            service = self._service
-            self._deliver(lambda: service.release(session_id, epoch))
+            self._deliver(partial(self._service.release, session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         await asyncio.sleep(0)

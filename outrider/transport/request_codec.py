@@ -75,16 +75,15 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
             raise BadRequest(
                 "prompt", "has tool calls or reasoning, which are only supported by HTTP"
             )
-        named = [{name: getattr(turn, name) for name in ("role", "content")} for turn in prompt]
-        given["chat"] = {"messages": named}
+        given["chat"] = {"messages": [fields_to_proto(turn, pb.ChatMessage) for turn in prompt]}
     else:
         given["token_ids"] = {"ids": prompt}
     return to_proto(request, pb.GenerateRequest, **given)
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
-    """Raises `BadRequest` for a sampling parameter outside its limits, an unknown rule, an invalid
-    constraint, or a missing prompt. The coordinator checks all other fields later."""
+    """Raises `BadRequest` for an invalid sampling parameter, rule or constraint, or a missing
+    prompt. The coordinator checks all other fields later."""
     prompt, constraint = _prompt_from_proto(message), _constraint_from_proto(message)
     return from_proto(message, GenerateRequest, prompt=prompt, constraint=constraint)
 
@@ -154,7 +153,7 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
 
 def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """Calls `from_proto`. Raises `InvariantError` in place of `BadRequest`, because the fault is
-    the coordinator's and not the caller's."""
+    the coordinator's."""
     try:
         return from_proto(message, kind, path, **others)
     except BadRequest as error:

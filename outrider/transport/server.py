@@ -1,15 +1,14 @@
-"""gRPC servers. All methods, including the methods for health and reflection, have the same guard,
-decoding and conversion of errors.
+"""gRPC servers. All methods, also those for health and reflection, have the same guard, decoding
+and conversion of errors. A malformed message ends its call with INVALID_ARGUMENT. If gRPC decoded
+messages, the status would be INTERNAL.
 
-This module decodes messages itself, so that a malformed message ends its call with
-INVALID_ARGUMENT. If gRPC decoded messages, the status would be INTERNAL. A servicer is any object
-with a method for each rpc, named in snake case (`GetSession` -> `get_session`):
+A servicer is any object with a method for each rpc, in snake case (`GetSession` -> `get_session`):
 
     unary -> unary      async def describe(self, request, context) -> Reply
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
     stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply | bytes]
 
-A servicer raises errors of `outrider.errors`, and does not call `context.abort`."""
+It raises errors of `outrider.errors`, and does not call `context.abort`."""
 
 import asyncio
 import errno
@@ -37,8 +36,8 @@ from outrider.transport.status import abort
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 Guard = Callable[[str, Context], None]
-"""Checks whether a call of the method `/package.Service/Method` is allowed, before its messages are
-read. If the call is not allowed, raises the error for the caller."""
+"""Called with `/package.Service/Method` before the messages of a call are read. If the call is not
+allowed, raises the error for the caller."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
@@ -68,7 +67,7 @@ class ServerOptions:
     """Whether this server may listen on the port of a server with `shares_port`."""
     connection_age_ms: int | None = None
     """A connection of this age takes no new calls, so that the client connects again, perhaps to
-    another server; None = no limit."""
+    another server."""
     guard: Guard | None = None
     """Checks each call; None = all callers may call every method."""
 
@@ -159,8 +158,8 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """Yields the status now and after each change. If there are `HEALTH_WATCHES_MAX` watchers,
-        raises `Overloaded`. Without this limit, callers without a key could take all calls."""
+        """Yields the status now and after each change. Raises `Overloaded` at `HEALTH_WATCHES_MAX`
+        watchers. Otherwise callers without a key could take all calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1
@@ -194,8 +193,8 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """Answers one call, and maps errors to statuses. Every method is registered as
-        stream -> stream, because gRPC would read a unary request before the guard is called."""
+        """Every method is registered as stream -> stream, because gRPC would read a unary request
+        before the guard is called."""
         is_known = path in self._methods
         try:
             self._guard(path, context)
@@ -247,9 +246,9 @@ def _decode(kind: Callable[[], Message], data: bytes) -> Message:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `OSError` if another server listens on `port` at an address of `host`. Tries to bind
-    each address for a moment without SO_REUSEPORT, because two servers that both set this option
-    share a port without an error. Ignores other reasons why binding fails."""
+    """Raises `OSError` if another server listens on `port` at an address of `host`. Binds each
+    address for a moment without SO_REUSEPORT, because two servers that both set this option share a
+    port without an error. Ignores other reasons why binding fails."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:

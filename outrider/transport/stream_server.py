@@ -1,6 +1,4 @@
-"""The replica's end of a stream.
-
-If the caller ends the stream, or the stream breaks, queued work is dropped."""
+"""The replica's end of a stream."""
 
 import asyncio
 from collections import deque
@@ -44,9 +42,8 @@ class ReplicaServicer:
         self, frames: AsyncIterator[Any], context: Any = None
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
-        Raises errors of `frames`. If too many answers wait because the caller does not read, raises
-        `Overloaded`. If the caller still reads nothing after `STUCK_WRITE_MS`, cancels the current
-        task."""
+        Raises errors of `frames`, and `Overloaded` if too many answers wait because the caller does
+        not read. If the caller still reads nothing after `STUCK_WRITE_MS`, cancels the task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -75,12 +72,11 @@ class ReplicaServicer:
             stream.connection.close()
 
     verify = propose = stream
-    """The names of the method on a target and on a draft."""
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, all streams send their queued answers and
-        end with `Unavailable`. The streams end at the same time, because a coordinator that loses
-        one of its two streams to this replica also cancels the other."""
+        end with `Unavailable`, at the same time: a coordinator that loses one of its two streams to
+        this replica also cancels the other."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -90,15 +86,11 @@ class ReplicaServicer:
         for outbox in self._readers.values():
             outbox.wake()
 
-    async def describe(
-        self, request: types_pb2.DescribeRequest, context: Any
-    ) -> types_pb2.ReplicaDescription:
+    async def describe(self, request: Any, context: Any) -> types_pb2.ReplicaDescription:
         """See `ReplicaService.describe`."""
         return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
-    async def release(
-        self, request: types_pb2.ReleaseRequest, context: Any
-    ) -> types_pb2.ReleaseReply:
+    async def release(self, request: types_pb2.ReleaseRequest, context: Any) -> Any:
         """See `ReplicaService.release`."""
         self._service.release(session_id_from_wire(request.session_id), request.epoch)
         return types_pb2.ReleaseReply()
@@ -114,7 +106,7 @@ class _Stream:
         """Whether a frame is being written. If the caller does not read, the write does not end."""
         self.outbox = SendQueue()
         self.failure: Exception | None = None
-        """The error with which the stream must end; None = the stream goes on."""
+        """The error with which the stream must end."""
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
         """By session, the last head that had the sampling parameters in full."""
 
@@ -126,16 +118,13 @@ class _Stream:
 
     def answer(self, answers: Sequence[Any]) -> None:
         """Queues answers. If the queue is full, the caller does not read, so the stream ends."""
-        for answer in answers:
-            try:
-                frame = self._codec.answer_frame(answer)
-            except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this call ends
-                self._fail(error)
-                return
-            if not self.outbox.put(frame):
-                number = STREAM_QUEUE_ITEMS_MAX
-                self._fail(Overloaded(f"{number} answers wait to be read on this stream"))
-                return
+        try:
+            for answer in answers:
+                if not self.outbox.put(self._codec.answer_frame(answer)):
+                    number = STREAM_QUEUE_ITEMS_MAX
+                    raise Overloaded(f"{number} answers wait to be read on this stream")
+        except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this call ends
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         if self.failure is not None:
@@ -150,8 +139,8 @@ class _Stream:
             self._task.cancel()
 
     def _decode(self, message: Any) -> RoundItem | None:
-        """Decodes an item and adds its parameters and constraint. If the item is invalid, or its
-        parameters are not known, answers the item and returns None."""
+        """Decodes an item. If it is invalid, or its parameters are not known, answers it and
+        returns None."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)
@@ -162,7 +151,6 @@ class _Stream:
             return None
         head = item.head
         if head.sampling is None:
-            # After this answer, the coordinator sends tokens and parameters in full.
             self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
             return None
         if known is None or head.sampling is not known.sampling:
@@ -179,7 +167,7 @@ class SendQueue:
         self._changed = asyncio.Event()
 
     def put(self, frame: bytes) -> bool:
-        """Queues a frame. Returns False if the queue is full."""
+        """Queues a frame, or returns False if the queue is full."""
         if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
             return False
         self._waiting.append(frame)
@@ -195,8 +183,8 @@ class SendQueue:
         self._changed.clear()
 
     def gather(self) -> bytes:
-        """Takes queued frames and joins them into one frame of at most `FRAME_BYTES_MAX` bytes. A
-        longer frame is taken alone. Returns no bytes if the queue is empty."""
+        """Joins queued frames into one of at most `FRAME_BYTES_MAX` bytes. A longer frame is taken
+        alone. Returns no bytes if the queue is empty."""
         taken: list[bytes] = []
         total = 0
         while self._waiting and (not taken or total + len(self._waiting[0]) <= FRAME_BYTES_MAX):

@@ -18,7 +18,7 @@ from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyA
 from outrider.speculation.accept_reject import Verdict
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY
-from outrider.transport.grpc_link import GrpcLink, target_link
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
@@ -58,7 +58,7 @@ async def exits() -> AsyncIterator[AsyncExitStack]:
 
 async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Listener]:
     """A link to a server of the service, and its listener."""
-    link = target_link((await serve(exits, service)).address)
+    link = GrpcLink("target", (await serve(exits, service)).address)
     exits.push_async_callback(link.close)
     return link, Listener(link)
 

@@ -22,7 +22,7 @@ from outrider.registry.registry import Role
 from outrider.request import RoundReport
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.speculation.sampling_params import SamplingParams
-from outrider.transport.grpc_link import target_link
+from outrider.transport.grpc_link import GrpcLink
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320
@@ -96,7 +96,7 @@ async def test_it_writes_what_its_target_writes(
         Client(addresses["coordinator"]) as client,
     ):
         assert ("draft" in addresses) is has_draft
-        link = target_link(addresses["target"])
+        link = GrpcLink("target", addresses["target"])
         described = await link.describe(10.0)
         await link.close()
         assert bool(described.features) is has_draft

@@ -14,7 +14,7 @@ from outrider.config import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.replica.host import ReplicaHost
-from outrider.transport.grpc_link import target_link
+from outrider.transport.grpc_link import GrpcLink
 from target_service.service import TargetService
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Hosted:
     async def start(self) -> None:
         service = TargetService(self.engine, self.executor, max_num_seqs=1)
         self.address = await self.host.serve(service, TargetConfig())
-        self.link = target_link(self.address)
+        self.link = GrpcLink("target", self.address)
         self.heard = Listener(self.link)
 
     def send(self, session: int) -> None:

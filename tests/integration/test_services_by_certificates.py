@@ -20,7 +20,7 @@ from outrider.registry.registry import ROLES, Role
 from outrider.replica.host import ReplicaHost
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import DRAFT, VERIFY
-from outrider.transport.grpc_link import target_link
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.tls import caller_trust, internal_trust, make_authority, make_role, name_of
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -106,7 +106,7 @@ async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Pa
 
 
 async def answers(address: str, trust: Trust) -> bool:
-    link = target_link(address, trust)
+    link = GrpcLink("target", address, trust)
     try:
         await link.describe(5.0)
     except Unavailable:
@@ -122,7 +122,7 @@ async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> N
         async with hosted(role, directory) as address:  # type: ignore[arg-type]
             assert not await answers(address, trust)
     async with hosted("target", ours) as address:
-        link = target_link(address, trust)
+        link = GrpcLink("target", address, trust)
         heard = Listener(link)
         assert (await link.describe(5.0)).max_model_len > 0
         link.send(VerifyItem(make_head((1, 2, 3), session=1)))

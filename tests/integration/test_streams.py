@@ -20,7 +20,7 @@ from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY
-from outrider.transport.grpc_link import target_link
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2
@@ -58,7 +58,7 @@ async def test_a_link_breaks_and_is_opened_anew(target: Target) -> None:
     """When the server stops, the listener is told once. While there is no server, `send` fails
     fast. After a restart, a send opens the stream again with full sampling parameters, and the new
     target answers that it holds nothing."""
-    link = target_link(target.address)
+    link = GrpcLink("target", target.address)
     heard = Listener(link)
     assert isinstance(await ask(link, heard, VerifyItem(make_head(PROMPT))), VerdictReply)
     await target.stop()
@@ -96,7 +96,7 @@ def sent_head(stream: Any, item: VerifyItem) -> Any:
 
 
 async def test_sampling_parameters_travel_once(target: Target) -> None:
-    link = target_link(target.address)
+    link = GrpcLink("target", target.address)
     heard = Listener(link)
     sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
     first = VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=sampling))
@@ -126,7 +126,7 @@ async def test_a_constraint_travels_once(target: Target) -> None:
         outlet.send([Refused(item.head.key, 9, "only for inspection")])
 
     target.service.take = noting
-    link = target_link(target.address)
+    link = GrpcLink("target", target.address)
     heard = Listener(link)
     small = Constraint.of_regex("[ab]+")
     large = Constraint.of_schema({"title": "x" * BULK_ITEM_BYTES})
@@ -153,7 +153,7 @@ async def test_a_constraint_travels_once(target: Target) -> None:
 async def test_many_features_come_by_the_stream_of_bulky_items(
     target: Target, first: int | None, name: str
 ) -> None:
-    link = target_link(target.address)
+    link = GrpcLink("target", target.address)
     text = [index % 7 for index in range(100)]
     await ask(link, Listener(link), VerifyItem(make_head(text), features_from=first))
     used = [name for name, stream in link._streams.items() if stream._sent]

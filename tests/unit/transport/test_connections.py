@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
-from outrider.transport.grpc_link import target_link
+from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Serving, check_port
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -112,7 +112,7 @@ async def test_a_caller_hears_that_the_link_is_closed() -> None:
     """And is not cancelled, although closing a channel raises this in its calls."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
-        link = target_link(f"127.0.0.1:{silent.getsockname()[1]}")
+        link = GrpcLink("target", f"127.0.0.1:{silent.getsockname()[1]}")
         asking = asyncio.create_task(link.describe(30.0))
         accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
         await link.close()
