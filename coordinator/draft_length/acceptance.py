@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """The chances of two events at each depth 1, 2, ..., K of a proposal. Each array is [K]."""
+    """The chances of two events at the depths 1, 2, ..., K of a proposal, each [K]."""
 
     committed: Array
     """A token at this depth is proposed, and is accepted with all tokens before it."""
@@ -24,10 +24,9 @@ class Prospects(NamedTuple):
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """Returns the counts [5, K] of a round that asked for K = `num_asked` tokens and got
-    `len(survival)` tokens. `survival` comes from `outrider.speculation.accept_reject.survival`. A
-    token is *due* at a depth if the round asked for it and all tokens before it were proposed. Each
-    column is a depth. If the condition of an entry is false, the entry is 0. The rows are:
+    """Returns counts [5, K] by depth of a round that asked for K = `num_asked` tokens and got the
+    tokens of `survival` (see `PlayedRound`). A token is *due* at a depth if the round asked for it
+    and all tokens before it were proposed. The rows are, or else 0:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -45,16 +44,15 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 
 class DepthAverages:
-    """Averages of the acceptance and length of proposals by depth, over one or several sessions.
-    They are ratios of exponentially weighted sums of the counts of `observed`. At a depth that was
-    rarely reached, the rates are close to those of the prior. Without a prior, the acceptance rate
-    is then close to the rate at the previous depth."""
+    """Acceptance and length of proposals by depth: ratios of exponentially weighted sums of the
+    counts of `observed`. At a depth that was rarely reached, the rates are close to those of the
+    prior. Without a prior, the acceptance rate is then close to the rate at the previous depth."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
     ) -> None:
-        """The weight of a round falls to 1/e after `memory_rounds` further rounds. `prior` averages
-        over more sessions than this object, and weighs as much as `prior_rounds` rounds."""
+        """The weight of a round falls to 1/e after `memory_rounds` further rounds. The `prior`
+        weighs as much as `prior_rounds` rounds."""
         self._keep = 1.0 - 1.0 / memory_rounds
         self._pull = prior_rounds
         self._prior = prior
@@ -66,18 +64,12 @@ class DepthAverages:
         self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
-        """Returns the chances for a round that asks for `num_asked` tokens."""
-        rates = np.array(self._rates(num_asked)).reshape(num_asked, 3)
-        goes_on, accepted, proposed = rates.T
-        committed = np.cumprod(goes_on * accepted)
-        return Prospects(committed, np.cumprod(proposed))
+        goes_on, accepted, proposed = np.array(self._rates(num_asked)).reshape(num_asked, 3).T
+        return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth:
-
-        - the chance that a token is proposed, if all earlier tokens were accepted
-        - the chance that this token is accepted, if all earlier tokens were accepted
-        - the chance that a token is proposed, if all earlier tokens were proposed"""
+        """Returns three chances for each depth: that a token is proposed and that it is accepted,
+        if all earlier tokens were accepted; that one is proposed, if all earlier ones were."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

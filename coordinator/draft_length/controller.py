@@ -1,16 +1,14 @@
-"""Length control: chooses how many draft tokens (K) each round asks for. It learns from finished
-rounds, and uses no clock and no random numbers.
+"""Length control: chooses how many draft tokens (K) each round asks for, from what finished rounds
+have shown. It uses no clock and no random numbers.
 
 K of a round is fixed when the previous round begins. At that time, neither target nor draft has
 drawn a token of the round, even if they work ahead. So K does not depend on the round's random
-numbers, and sampling stays exact under every rule. Sessions that share a seed get a fixed K
-(`LengthControls.open`). docs/exactness.md has the proof.
+numbers, and sampling stays exact under every rule (proof: docs/exactness.md).
 
 While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Trials of
 drafting, of the largest K and of plain decoding test whether the expected speeds are right. A trial
-of the largest K also measures the acceptance for every smaller K. A trial runs only if the trial
-budget covers the tokens that the trial is expected to lose. The budget grows by `TRIAL_SHARE` of
-the tokens that all sessions commit.
+runs only if the trial budget covers the tokens that it is expected to lose. The budget grows by
+`TRIAL_SHARE` of the tokens that all sessions commit.
 """
 
 from __future__ import annotations
@@ -30,14 +28,10 @@ from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
-MEMORY_ROUNDS = 48.0
-"""The weight of a round falls to 1/e after this many further rounds of its session."""
-SHARED_MEMORY_ROUNDS = 512.0
-"""Like `MEMORY_ROUNDS`, for the averages over all sessions."""
+MEMORY_ROUNDS, SHARED_MEMORY_ROUNDS = 48.0, 512.0
+"""`memory_rounds` of the averages of one session, and of those over all sessions."""
 PRIOR_ROUNDS = 12.0
-"""In a session's averages, the averages over all sessions weigh as much as this many rounds."""
-SHARED_PRIOR_ROUNDS = 12.0
-"""In the averages over all sessions, the initial assumptions weigh as much as this many rounds."""
+"""`prior_rounds` of all averages."""
 CHOICE_ROUNDS = 4
 """Number of rounds with a draft after which K is chosen again."""
 PLAIN_GAIN = 0.03
@@ -57,32 +51,30 @@ CREDIT_TOKENS_MAX = 16.0
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried only if the expected speed of drafting is below this multiple of the
-expected speed of plain decoding."""
+"""Plain decoding is tried only if drafting is expected to be slower than this multiple of it."""
 PLAIN_TRIED_ROUNDS = 6
 """Number of rounds of a trial of plain decoding. The time of the first round is not measured."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""If the measured plain rounds have this total weight, the time of a plain round is known."""
+"""Total weight of measured plain rounds from which on plain decoding is not tried."""
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
 NO_COSTS = StepCosts((1,), (0.0,))
-"""Table for a target that reports no table. All steps then count as equally long."""
+"""Table for a target that reports none. All steps then count as equally long."""
 _ENDLESS = sys.maxsize
 
 
 class Experience:
-    """Acceptance in the sessions of one rule, and the rule's trial budget. Acceptance is also kept
-    by prompt length, because answers to long prompts often copy from the prompt."""
+    """Acceptance in the sessions of one rule, in all and by prompt length (answers to long prompts
+    often copy from the prompt), and the rule's trial budget."""
 
     def __init__(self) -> None:
-        self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, SHARED_PRIOR_ROUNDS)
+        self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
         self.by_size = [
             DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS, self.averages)
             for _ in range(len(PROMPT_SIZES) + 1)
         ]
         self._left = CREDIT_TOKENS
-        """The trial budget: number of tokens that trials may still lose."""
 
     def earn(self, num_tokens: float) -> None:
         self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
@@ -96,12 +88,10 @@ class Experience:
 
 
 class Learned:
-    """What sessions learn from each other: round costs, and acceptance by rule and prompt length.
-
-    All of this, also the times, depends on how many draft tokens were accepted. Under the rules
-    token and block, a session that repeats a seed has the random numbers of an earlier session. The
-    results of the earlier session must then not influence K of the later session (proof:
-    docs/exactness.md). So the later session neither reads nor extends this object."""
+    """What sessions learn from each other: round costs and acceptance, which both depend on how
+    many draft tokens were accepted. Under the rules token and block, a session that repeats a seed
+    has the random numbers of an earlier session, whose results must not influence its K (proof:
+    docs/exactness.md). So this session neither reads nor extends this object."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -110,7 +100,7 @@ class Learned:
 
 class LengthControls:
     """Creates a length control for each session. Sessions with a drafter on trial (a draft, or a
-    target that drafts) share load and seeds with the other sessions, but learn separately."""
+    target that drafts) learn separately from the other sessions."""
 
     def __init__(
         self,
@@ -121,9 +111,8 @@ class LengthControls:
         delays: bool = False,
         adapts: bool = True,
     ) -> None:
-        """`run_ahead_rounds` is the largest number of rounds that the target may run ahead.
-        `delays` states whether draft and coordinator delay the target, because they use the same
-        cores. If `adapts` is false, every round asks for as many tokens as the request allows."""
+        """With `delays`, draft and coordinator delay the target, because they use the same cores.
+        If `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -133,11 +122,10 @@ class LengthControls:
         self._learned: dict[ReplicaDescription | None, Learned] = {}
         """Drafter on trial -> what its sessions learned. None -> what other sessions learned."""
         self._firsts: dict[int, LengthControl | None] = {}
-        """Seed -> the first session with this seed under the rules token and block, or None after
-        this session has ended."""
+        """Seed -> its first session under the rules token and block; None after this has ended."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
-        """Returns the object that new sessions with this drafter on trial read and extend."""
+        """Returns what new sessions with this drafter on trial read and extend."""
         if tried not in self._learned:
             self._learned[tried] = self._nothing_learned(tried, self.load)
         return self._learned[tried]
@@ -149,9 +137,8 @@ class LengthControls:
     def hear_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
-        """Updates the number of targets, the number of sessions that other coordinators run on
-        these targets, and the draft. If the draft's weights have changed, forgets the measured
-        times of the earlier draft."""
+        """Updates the `load`. If the draft's weights have changed, forgets the measured times of
+        the earlier draft."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
         known = self._draft
@@ -169,8 +156,7 @@ class LengthControls:
     ) -> LengthControl:
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
         session's drafter if this drafter is on trial. Under the rules token and block, a session
-        that repeats a seed gets a fixed K. If the first session with this seed still runs, the
-        first session also gets a fixed K from now on."""
+        that repeats a seed gets a fixed K, and the first session with this seed keeps its K."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
@@ -192,7 +178,6 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session. `seed` is None for a session that is not in `_firsts`."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._firsts[seed] = None
@@ -213,11 +198,11 @@ class LengthControls:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A possible K of a round, with the expected tokens and time of the round."""
+    """A possible K of a round, with expected figures of the round."""
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Expected number of committed tokens, minus the tokens that other sessions lose meanwhile."""
+    """Number of committed tokens, minus the tokens that other sessions lose meanwhile."""
     seconds: float = 0.0
     draft_budget_s: float = math.inf
 
@@ -228,12 +213,11 @@ class _Option:
 
 _PLAIN = _Option(0)
 _FIRST = _Option(0)
-"""The first round of a session that drafts. This round has no proposal, because waiting for a
-proposal would delay the first token."""
+"""The first round of a session that drafts. A proposal would delay the first token."""
 
 
 class LengthControl:
-    """Chooses K for the rounds of one session, by the expected tokens and time of a round."""
+    """Chooses K for the rounds of one session."""
 
     def __init__(
         self,
@@ -244,7 +228,7 @@ class LengthControl:
         prompt_length: int,
         seed: int | None = None,
     ) -> None:
-        """The session reads and extends `learned`. `LengthControls.close` will get the `seed`."""
+        """`seed` is that of a session in `LengthControls._firsts`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -257,18 +241,17 @@ class LengthControl:
         self.adapts = True
         """Whether finished rounds influence K of later rounds."""
         self._is_timed = True
-        self._choice: _Option | None = None
-        """The option for the next rounds with a draft; None = not chosen yet."""
-        self._drafted_left = 0
-        """Number of rounds with a draft until K is chosen again."""
         self._num_missed = 0
         """Number of tokens that the draft must read before it can propose."""
         self._phase = PLAIN_ROUNDS
         """Number of rounds of the next plain phase."""
-        self._plain_left = 0 if self._bound else _ENDLESS
-        """Number of plain rounds that are certain to come."""
         self._plain_ends = False
-        """Whether the plain phase ends after `_plain_left` more rounds."""
+        """Whether drafting certainly follows the current plain phase."""
+        self._planned = _FIRST if num_draft_tokens else _PLAIN
+        """The round that follows `_next`. It is repeated `_num_planned` times."""
+        self._num_planned = 1 if num_draft_tokens else _ENDLESS
+        self._fixed: _Option | None = None
+        """The option of all rounds after the planned ones; None = not fixed."""
         self._current: _Option | None = None
         """The round that was chosen last."""
         self._num_asked = 0
@@ -277,8 +260,8 @@ class LengthControl:
         self._follows_plain = False
         """Whether the round before `_current` was plain. If both rounds are plain, the target ran
         `_current` without waiting for the coordinator."""
-        self._next: tuple[_Option, int] | None = None
-        """The round after `_current`, and the number of plain rounds that certainly follow it."""
+        self._next: _Option | None = None
+        """The round after `_current`."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
@@ -290,51 +273,47 @@ class LengthControl:
         # The draft may still have to read the prompt after the target has read it.
         self._num_missed = prompt_length
         if not controls.adapts:
-            self._fix(_Option(self._bound))
+            self._fix(self._bound)
 
     @property
     def plans_plain(self) -> bool:
-        """Whether the next rounds are plain."""
-        return self._plain_left > 0
+        """Whether the planned rounds are plain."""
+        return self._planned is _PLAIN
 
     def fix(self) -> None:
-        """If K is not fixed yet, fixes K at its best value so far. Planned rounds and plain rounds
-        that are certain to come keep their K. From now on, nothing is learned from this session,
+        """If K is not fixed yet, fixes K at its best value so far. The next round, and plain rounds
+        that are certain to come, keep their K. From now on, nothing is learned from this session,
         and its drafting has no time limit."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
-            self._fix(_Option(_best([plain, *drafted]).num_draft_tokens))
+            self._fix(_best([plain, *drafted]).num_draft_tokens)
 
-    def _fix(self, length: _Option) -> None:
-        self.adapts = False
-        self._choice, self._drafted_left, self._plain_ends = length, _ENDLESS, True
-        if length.num_draft_tokens == 0:
-            self._plain_left = _ENDLESS
-        elif self._current is None:
-            self._plain_left = 0  # The target has not been told to run ahead.
+    def _fix(self, num_draft_tokens: int) -> None:
+        self.adapts, self._plain_ends = False, True
+        self._fixed = _Option(num_draft_tokens) if num_draft_tokens else _PLAIN
+        if self._fixed is _PLAIN:
+            self._planned, self._num_planned = _PLAIN, _ENDLESS
+        elif self._current is None:  # The target has not been told to run ahead.
+            self._planned, self._num_planned = _FIRST, 1
+        elif self._planned is not _PLAIN:
+            self._num_planned = 0
 
     def choose(self, num_left: int) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
         including the target's own token. The last `note` does not influence this length, because a
         target or draft that works ahead may already have drawn tokens of this round."""
-        length, run_ahead = self._next or self._taken(_FIRST)
         self._follows_plain = self._current is _PLAIN
-        self._current = length
-        if self._plain_left > 0:
-            self._plan_plain()
-        elif self._drafted_left == 0:
-            self._choose_again()
-        self._next = following, _ = self._taken(self._choice or _FIRST)
-        num_asked = min(length.num_draft_tokens, num_left - 1)
+        self._current = current = self._next or self._take_planned()
+        run_ahead = 0
+        if current is _PLAIN:
+            run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
+        self._plan()
+        self._next = following = self._take_planned()
+        self._num_asked = min(current.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
-        self._num_asked = num_asked
         return RoundLength(
-            num_asked,
-            min(run_ahead, num_left - 1),
-            num_next,
-            length.draft_budget_s,
-            is_timed=self._is_timed,
+            self._num_asked, run_ahead, num_next, current.draft_budget_s, self._is_timed
         )
 
     def note(self, played: PlayedRound) -> None:
@@ -363,82 +342,75 @@ class LengthControl:
             self._num_missed = 0  # From now on, a late proposal counts as slow drafting.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """Learns how many tokens of a proposal were accepted. `num_asked` and `survival` are those
-        of `PlayedRound`. In plain rounds, a `LookupProbe` calls this method for each look-up that
-        the probe has compared with committed tokens."""
+        """Learns how many tokens of a proposal were accepted (see `PlayedRound`), or would have
+        been accepted in plain rounds (see `LookupProbe`)."""
         if self.adapts:
             counts = observed(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
                 averages.note(counts)
 
     def close(self) -> None:
-        """Ends the session."""
         self._controls.close(self._seed)
 
-    def _taken(self, drafted: _Option) -> tuple[_Option, int]:
-        """Returns the next round, and the number of plain rounds that certainly follow it. If the
-        plain phase has rounds left, the next round is plain. Otherwise the next is `drafted`."""
-        if self._plain_left > 0:
-            self._plain_left -= 1
-            return _PLAIN, min(self._controls.run_ahead_rounds, self._plain_left)
-        if drafted is not _FIRST:
-            self._drafted_left -= 1
-        return drafted, 0
+    def _take_planned(self) -> _Option:
+        self._num_planned -= 1
+        return self._planned
 
-    def _plan_plain(self) -> None:
-        """Decides early whether the plain phase continues, so that the target can run ahead."""
-        if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
+    def _plan(self) -> None:
+        """Plans further rounds if none are left. Decides early whether a plain phase continues, so
+        that the target can run ahead."""
+        in_phase = self._planned is _PLAIN and not self._plain_ends
+        if self._num_planned > (self._controls.run_ahead_rounds if in_phase else 0):
+            return
+        if self._fixed is not None:
+            self._planned, self._num_planned = self._fixed, _ENDLESS
             return
         drafted, plain = self._options()
-        self._plain_ends = self._drafting_is_due(_best(drafted), plain)
-        if not self._plain_ends:
+        best, largest = _best(drafted), drafted[-1]
+        if self._planned is _PLAIN and self._num_planned > 0:
+            self._plain_ends = self._drafting_is_due(best, plain)
+            if not self._plain_ends:
+                self._begin_plain(self._num_planned)
+            return
+        follows_draft = self._planned.num_draft_tokens > 0
+        self._planned, self._num_planned = best, CHOICE_ROUNDS
+        if not follows_draft:
+            return
+        if plain.rate > (1.0 + PLAIN_GAIN) * best.rate:
             self._begin_plain()
+        elif self._tries_plain(best, plain):
+            self._planned, self._num_planned, self._plain_ends = _PLAIN, PLAIN_TRIED_ROUNDS, True
+        elif largest is not best and self._experience.pays(
+            best.rate * largest.seconds - largest.num_tokens
+        ):
+            self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether the expected gain of drafting covers the time in which the draft reads the tokens
-        that it lacks, or whether the trial budget covers the expected loss."""
+        """Whether drafting gains more than the draft's reading of missed tokens costs, or whether
+        the trial budget covers the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
         return lost < 0 or self._experience.pays(lost)
 
-    def _choose_again(self) -> None:
-        drafted, plain = self._options()
-        best, largest = _best(drafted), drafted[-1]
-        is_first = self._choice is None
-        self._choice, self._drafted_left = best, CHOICE_ROUNDS
-        if is_first:
-            return
-        if plain.rate > (1.0 + PLAIN_GAIN) * best.rate:
-            self._begin_plain()
-        elif self._tries_plain(best, plain):
-            self._plain_left, self._plain_ends, self._choice = PLAIN_TRIED_ROUNDS, True, None
-            self._drafted_left = 0
-        elif largest is not best and self._experience.pays(
-            best.rate * largest.seconds - largest.num_tokens
-        ):
-            self._choice, self._drafted_left = largest, 1
-
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to run a few plain rounds, to measure the time of a plain round."""
         if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
         return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)
 
-    def _begin_plain(self) -> None:
-        self._plain_left += self._phase
+    def _begin_plain(self, num_more: int = 0) -> None:
+        """Plans a plain phase, after `num_more` plain rounds of the current phase."""
+        self._planned, self._num_planned = _PLAIN, num_more + self._phase
         self._plain_ends = False
         self._phase = min(2 * self._phase, PLAIN_ROUNDS_MAX)
-        self._choice, self._drafted_left = None, 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
         """Returns the options with a draft, for K = 1, 2, ..., and the option of plain decoding.
 
-        The *gain* of a proposal is the time that plain decoding would take for the tokens that the
-        proposal is expected to add. The time limit of a proposal is its usual time plus its gain.
-        Drafting is chosen only if the usual time is shorter than the gain, so a draft that becomes
-        slow costs at most twice the gain."""
+        The time limit of a proposal is its usual time plus its *gain*: the time that plain decoding
+        would take for the tokens that the proposal is expected to add. Drafting is chosen only if
+        the usual time is shorter than the gain, so a slow draft costs at most twice the gain."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

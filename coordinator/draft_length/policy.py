@@ -8,29 +8,26 @@ from outrider.values import value
 
 @value(frozen=True, slots=True)
 class RoundLength:
-    """Number of draft tokens that a round asks for, and the time limit of the proposal."""
-
     num_draft_tokens: int
     run_ahead: int
     """Number of rounds after this round that certainly have no proposal. The target may run these
     rounds without waiting."""
     next_max: int = 0
     """Largest K of the next round. A target with a head drafts this many tokens together with this
-    round's verdict. If this K is 0, the next round has no proposal, so the target sends no hidden
-    states for the draft."""
+    round's verdict."""
     draft_budget_s: float = math.inf
     """Time limit of this round's proposal. The configured limit of drafting applies, too."""
     is_timed: bool = True
-    """Whether a time limit may stop the draft in this round, or the target's drafting for the next
-    round. False if another session uses or has used the same seed. Times may then depend on the
-    random numbers of this round, so a time limit could bias the output."""
+    """Whether a time limit may stop the drafting for this round and, on the target, for the next.
+    False if another session uses or has used the same seed. Times may then depend on the random
+    numbers of this round, so a time limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):
     """Drafting by a target in the same step as a verdict."""
 
     num_tokens: int
-    """Number of drafted tokens. The round may use fewer tokens."""
+    """The round may use fewer tokens."""
     seconds: float
     work_s: float
     """This session's share of `seconds`."""
@@ -38,17 +35,14 @@ class DraftedBeside(NamedTuple):
 
 @value(frozen=True, slots=True)
 class PlayedRound:
-    """Acceptance and times of a finished round."""
-
     num_asked: int
-    """K of the round. If a time limit stopped drafting, the number of drawn tokens. 0 if no drafter
-    was asked, or if a look-up replaced a drafter that was late or not ready. From a round with 0,
-    length control learns only that the wait `draft_s` brought no proposal."""
+    """`Drafted.num_asked`. From a round with 0, length control learns only that the wait `draft_s`
+    brought no proposal."""
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens were accepted, from
     `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
-    """Number of committed tokens."""
+    """Number of tokens that the round committed."""
     context: int
     """Length of the session when the round began, in tokens."""
     draft_s: float

@@ -25,18 +25,17 @@ MEMORY_ROUNDS = 64.0
 LOAD_MEMORY_ROUNDS = 256.0
 """Like `MEMORY_ROUNDS`, for the load of the target."""
 OUTLIER = 8.0
-"""Longer times count as this multiple of the mean time of a round."""
+"""Measured times count as at most this multiple of the mean time of a round."""
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""Standard deviation of a prior with mean 1. The prior is for the ratio of the measured time per
-draft token to the time in the draft's table."""
+"""Standard deviation of the prior (mean 1) of the ratio of the measured time per draft token to the
+time in the draft's table."""
 STEP_SPREAD = 0.2
 """Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
 mean number of other sessions' rows is known. A small spread gives these slopes little weight."""
 MEAN_SPREAD = 1.0
-"""Like `TABLE_SPREAD`, for a draft without a table. The mean measured time per token takes the
-place of the time in the table."""
+"""Like `TABLE_SPREAD`, for a draft without a table: relative to the mean measured time."""
 MESSAGES_WORK = 4.0
 """Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
 these messages. With 8 sessions on two cores, 3 to 4 was measured."""
@@ -46,8 +45,8 @@ this many measured plain rounds."""
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
 KEPT = 1.0 - 1.0 / 512.0
-"""Each round with a draft multiplies the weight of the measured plain rounds by this factor. So
-plain decoding is tried again after some time."""
+"""Each round with a draft multiplies the weight of the measured plain rounds by this factor, so
+that plain decoding is tried again after some time."""
 Array = npt.NDArray[np.float64]
 
 
@@ -104,15 +103,14 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected cost of a session's next round: the round's time, and the tokens that other
-    sessions lose. Other sessions lose tokens because the round's rows lengthen their steps, and
-    because the round's drafting and messages use shared cores."""
+    """The expected times of a session's next round, and the tokens that other sessions lose to it,
+    because its rows lengthen their steps, and its drafting and messages use shared cores."""
 
     plain_s: float
     round_s: float
     """Time of a round that asks for draft tokens and gets none."""
     round_lost: float
-    """Tokens that other sessions lose to a round that asks for draft tokens and gets none."""
+    """Tokens that other sessions lose to such a round."""
     token_s: Array
     """[K]: time that the first, second, ... proposed token adds."""
     token_lost: Array
@@ -121,14 +119,14 @@ class Forecast:
     """[K]: wait for a proposal of one, two, ... tokens."""
 
 
+@dataclass(slots=True)
 class Load:
     """The number of one coordinator's targets, and the numbers of current sessions on them."""
 
-    def __init__(self, num_sessions: int = 0) -> None:
-        self.num_sessions = num_sessions
-        self.num_elsewhere = 0
-        """Number of sessions of other coordinators on the same targets."""
-        self.num_targets = 1
+    num_sessions: int = 0
+    num_elsewhere: int = 0
+    """Number of sessions of other coordinators on the same targets."""
+    num_targets: int = 1
 
 
 class RoundCosts:
@@ -144,10 +142,10 @@ class RoundCosts:
         drafting_delays: bool,
         messages_delay: bool,
     ) -> None:
-        """`target` and `draft` are the engines' tables; None = no table. At most `max_num_seqs`
-        sessions share a step of the target. With `drafting_delays`, drafting delays the target,
-        because the target itself drafts, or shares cores or a device with the draft. With
-        `messages_delay`, messages delay the target, because coordinator and draft use its cores."""
+        """`target` and `draft` are the engines' tables. At most `max_num_seqs` sessions share a
+        step of the target. With `drafting_delays`, drafting delays the target, because the target
+        itself drafts, or shares cores or a device with the draft. With `messages_delay`, messages
+        delay the target, because coordinator and draft use its cores."""
         self.load = load
         self.drafting_delays = drafting_delays
         self._table = target
@@ -166,15 +164,13 @@ class RoundCosts:
         """Starts with the table of a new draft, and drops the measured times of earlier drafts."""
         self._draft_table = costs
         self._draft_token = SECONDS_MIN if costs is None else costs.step_seconds(1)
-        """Seconds per token in the draft's table. Without a table, the number is small, so that
-        drafting is tried and its times are measured."""
+        """Seconds per token in the draft's table. Without a table, almost 0, so that drafting is
+        tried and its times are measured."""
         spread = MEAN_SPREAD if costs is None else TABLE_SPREAD
         self._draft, self._draft_work = (CostLine(spread, relative=costs is None) for _ in range(2))
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
-        """Counts a round of any kind. `round_s` is the time since the end of the previous round. If
-        the verdicts of several rounds arrive together, `round_s` of the first round has the time of
-        all."""
+        """Counts a round of any kind. `round_s` is the time since the end of the previous round."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
         self._rows.note(1 + len(played.survival))
@@ -182,12 +178,12 @@ class RoundCosts:
         self._tokens.note(played.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
-        """Counts a plain round after another plain round, in a session of `context` tokens."""
+        """Counts a plain round after another plain round."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. If `is_typical` is false, the draft had to
-        read other tokens first, so the wait for the proposal does not count."""
+        """Counts a round that asked for draft tokens. If the draft had to read other tokens first
+        (not `is_typical`), the wait for the proposal does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s
@@ -209,8 +205,6 @@ class RoundCosts:
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
     def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
-        """Forecasts a round of up to `num_draft_tokens` draft tokens in a session of `context`
-        tokens."""
         others, pace = self._others(), self._pace()
         loads = np.array([self._load(num, context, others) for num in range(num_draft_tokens + 1)])
         verify_s = float(self._target.at(loads[0]))
@@ -220,8 +214,7 @@ class RoundCosts:
         draft_lost = np.zeros(len(works))
         if self.drafting_delays:
             # Each of the 1 + others sessions waits while the draft works for this session. The wait
-            # of this session, draft_s, is counted already. If the draft works for all sessions in
-            # one step, draft_s includes the work for the other sessions.
+            # of this session, draft_s, is counted already.
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
@@ -244,7 +237,7 @@ class RoundCosts:
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
         """Returns the number of tokens that all sessions lose while the draft reads `num_missed`
-        tokens of a plain session."""
+        tokens."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
@@ -256,7 +249,7 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """Returns the time in the target's table of a step with the rows of all sessions, in s."""
+        """Returns the time in the target's table of a step with the rows of all sessions."""
         rows = 1 + num_proposed + others * self._rows.value
         sessions = max(1, round(1 + others))
         slots = round(context + others * self._context.value)

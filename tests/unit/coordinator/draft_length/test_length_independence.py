@@ -22,7 +22,7 @@ TARGET = StepCosts((1, 33), (0.02, 0.034))
 DRAFT = StepCosts((1, 65), (0.002, 0.004))
 EAGER = {
     "MEMORY_ROUNDS": 2.0, "SHARED_MEMORY_ROUNDS": 4.0, "PRIOR_ROUNDS": 0.5,
-    "SHARED_PRIOR_ROUNDS": 0.5, "CHOICE_ROUNDS": 1, "PLAIN_ROUNDS": 2, "PLAIN_ROUNDS_MAX": 4,
+    "CHOICE_ROUNDS": 1, "PLAIN_ROUNDS": 2, "PLAIN_ROUNDS_MAX": 4,
 }  # fmt: skip
 """With these, lengths change within a few rounds, so an influence that must not exist is seen."""
 SHARED_NOISE = [Rule.TOKEN, Rule.BLOCK]
