@@ -1,8 +1,7 @@
 """Commits decided tokens to the session store. Clients see only committed tokens.
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
-call. If the store does not answer, the committer repeats the call, and adds the tokens that were
-decided since then. A session continues to decode until it reaches a limit of uncommitted tokens.
+call. If the store does not answer, it repeats the call with the tokens decided since then.
 """
 
 import asyncio
@@ -36,16 +35,16 @@ class SessionCommits:
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
         self._behind_since: float | None = None
-        """Time since which the session has uncommitted tokens and the store has taken none of them.
-        None while all tokens are committed."""
+        """Time since which the store has taken none of the session's uncommitted tokens; None
+        without such tokens."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the committer still has this session. False after `remove`."""
+        """False after `remove`."""
         return self._committer.sessions.get(self.session.session_id) is self
 
     def notify(self) -> None:
-        """Queues the session's uncommitted tokens. Call after each `Session.decide`."""
+        """Queues the uncommitted tokens. Must be called after `Session.decide`."""
         if self.session.has_news and self.is_current:
             if self._behind_since is None:
                 self._behind_since = self._clock()
@@ -60,9 +59,8 @@ class SessionCommits:
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits until the session may decide `num_tokens` more tokens. The session must wait while
-        more than `UNCOMMITTED_TOKENS_MAX` tokens would be uncommitted, and while the store has
-        taken none of the uncommitted tokens for `UNCOMMITTED_MS_MAX`."""
+        """Waits while more than `UNCOMMITTED_TOKENS_MAX` tokens would be uncommitted after another
+        `num_tokens`, or the store has taken none of them for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -99,8 +97,8 @@ class SessionCommits:
                 return
 
     def apply(self, answer: int | OutriderError) -> bool:
-        """Handles the store's answer, which is the stored length or an error. Returns whether the
-        store took tokens or an error has ended the session."""
+        """Handles the store's answer, a stored length or an error. Returns whether the store took
+        tokens or an error has ended the session."""
         session, before = self.session, self.session.acknowledged_length
         try:
             if isinstance(answer, OutriderError):
@@ -123,13 +121,11 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for the next `wake`. The committer calls `wake` after each answer of the store, and
-        when the session is removed."""
+        """Waits for the next `wake`: after each answer of the store, and after `remove`."""
         self._check_served()
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Lets all waiting calls of `change` return."""
         self._changed.set()
         self._changed.clear()
 
@@ -145,14 +141,14 @@ class Committer:
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
         """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
-        `on_wanted` gets the requests for sessions that `SessionStore.hold_lease` returns."""
+        `on_wanted` gets what `SessionStore.hold_lease` returns."""
         self.store = store
         self._owner = owner
         self.random = random
         self._on_wanted = on_wanted
         self.sessions: dict[str, SessionCommits] = {}
         self.dirty: dict[str, None] = {}
-        """Ids of the sessions with tokens to append, in the order in which they were queued."""
+        """Ids of the sessions with tokens to append, as a queue."""
         self.has_work = asyncio.Event()
         self._leaving = asyncio.Event()
         self._closing = asyncio.Event()
@@ -178,8 +174,7 @@ class Committer:
     async def run(self) -> None:
         """Commits tokens and renews this coordinator's lease until `close` is called. Then appends
         the remaining tokens as long as the store answers, ends the lease, and removes all sessions.
-        Coroutines of `SessionCommits` that still wait raise `Unavailable`. If a bug ends the
-        commits, raises an exception group."""
+        Raises an exception group if a bug ends the commits."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -206,8 +201,8 @@ class Committer:
         self._closing.set()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` if the queue differs from the set of sessions with tokens to
-        append. Must not be called while a call to the store runs."""
+        """Raises `InvariantError` if the queue is not the set of sessions with tokens to append.
+        Must not be called while a call to the store runs."""
         for session_id, commits in self.sessions.items():
             session = commits.session
             session.check_integrity()
@@ -258,10 +253,9 @@ class Committer:
         return any(progress) or not progress
 
     async def _hold_lease(self) -> None:
-        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`. Ends the lease after
+        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, and ends it after
         `hand_over`. If the store does not answer, the lease may run out, and other coordinators may
-        take sessions over. The store then refuses this coordinator's appends to these sessions,
-        because the appends have an older epoch."""
+        take sessions over. The store then refuses this coordinator's appends by their epoch."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

@@ -19,8 +19,6 @@ class TextStream(Protocol):
 
 @value(frozen=True, slots=True)
 class Piece:
-    """The result of `Completion.push`."""
-
     num_tokens: int
     """Number of pushed tokens that belong to the completion."""
     text: str
@@ -61,8 +59,8 @@ class Completion:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the token that ends the completion. If `max_tokens` is
-        0, call this method once without tokens to end the completion."""
+        """Adds the tokens of a round, up to the token that ends the completion. A completion whose
+        `max_tokens` is 0 ends with a call without tokens."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens

@@ -38,8 +38,7 @@ COMMIT_GRACE_S = 2.0
 
 
 class SessionRun:
-    """Runs one session. A task decodes, and the client's stream reads events from a queue. A round
-    begins before the previous round is committed."""
+    """Runs one session. A task decodes, and the client's stream reads events from a queue."""
 
     def __init__(
         self,
@@ -55,9 +54,9 @@ class SessionRun:
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding after the `replayed` tokens. `arrived` is the time of the request's
-        arrival on the event loop's clock. With `reads_beside`, draft and target prefill at the same
-        time. Otherwise the draft prefills when it is first asked for a proposal."""
+        """Starts decoding after the `replayed` tokens. The request `arrived` at this time of the
+        event loop's clock. With `reads_beside`, draft and target prefill at the same time.
+        Otherwise the draft prefills when it is first asked for a proposal."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -67,9 +66,7 @@ class SessionRun:
         self._observer = context.observer
         self._completion = replayed.completion
         self._ended = replayed.finish_reason
-        """Why the replayed tokens end the completion; None if they do not end it."""
-        self._num_known = replayed.completion.num_tokens
-        """Number of the completion's tokens that were decided before this run."""
+        self._num_replayed = replayed.completion.num_tokens
         self._commits = commits
         self._output = OutputQueue(commits, self._deadline + COMMIT_GRACE_S, self._observer)
         for tokens in replayed.events:
@@ -88,13 +85,12 @@ class SessionRun:
         self._cancelled = False
         self._first_token_at: float | None = None
         self.is_recorded = False
-        """Whether the session's end is stored."""
+        """Whether the store has the session's end."""
         self._is_told = False
         self._handed_over = False
         self._held_back = ""
-        """Text that the completion held back when decoding stopped early. The text is sent together
-        with `Finished`. Otherwise the stream could break after the text, and the resumed stream
-        would send the text again."""
+        """Text that the completion held back when decoding stopped early. It is sent together with
+        `Finished`. If the stream broke between them, the resumed stream would repeat the text."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -110,9 +106,8 @@ class SessionRun:
 
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`. Returns an empty sequence after the last
-        event. If the deadline passes before the first token, raises `DeadlineExceeded`. After the
-        session was handed over, raises `StaleEpoch`. If an error of target or store ended the
-        session, raises this error."""
+        event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
+        after the session was handed over, and the error that ended the session."""
         if self._is_told:
             return ()
         try:
@@ -145,7 +140,9 @@ class SessionRun:
             metrics=Metrics.of(
                 session.counters,
                 time_to_first_token_ms=(first - self._arrived) * 1e3,
-                tokens_per_second=(num_tokens - self._num_known) / seconds if seconds > 0 else 0.0,
+                tokens_per_second=(num_tokens - self._num_replayed) / seconds
+                if seconds > 0
+                else 0.0,
             ),
             stop_string=self._completion.stop_string,
             stop_token_id=self._completion.stop_token_id,
@@ -204,18 +201,17 @@ class SessionRun:
             async with asyncio.timeout_at(self._deadline) as self._timeout:
                 if self._ended is not None:
                     return self._ended
-                if self._cancelled:
-                    return self._interrupted(FinishReason.CANCELLED)
-                return await self._rounds()
+                if not self._cancelled:
+                    return await self._rounds()
         except TimeoutError:
-            if self._cancelled:
-                return self._interrupted(FinishReason.CANCELLED)
-            if self._completion.num_tokens == 0:
-                raise self._late() from None
-            return self._interrupted(FinishReason.DEADLINE)
+            if not self._cancelled:
+                if self._completion.num_tokens == 0:
+                    raise self._late() from None
+                return self._interrupted(FinishReason.DEADLINE)
         finally:
             self._timeout = None
             self._output.close()
+        return self._interrupted(FinishReason.CANCELLED)
 
     def _late(self) -> DeadlineExceeded:
         deadline_ms = self.parameters.deadline_ms
@@ -348,7 +344,6 @@ class SessionRun:
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
-        """Takes the text that the completion holds back. Must be called if decoding stops early."""
         self._held_back = self._completion.finish()
         return reason
 
@@ -365,7 +360,7 @@ ENTRIES_UNREAD_MAX = 256
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round. The client may get it when `end_length` tokens are committed."""
+    """The output of one round, for the client when `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
@@ -400,7 +395,7 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. When the entry's tokens are committed, the commit wakes the reader."""
+        """Adds an entry. The commit of its tokens wakes the reader."""
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -415,8 +410,8 @@ class OutputQueue:
     async def read(self) -> Sequence[Event]:
         """Waits until the next entry is committed. Returns the entry's report, if it has one, and
         its tokens. Joins the tokens of committed rounds that have no reports, but not the tokens of
-        a replay. After the last entry, returns an empty sequence. Raises `TimeoutError` after the
-        time `until`, and the store's error if this error has ended the session."""
+        a replay. Returns an empty sequence after the last entry. Raises `TimeoutError` after the
+        time `until`, and the error with which the store ended the session."""
         while not self._is_ready:
             if self._closed and not self._entries:
                 return ()
@@ -465,7 +460,7 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 WAITED = 1.0
 """A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may only be the rest of the step that was running."""
+computing time. A shorter wait may be the rest of the running step."""
 
 
 class RoundMeter:

@@ -18,18 +18,16 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""Largest number of tokens in one event of a replay. The limit bounds the size of the message."""
+"""Largest number of tokens in one event of a replay, which bounds the size of the message."""
 ENTRIES_PER_EVENT = 1024
 """Largest number of log-probabilities in one event of a replay, except for events of one token."""
-
-
 _LOGPROBS = TypeAdapter(
     tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
 )
 
 
 def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """Returns the log-probabilities of one position as a line of JSON. log(0) is `-Infinity`."""
+    """Returns a position's log-probabilities as a line of JSON. log(0) is `-Infinity`."""
     return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
 
 
@@ -43,12 +41,10 @@ def read_logprobs(line: str) -> PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The part of a completion that the store has."""
-
     completion: Completion
-    """The completion, to which all stored tokens were pushed."""
+    """Has all stored tokens."""
     events: tuple[Tokens, ...] = ()
-    """Events with the stored tokens that the client lacks."""
+    """The stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None
     """Why the stored tokens end the completion; None if they do not. The stored record may not have
     this reason yet."""
@@ -56,11 +52,8 @@ class Replayed:
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
-    `OtherTokens` if the client has more tokens than the store, or different tokens.
-
-    If a failover of the store has lost a take-over, the former owner may store tokens that differ
-    from the client's tokens. The client's tokens cannot be decoded again, because in bfloat16 a
-    repetition may give other tokens."""
+    `OtherTokens` if the client has more or other tokens than the store. Other tokens are stored if
+    a failover has lost a take-over, and the former owner decoded on."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -85,8 +78,8 @@ def replay(
     request: ResumeRequest,
 ) -> Replayed:
     """Pushes the stored tokens into an empty `completion`. Returns events with the tokens and text
-    that the client lacks. Text depends only on tokens, so the new text continues the client's text.
-    If the session is finished, the last event has the text that the completion held back."""
+    that the client lacks. If the session is finished, the last event has the text that the
+    completion held back."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
@@ -114,12 +107,11 @@ def replay(
 
 
 def started(record: SessionRecord, model: str) -> Started:
-    """Returns the first event of a session."""
     return Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
 
 
 def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
-    """Yields a finished session's events after `Started`. If the session runs, yields none."""
+    """Yields a finished session's events after `Started`; none if the session runs."""
     if record.finish_reason is None:
         return
     yield from replayed.events

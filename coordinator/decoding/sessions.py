@@ -42,17 +42,17 @@ from outrider.speculation.proposal import SealedProposal
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""Reading this many bytes of stored log-probabilities takes as long as reading one token."""
+"""So many bytes of stored log-probabilities take as long to read as one token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
-"""A task that repeats a call to the store until the store answers. The result is None if the call
-succeeded. Otherwise it is the store's refusal, or the last error before the task gave up."""
+"""A task that repeats a call to the store until the store answers. Its result is the store's
+refusal, or the last error before the task gave up; None if the call succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Idempotency key of one answer. Each of a request's answers has its own key."""
+    """Idempotency key of one answer of a request."""
 
     name: str
     digest: str
@@ -62,7 +62,7 @@ class RequestKey:
 
     @property
     def value(self) -> str:
-        """The value that the store keeps under `name`; empty if no session has begun."""
+        """What the store keeps under `name`."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
@@ -88,8 +88,7 @@ class KeyTaken(OutriderError):
 
 class OwnedSessions:
     """The sessions of one coordinator. A session has at most one run at a time. When the run ends,
-    the session is released or ended in the store. The number of simultaneous take-overs is limited,
-    because all clients of a dead coordinator resume their sessions at once."""
+    the session is released or ended in the store."""
 
     def __init__(
         self,
@@ -99,8 +98,6 @@ class OwnedSessions:
         random_bits: Callable[[int], int],
         config: CoordinatorConfig,
     ) -> None:
-        """`owner` is the coordinator's name in the store. `random_bits(n)` returns n random
-        bits."""
         self._replays = ThreadPoolExecutor(1, "replay")
         self._store = store
         self.owner = owner
@@ -109,14 +106,13 @@ class OwnedSessions:
         self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Session id -> run. Before a session gets a new run, `vacate` ends the earlier run."""
+        """Session id -> run."""
         self._ending: dict[str, asyncio.Task[None]] = {}
         """Session id -> task that ends the session's run."""
         self._telling: dict[str, Told] = {}
         """Session id -> newest task that tells the store of the session's release or end."""
         self._taking: list[str] = []
-        """Ids of sessions that are being taken over. While two clients resume the same session, the
-        list has the session's id twice."""
+        """Ids of sessions that are being taken over, twice if two clients resume one session."""
         self._unsettled: set[str] = set()
         """Ids of sessions for which a call of `SessionStore.take_over` runs."""
         self.scored_ids: set[str] = set()
@@ -125,7 +121,7 @@ class OwnedSessions:
         self._lease_ends = False
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts a task. `end_background` waits for all tasks that this method has started."""
+        """Starts a task, for which `end_background` waits."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -134,9 +130,9 @@ class OwnedSessions:
     async def open(
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
-        """Creates a session in the store, and stores the session's id under the `key`. Raises
-        `KeyTaken` if the key has another session. If the store does not answer, it may still have
-        created the session, so the next attempt has a new id."""
+        """Creates a session in the store, and stores its id under the `key`. Raises `KeyTaken` if
+        the key has another session. If the store does not answer, it may still have created the
+        session, so the next attempt has a new id."""
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -167,9 +163,9 @@ class OwnedSessions:
         scored: Sequence[int], deadline: float, audits: bool = False,
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
-        never stored. Yields parts of `scored` with their verdicts. Rejected tokens are appended to
-        the session, too. The target runs all tokens of `scored`, even if its cache holds them.
-        Raises `TimeoutError` at the deadline, and the target's error."""
+        never stored. Yields parts of `scored` with their verdicts. All of them are appended to the
+        session, so the target runs them even if its cache holds them. Raises `TimeoutError` at the
+        deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -196,9 +192,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run. Does nothing if the run has ended. If the client `is_gone`, the session can
-        be resumed for `resume_grace_ms`. A `resumable` session can also be resumed if the store did
-        not take its end."""
+        """Ends a run, unless it has ended. If the client `is_gone`, the session can be resumed for
+        `resume_grace_ms`. A `resumable` session can also be resumed if the store did not take its
+        end."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -217,8 +213,8 @@ class OwnedSessions:
                 self.give_up(run.record)
 
     async def vacate(self, record: SessionRecord) -> None:
-        """Ends the earlier runs of a session that this coordinator has just taken over. `record`
-        has the new epoch. Raises `StaleEpoch` if a later take-over has already begun a run."""
+        """Ends the earlier runs of a session that was just taken over with the epoch of `record`.
+        Raises `StaleEpoch` if a later take-over has already begun a run."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -238,9 +234,9 @@ class OwnedSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
 
     def wait_for_client(self, record: SessionRecord) -> None:
-        """Releases a session, so that any coordinator can resume the session. If no client resumes
-        the session within `resume_grace_ms`, cancels the session. If this coordinator closes
-        earlier, the session stays unfinished until its record expires."""
+        """Releases a session, so that any coordinator can resume it. Cancels it if no client
+        resumes it within `resume_grace_ms`. If this coordinator closes earlier, the session stays
+        unfinished until its record expires."""
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:
@@ -253,8 +249,8 @@ class OwnedSessions:
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
-        """Until the context ends, counts a session as being taken over. Raises `Unavailable` if
-        `TAKE_OVERS_MAX` sessions are being taken over already."""
+        """Counts a session as being taken over. Raises `Unavailable` if these are `TAKE_OVERS_MAX`
+        already: all clients of a dead coordinator resume their sessions at once."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
@@ -270,13 +266,11 @@ class OwnedSessions:
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
-        """Takes over the session of a stored `record`. Returns the record with the new epoch, and
-        the session's parameters. If the session is finished, returns `record` unchanged.
-
-        Runs `check_known` before the take-over. If the stored tokens have changed since `record`
-        was read, runs `check_known` again after the take-over. If the second check fails, releases
-        the session. Raises `Incompatible` if no target has the session's weights, `Unavailable` if
-        no target is known, and the errors of `check_known` and `SessionStore.take_over`."""
+        """Takes over the session of a stored `record`, unless it is finished. Returns the record
+        with the new epoch, and the session's parameters. If the stored tokens have changed since
+        `record` was read, runs `check_known` again after the take-over. Raises `Incompatible` if no
+        target has the session's weights, `Unavailable` if no target is known, and the errors of
+        `check_known` and `SessionStore.take_over`."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
@@ -300,17 +294,16 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session. If the session is long, runs `call` on
-        a thread, which all long sessions share."""
+        """Runs `call`, which reads all tokens of a session; for long sessions, on one thread."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
-        """Takes over a session that does not run here, and cancels it. Does nothing if the session
-        is finished. If another coordinator owns the session, asks this owner to cancel the session,
-        and raises `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
+        """Takes over a session that does not run here, and cancels it, unless it is finished. If
+        another coordinator owns the session, asks this owner to cancel it, and raises
+        `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
         `StoreUnavailable`, and repeats the call to the store in the background."""
         if record.finish_reason is not None:
             return
@@ -329,10 +322,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Handles a session that another coordinator wants to take over. Suppose that the session
-        does not run here, but this coordinator is its owner in the store. Then a failover of the
-        store has lost the session's release, and this method releases the session again. If the
-        store does not answer, the next renewal of the lease will report the session again."""
+        """Releases a session that another coordinator wants to take over if it does not run here,
+        although this coordinator is its owner in the store: a failover of the store has lost the
+        earlier release. If the store does not answer, the next renewal of the lease will report the
+        session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -351,8 +344,8 @@ class OwnedSessions:
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. Later,
-        failed calls to the store are not repeated."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. Failed
+        calls to the store are no longer repeated."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -361,10 +354,9 @@ class OwnedSessions:
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
-        take-over, releases the session, because this coordinator will not run the session.
-
-        Raises `Unavailable` while another call takes over, releases or ends the session. A release
-        or end may have the same epoch as the take-over, and would then end the new run."""
+        take-over, releases the session. Raises `Unavailable` while another call takes over,
+        releases or ends the session: with the same epoch, a late release or end would end the new
+        run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -383,8 +375,7 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs, begins or ends here, or a call to the store about the session
-        is still running."""
+        """Whether the session runs, begins or ends here, or a call to the store about it runs."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -393,8 +384,7 @@ class OwnedSessions:
 
     async def told(self, session_id: str) -> None:
         """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
-        session. A store that has lost the session's epoch may give the same epoch to a new run. A
-        late release with this epoch would then end the new run."""
+        session (see `_take_over`)."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
@@ -404,7 +394,7 @@ class OwnedSessions:
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
         """Cancels a session that does not run here. The store refuses if the session's owner is
-        not `owner`. By default, `owner` is this coordinator."""
+        not `owner`, by default this coordinator."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -417,9 +407,9 @@ class OwnedSessions:
 
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
         """Starts a task that repeats a call until the store answers. Calls about the same session
-        run one after the other. The task gives up when this coordinator's lease ends, because other
-        coordinators can then take the session over. While more than `UNTOLD_SESSIONS_MAX` sessions
-        wait for such tasks, a task also gives up after `ABANDON_TRIES_MAX` calls."""
+        run one after the other. The task gives up when this coordinator's lease ends, and while
+        more than `UNTOLD_SESSIONS_MAX` sessions have such tasks, after `ABANDON_TRIES_MAX` calls.
+        """
         before = self._telling.get(session_id)
 
         async def insist() -> OutriderError | None:

@@ -1,14 +1,14 @@
 """Compares a drafter on trial with the other drafters, over the sessions of one coordinator."""
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Sums over the rounds of one drafter, or of several together. The first round of each session
-    is not counted, because it contains the prefill."""
+    """Sums over the rounds of one or several drafters. The first round of each session is not
+    counted, because it contains the prefill."""
 
     num_sessions: int = 0
     num_rounds: int = 0
@@ -25,16 +25,6 @@ class DrafterSums:
         return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
-    def as_session(self) -> Self:
-        """These sums as the sums of a single session."""
-        if not self.num_rounds:
-            return self
-        return replace(
-            self, num_sessions=1, square_tokens=self.num_tokens**2,
-            square_seconds=self.seconds**2, products=self.num_tokens * self.seconds,
-        )  # fmt: skip
-
-    @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
@@ -44,9 +34,9 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of `tokens_per_second`, which is a ratio of two sums over
-        independent sessions. Source: Cochran, Sampling Techniques, 6.4. The residual of a session
-        is tokens - rate × seconds."""
+        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
+        sessions. Source: Cochran, Sampling Techniques, 6.4. The residual of a session is
+        tokens - rate × seconds."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -92,14 +82,21 @@ class SessionTrial:
 
     def __init__(self, sums: list[DrafterSums], is_new: bool) -> None:
         self._sums, self._is_new = sums, is_new
-        self._rounds = DrafterSums()
+        self._num_rounds = self._num_accepted = self._num_tokens = 0
+        self._seconds = 0.0
 
     def note(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
         """Counts a round that took `seconds`."""
-        self._rounds += DrafterSums(
-            num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
-        )
+        self._num_rounds += 1
+        self._num_accepted += num_accepted
+        self._num_tokens += num_tokens
+        self._seconds += seconds
 
     def end(self) -> None:
-        """Adds the session's sums to the sums of the trial in which it began."""
-        self._sums[self._is_new] += self._rounds.as_session
+        """Adds the session to the sums of the trial in which it began."""
+        tokens, seconds = self._num_tokens, self._seconds
+        if self._num_rounds:
+            self._sums[self._is_new] += DrafterSums(
+                1, self._num_rounds, self._num_accepted, tokens, seconds,
+                tokens**2, seconds**2, tokens * seconds,
+            )  # fmt: skip

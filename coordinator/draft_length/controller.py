@@ -360,14 +360,14 @@ class LengthControl:
         """Plans further rounds if none are left. Decides early whether a plain phase continues, so
         that the target can run ahead."""
         in_phase = self._planned is _PLAIN and not self._plain_ends
-        if self._num_planned > (self._controls.run_ahead_rounds if in_phase else 0):
+        if self._num_planned > in_phase * self._controls.run_ahead_rounds:
             return
         if self._fixed is not None:
             self._planned, self._num_planned = self._fixed, _ENDLESS
             return
         drafted, plain = self._options()
         best, largest = _best(drafted), drafted[-1]
-        if self._planned is _PLAIN and self._num_planned > 0:
+        if in_phase and self._num_planned > 0:
             self._plain_ends = self._drafting_is_due(best, plain)
             if not self._plain_ends:
                 self._begin_plain(self._num_planned)
