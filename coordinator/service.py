@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.loop import RoundMeter, SessionRun
+from coordinator.decoding.load_meter import LoadMeter
+from coordinator.decoding.loop import SessionRun
 from coordinator.decoding.resumption import Replayed, replay, started, told_again
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import TrialMeter, TrialSums
@@ -54,7 +55,6 @@ from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
 
 from .audit import Auditor
-from .process_load import ProcessLoad
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
@@ -64,16 +64,16 @@ _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 1.0
 """Pause between two checks of targets and store."""
 TROUBLE_S = 3.0
-"""If target or store do not answer for this time, `trouble` reports the failure. Shorter pauses are
-normal, for example while a replica on the same cores loads a model."""
+"""`trouble` reports that target or store do not answer after this time. Shorter pauses are normal,
+for example while a replica on the same cores loads a model."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
-"""Time limit for the cancellation of a session that another coordinator owns. If the owner is dead,
-its lease runs out within this time."""
+"""Time limit for cancelling a session of another coordinator. The lease of a dead owner runs out
+within this time."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Pause between two checks of whether the owner has ended the session."""
 KEY_TRIES = 3
-"""Number of attempts to serve a request with an idempotency key. An attempt fails if the key's
-session has expired, or if a simultaneous request takes the key."""
+"""Attempts to serve a request with an idempotency key. An attempt fails if the key's session has
+expired, or if a simultaneous request takes the key."""
 NO_SESSION = "0" * 32
 """An id that no session has. To check whether the store answers, the service loads this id."""
 
@@ -98,12 +98,11 @@ class CoordinatorService:
     ) -> None:
         """`owner` is the coordinator's name in the session store. No other process has this name.
 
-        `targets` and `drafts` map the names of replicas to links, for a fixed set of replicas. With
-        a `registry`, the coordinator uses the registry's replicas instead, and `link(role,
-        address)` creates a link to such a replica.
+        `targets` and `drafts` map names to links, for a fixed set of replicas. With a `registry`,
+        the coordinator uses the registry's replicas, to which `link(role, address)` creates links.
 
         `fallback` is the look-up that proposes if the drafter is a look-up, or if a model has no
-        proposal. `random_bits(n)` returns n random bits. They become session ids and, if no seed is
+        proposal. `random_bits(n)` returns n random bits, for session ids and, if no seed is
         configured, the seeds of requests."""
         self.config = config
         self._store = store
@@ -115,7 +114,7 @@ class CoordinatorService:
         self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
-        """The target's tokenizer. If it is None, requests must contain token ids."""
+        """The target's tokenizer. Without it, requests must contain token ids."""
         self._prompts = PromptEncoder(text)
         # With a configured seed, a repeated series of requests gets the same seeds and answers.
         seeded = None if config.seed is None else Random(config.seed).getrandbits  # noqa: S311
@@ -128,8 +127,7 @@ class CoordinatorService:
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription
         self._lengths: LengthControls
-        self._meter = RoundMeter()
-        self._load = ProcessLoad()
+        self._meter = LoadMeter()
         self._trial = TrialMeter()
         self._observation = observation
         self._known: dict[str, Mapping[str, float]] = {}
@@ -139,8 +137,8 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
-        target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
-        replica of a fixed set, or all replicas of a role, do not fit the pool."""
+        target is known or a replica of a fixed set does not answer, and `Incompatible` if a replica
+        of a fixed set, or all replicas of a role, do not fit the pool."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():
@@ -156,17 +154,15 @@ class CoordinatorService:
         )  # fmt: skip
         self._served = replace(target, model=config.served_model_name or target.model)
         self._commit_task = asyncio.create_task(self._committer.run())
-        watching = [
-            self.targets.watch(), self.drafts.watch(), self._load.watch(), self._look_now_and_then()
-        ]  # fmt: skip
+        watching = [self.targets.watch(), self.drafts.watch(), self._meter.watch(), self._look()]
         if self._follows:
             watching.append(self.fleet.run())
         self._watching = [asyncio.create_task(one) for one in watching]
 
     @property
     def served(self) -> ReplicaDescription:
-        """The first target's description with two changes: `model` is the model's name in requests,
-        and `max_model_len` is that of the newest target. Must not be read before `start`."""
+        """The first target's description, with the model's name in requests, and `max_model_len`
+        of the newest target. Must not be read before `start`."""
         newest = self.targets.newest() or self._served
         return replace(self._served, max_model_len=newest.max_model_len)
 
@@ -176,8 +172,7 @@ class CoordinatorService:
 
     @property
     def figures(self) -> Figures:
-        load = self._load
-        return replace(self._meter.figures, busy=load.busy, loop_lag_ms=load.lag_ms)
+        return self._meter.figures
 
     @property
     def trial_sums(self) -> TrialSums:
@@ -193,10 +188,9 @@ class CoordinatorService:
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Validates a request, runs its session, and yields the events. If the iterator is closed
-        early, the session is cancelled. A `resumable` session is cancelled only after
-        `resume_grace_ms`. Until then, the client can resume the session. With a `key`, the client
-        can also resume the session after an error. `traceparent` is the caller's trace context;
-        empty = none.
+        early, the session is cancelled. A `resumable` session is cancelled after `resume_grace_ms`,
+        and can be resumed until then; with a `key`, also after an error. `traceparent` is the
+        caller's trace context; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -239,8 +233,8 @@ class CoordinatorService:
         self, tenant: str, asked: GenerationParameters, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
-        their log-probabilities, in parts. A second session proposes the prompt's tokens to the
-        target. Raises `DeadlineExceeded`, and the target's error."""
+        them. A second session proposes these tokens to the target. Raises `DeadlineExceeded`, and
+        the target's error."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -260,8 +254,8 @@ class CoordinatorService:
             raise DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """Returns the key with the id of the key's session. If the key has no session, the id is
-        empty. Raises `BadRequest` if the key was used for a different request."""
+        """Returns the key with the id of its session, if it has one. Raises `BadRequest` if the
+        key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -272,9 +266,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """Resumes the session of a `key` that `known` returned. If the key has no session, or the
-        session has expired, runs the request instead. If the client already has tokens of the lost
-        session (`resume.num_tokens`), raises `SessionNotFound`."""
+        """Resumes the session of a `key` that `known` returned. If it has no session, or one that
+        has expired, runs the request; or raises `SessionNotFound` if the client already has tokens
+        of that session (`resume.num_tokens`)."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -307,7 +301,7 @@ class CoordinatorService:
                 raise Overloaded(
                     f"{self.config.max_sessions} sessions run already; try again later"
                 )
-            self._load.check()
+            self._meter.check()
             yield
         finally:
             self._num_admitted -= 1
@@ -316,9 +310,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the run when its stream ends. If the client disconnects, and the session is
-        `resumable` or this coordinator is leaving, the session can be resumed for some time. With
-        `outlasts_errors`, the session can also be resumed after an error."""
+        """Ends the run when its stream ends. The session can be resumed for some time if the client
+        disconnects and the session is `resumable` or this coordinator is leaving, and with
+        `outlasts_errors`, also after an error."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -372,9 +366,9 @@ class CoordinatorService:
         outlasts_errors: bool = False,
     ) -> AsyncGenerator[Event]:
         """Continues a session whose stream broke, at this or another coordinator. Yields `Started`,
-        the stored tokens that the client lacks, and then the same events as `generate`. If an older
-        stream of the session still runs, that stream ends with `StaleEpoch`. With
-        `outlasts_errors`, the session can be resumed again after an error.
+        the stored tokens that the client lacks, and then the same events as `generate`. An older
+        stream of the session ends with `StaleEpoch`. With `outlasts_errors`, the session can be
+        resumed again after an error.
 
         Raises `SessionNotFound`, `Overloaded`, `DataLoss` (the store lacks tokens that the client
         has), `Incompatible` (no known target has the session's weights), and `Unavailable` (another
@@ -424,10 +418,10 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Cancels a session. If the session is finished, does nothing. If another coordinator owns
-        the session, the owner learns of the cancellation when it renews its lease. If the owner's
-        lease has run out, this coordinator cancels the session. Raises the errors of `session`, and
-        `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
+        """Cancels a session, unless it is finished. A coordinator that owns the session learns of
+        this when it renews its lease. If its lease has run out, this coordinator cancels the
+        session. Raises the errors of `session`, and `Unavailable` if the session has not ended
+        within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:
@@ -446,24 +440,23 @@ class CoordinatorService:
             await asyncio.sleep(CANCEL_LOOK_S)
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
-        """Returns the parameters of a stored session. Raises the errors of `session`. The call
-        counts as a take-over. If too many take-overs run, raises `Unavailable`."""
+        """Returns the parameters of a stored session. Counts as a take-over. Raises the errors of
+        `session`, and `Unavailable` if too many take-overs run."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
         return GenerationParameters.from_json(record.parameters, prompt)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
-        """Returns the stored record of a session. Raises `NotFound` if the session does not exist
-        or belongs to another tenant. If `tenant` is None, the session may belong to any tenant."""
+        """Returns the stored record of a session. Raises `NotFound` if the session does not exist,
+        or belongs to another tenant (any tenant is allowed if `tenant` is None)."""
         record = await self._store.load(session_id)
         if tenant not in (record.tenant, None):
             raise not_found(session_id)  # The same error as for a session that does not exist.
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take over this coordinator's sessions. Must be called some time
-        before `close`."""
+        """Lets others take over this coordinator's sessions, some time before `close`."""
         self._committer.hand_over()
 
     async def close(self) -> None:
@@ -496,13 +489,13 @@ class CoordinatorService:
 
     @property
     def trouble(self) -> str:
-        """The reason why requests cannot make progress; empty if they can. Drafts are not checked,
-        because requests can run without drafts."""
+        """Why requests cannot make progress; empty if they can. Drafts are not checked, because
+        requests can run without them."""
         if self._committer.closing:
             return "the coordinator is shutting down"
         return self._found_trouble
 
-    async def _look(self) -> str:
+    async def _found(self) -> str:
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(), self._store_trouble()
         )
@@ -521,12 +514,12 @@ class CoordinatorService:
             return f"the session store does not answer: {error.message}"
         return ""
 
-    async def _look_now_and_then(self) -> None:
+    async def _look(self) -> None:
         now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
-            began = now()  # If nothing answers, `_look` takes some seconds.
+            began = now()  # If nothing answers, `_found` takes some seconds.
             try:
-                found = await self._look()
+                found = await self._found()
             except Exception as error:  # noqa: BLE001 (the next look must still come)
                 _log.exception("the check of targets and store failed")
                 found = str(error)
@@ -543,19 +536,19 @@ class CoordinatorService:
             "stale_answers": {pool.role: pool.num_stale for pool in pools},
             "num_requests_running": {"": self.num_running},
             "num_requests_waiting": {"": self._num_admitted - self.num_running},
-            "loop_lag_seconds": {"": self._load.lag_ms / 1e3},
+            "loop_lag_seconds": {"": self._meter.lag_ms / 1e3},
             "replicas_wanted": self.fleet.wanted,
             "replicas_present": self.fleet.present,
         }
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended the commits. The coordinator can then serve no request."""
+        """Whether a bug has ended the commits."""
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` if running sessions, routes and commits do not match. Must be
-        called only while the coordinator is idle."""
+        """Raises `InvariantError` if sessions, routes and commits of the idle coordinator do not
+        match."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)
@@ -591,7 +584,9 @@ class CoordinatorService:
             draft = open_drafts(self.drafts, target, self._fallback, self.config)
             trial = drafter = None
             num_elsewhere = sum(peer.load for peer in self.fleet.peers)
-            self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
+            self._lengths.hear_load(
+                len(self.targets.present), num_elsewhere, self.drafts.first_kept
+            )
             tried = self.targets.on_trial or self.drafts.on_trial
             # If only a look-up drafts for the session, `draft.on_trial` is None.
             if tried is not None and (is_new := draft.on_trial) is not None:
@@ -622,14 +617,8 @@ class CoordinatorService:
         return run
 
     def _completion(self, parameters: GenerationParameters) -> Completion:
-        return Completion(
-            max_tokens=parameters.max_tokens,
-            stop=parameters.stop,
-            eos_token_ids=() if parameters.ignore_eos else self.served.eos_token_ids,
-            text_stream=None if self.text is None else self.text.stream(parameters.shown_tokens),
-            min_tokens=parameters.sampling.min_tokens,
-            stop_token_ids=parameters.sampling.stop_token_ids,
-        )
+        stream = None if self.text is None else self.text.stream(parameters.shown_tokens)
+        return Completion(parameters, self.served.eos_token_ids, stream)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from coordinator.requests.validation import GenerationParameters
 from outrider.sessions.store import FinishReason
 from outrider.values import value
 
@@ -33,21 +34,14 @@ class Completion:
     `min_tokens` tokens, only `max_tokens` can end the answer, and stop strings are shown."""
 
     def __init__(
-        self,
-        *,
-        max_tokens: int,
-        stop: tuple[str, ...],
-        eos_token_ids: Sequence[int],
-        text_stream: TextStream | None,
-        min_tokens: int = 0,
-        stop_token_ids: Sequence[int] = (),
+        self, asked: GenerationParameters, eos_token_ids: Sequence[int], stream: TextStream | None
     ) -> None:
-        self._max_tokens = max_tokens
-        self._min_tokens = min_tokens
-        self._stop = stop
-        self._eos = frozenset(eos_token_ids)
-        self._ends = self._eos.union(stop_token_ids)
-        self._stream = text_stream
+        self._max_tokens = asked.max_tokens
+        self._min_tokens = asked.sampling.min_tokens
+        self._stop = asked.stop
+        self._eos = frozenset(() if asked.ignore_eos else eos_token_ids)
+        self._ends = self._eos.union(asked.sampling.stop_token_ids)
+        self._stream = stream
         self._held = ""
         self.num_tokens = 0
         self.stop_string: str | None = None

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 
 from coordinator.decoding.committer import SessionCommits
+from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.resumption import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
@@ -17,10 +18,8 @@ from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider.decayed_average import DecayedSums
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
 from outrider.messages import PositionLogprobs, VerdictReply
-from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Outcome, decide, survival
@@ -49,7 +48,7 @@ class SessionRun:
         *,
         commits: SessionCommits,
         lengths: LengthControl,
-        meter: RoundMeter,
+        meter: LoadMeter,
         arrived: float,
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
@@ -456,38 +455,3 @@ def _joined(parts: list[Tokens]) -> Tokens:
         tuple(chain.from_iterable(part.origins for part in parts)),
         tuple(chain.from_iterable(part.logprobs for part in parts)),
     )
-
-
-WAITED = 1.0
-"""A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may be the rest of the running step."""
-
-
-class RoundMeter:
-    """Averages over the recent rounds of all sessions."""
-
-    def __init__(self) -> None:
-        self._clock = asyncio.get_running_loop().time
-        self._sums = DecayedSums(WINDOW_S, self._clock())
-
-    def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
-        """Counts a round that added `num_tokens` tokens, including `num_accepted` draft tokens."""
-        counts = drafted.source != "fallback"
-        by_replica = drafted.source == "replica"
-        waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead
-        amounts = {
-            "tokens": num_tokens, "drafted": counts * len(drafted.proposal),
-            "accepted": counts * num_accepted, "proposals": by_replica,
-            "waited": by_replica and waited, "ahead": by_replica and drafted.ahead,
-        }  # fmt: skip
-        self._sums.add(self._clock(), amounts)
-
-    @property
-    def figures(self) -> Figures:
-        sums, now = self._sums, self._clock()
-        return Figures(
-            draft_waits=sums.mean(now, "waited", "proposals"),
-            acceptance=sums.mean(now, "accepted", "drafted"),
-            look_ahead_hits=sums.mean(now, "ahead", "proposals"),
-            tokens_per_second=sums.rate(now, "tokens"),
-        )

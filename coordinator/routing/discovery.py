@@ -1,12 +1,11 @@
 """Reads the registry periodically, updates the replica pools, and lists all replicas.
 
 - A new replica joins its pool if it describes itself, and fits the first replica of the pool.
-- A leaving replica joins only if no other replica of the pool has the same weights. Sessions that
-  began with these weights can then run nowhere else.
+- A leaving replica joins only if no other replica of the pool has the same weights, because
+  sessions that began with these weights can then run nowhere else.
 - If a replica of the pool is leaving according to the registry, its sessions move to others.
-- If the registry has not listed a replica for `LEASE_S`, the coordinator asks the replica for its
-  description. If the replica does not answer, or if another replica has the address now, the pool
-  removes the replica.
+- A replica that the registry has not listed for `LEASE_S` is removed if it does not answer, or
+  another replica has its address now.
 - While the registry cannot be read, the pools do not change.
 """
 
@@ -35,8 +34,7 @@ NAMES_KEPT = 2 * len(ROLES) * REPLICAS_MAX
 """Number of present and former replicas for which times are kept."""
 
 State = Literal["serving", "away", "leaving", "joining"]
-"""away: the replica could not be reached. leaving: the replica ends soon. joining: the registry
-lists the replica, but the pool has refused it or not added it yet."""
+"""joining: the registry lists the replica, but the pool has refused it or not added it yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class SeenReplica:
     """Host name of the replica's machine; empty if not known."""
     device: str
     load: int
-    """Number of sessions. For a target or draft, only the sessions of this coordinator count."""
+    """Number of sessions; for a target or draft, only those of this coordinator."""
     state: State
     here: bool = False
     """Whether the replica is this coordinator."""
@@ -68,7 +66,6 @@ class Discovery:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`own_name` is this coordinator's name in the registry."""
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -80,8 +77,8 @@ class Discovery:
         """Role -> number of announced replicas that are neither leaving nor on trial."""
         self._heard_at: float | None = None
         self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
-        """Replica name -> (time at which the registry last listed the replica, address of the
-        replica at that time)."""
+        """Replica name -> (time at which the registry last listed the replica, its address then).
+        """
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replica name -> running task of `_join` or `_doubt`."""
         self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
@@ -93,9 +90,8 @@ class Discovery:
 
     async def begin(self) -> None:
         """Adds the targets that the registry lists, and then the drafts. Waits up to `LEASE_S` for
-        the first target. Even if the registry has lost its data, every running target announces
-        itself within this time. If a role has no replica because none fitted, raises
-        `Incompatible`."""
+        the first target: by then, every running target has announced itself, even if the registry
+        had lost its data. Raises `Incompatible` if a role has no replica because none fitted."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -113,7 +109,6 @@ class Discovery:
         await asyncio.gather(*self._tasks.values())
 
     async def run(self) -> None:
-        """Calls `look` every `READ_PERIOD_S`."""
         try:
             while True:
                 await self.look()
@@ -176,9 +171,8 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Asks a replica that the registry no longer lists. If the replica answers, it has only
-        lost its connection to the registry. Otherwise removes the replica. If `is_replaced`, does
-        not ask, because another replica has the address now and would answer instead."""
+        """Removes a replica that the registry no longer lists, unless it answers. If `is_replaced`,
+        does not ask, because another replica has the address now and would answer instead."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
@@ -214,8 +208,7 @@ class Discovery:
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """Returns all coordinators, targets and drafts, sorted by role and name. `model`, `load`
-        and `figures` describe this coordinator."""
+        """Returns all replicas, by role and name. The arguments describe this coordinator."""
         own = SeenReplica(
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,

@@ -1,5 +1,5 @@
-"""Sources of proposals that ask a model, in a draft replica or in the target. If the model proposes
-nothing, a look-up proposes."""
+"""Sources of proposals that ask a model, in a draft replica or in the target, and use a look-up if
+the model proposes nothing."""
 
 import asyncio
 import logging
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""A feed is a message with hidden states for the draft. If this many feeds in a row do not increase
-the number of tokens that the draft holds, no feed follows for `RETRY_S`."""
+"""A feed is a message with hidden states for the draft. If the draft holds no more tokens after
+this many feeds in a row, no feed follows for `RETRY_S`."""
 
 
 class PushedProposals:
-    """Proposals for the next round, one for each predicted outcome of this round. If the proposal
-    for the actual outcome has arrived before the next round, that round uses the proposal."""
+    """Proposals for the next round, one for each predicted outcome of this round. The next round
+    uses the proposal for the actual outcome if it has arrived by then."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -68,12 +68,10 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether round `number` is the next round."""
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """Begins round `number`. Returns the kept proposal that follows `tokens`, or None. Drops
-        all kept proposals."""
+        """Begins round `number`. Returns the proposal after `tokens`, and drops all others."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -83,43 +81,40 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Converts a time limit to us, for a message. Infinity becomes 0, which means no limit. All
-    other results are at least 1."""
+    """Converts a time limit to us, for a message. 0 stands for infinity."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class _ModelDrafts(Drafts):
-    """The base of the two clients of models. In a hybrid, a confident look-up takes the model's
-    place. The confidence depends only on committed tokens of this session and of earlier ones."""
+    """In a hybrid, a confident look-up takes the model's place. The confidence depends only on
+    committed tokens of this session and of earlier ones."""
 
     is_lookup = False
 
     def __init__(
         self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
     ) -> None:
-        """`route` leads to the replica that drafts."""
         super().__init__(lookup, route.context)
         self._route = route
         hybrid = config.lookup
         self._is_hybrid = hybrid.drafter.lookup is not None
         self._confident = hybrid.hybrid_min_score if self._is_hybrid else math.inf
-        """If the look-up expects at least this many accepted tokens, the look-up proposes."""
+        """The look-up proposes if it expects at least this many accepted tokens."""
         self._model_tokens = (
             hybrid.hybrid_model_tokens if self._is_hybrid else limits.NUM_DRAFT_TOKENS_MAX
         )
-        """Largest number of draft tokens that a round asks of the model."""
+        """Most draft tokens that a round asks of the model."""
         of_request_ms = route.context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of drafting. At the limit, the draft answers with the tokens drawn so far."""
+        """Time limit of drafting, at which the draft answers with the tokens drawn so far."""
 
     @property
     def on_trial(self) -> bool | None:
         return self._route.on_trial
 
     def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
-        """Raises an error if a proposal is longer than `num_draft_tokens`, or lacks q."""
         if len(proposal) > num_draft_tokens:
             raise InvariantError(
                 f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
@@ -152,13 +147,13 @@ class DraftClient(_ModelDrafts):
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
-        """Hidden states of the newest verdict; None after they were sent to the draft."""
+        """Hidden states of the newest verdict, until they are sent to the draft."""
         self._held_before = 0
         """Number of tokens that the draft held before the newest feed, as far as known."""
         self._num_vain = 0
-        """Number of feeds since a feed last increased the number of tokens that the draft holds."""
+        """Number of feeds in a row after which the draft held no more tokens than before."""
         self._is_behind = False
-        """Whether the draft lacks hidden states and so cannot propose in this round."""
+        """Whether the draft lacks hidden states, and cannot propose in this round."""
         self._look_ahead = 0
         """Number of outcomes of a round for which the draft drafts ahead."""
         if not (self._reads_features or context.parameters.constraint):
@@ -170,7 +165,7 @@ class DraftClient(_ModelDrafts):
         self._held: ProposalReply | None = None
         """The reply with this round's proposal."""
         self._looked_for = 0
-        """K of the newest message. The draft also drafts ahead with this K."""
+        """K of the newest message, with which the draft also drafts ahead."""
         self._ask_again_at = 0.0
         """Earliest time of the next message to a draft that failed, or of the next feed."""
 
@@ -222,12 +217,11 @@ class DraftClient(_ModelDrafts):
     async def _by_replica(
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
-        """Returns the replica's proposal. Returns None if the replica is away, does not answer,
-        refuses, lacks hidden states, or had no time for a first token.
+        """Returns the replica's proposal; None if the replica is away, does not answer, refuses,
+        lacks hidden states, or had no time for a first token.
 
-        The message states the time left, and the replica checks this time before each draw. The
-        coordinator never drops late tokens. A token's delay may depend on the token, so dropping
-        late tokens would change the distribution of the output."""
+        The replica checks the time left before each draw. The coordinator never drops late tokens:
+        delays may depend on tokens, so that would change the distribution of the output."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -255,8 +249,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # Look-ahead drafts at most `looked_for` tokens. A proposal with exactly this many tokens
-        # may have been cut. An answer may have been cut, too, if the replica drafted it ahead.
+        # Look-ahead drafts at most `looked_for` tokens, so a proposal or answer that was drafted
+        # ahead may have been cut to this number.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -267,8 +261,7 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """Asks the replica. Returns the proposal, or None as `_by_replica` does. If the round has
-        no time limit (`length.is_timed`), waits for up to `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
+        """Asks the replica. Returns the proposal, or None as `_by_replica` does."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -309,7 +302,6 @@ class DraftClient(_ModelDrafts):
         return answer
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
-        """Asks the target for the hidden states that the draft lacks."""
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._brought is not None and self._route.awaited is not None:
@@ -328,7 +320,6 @@ class DraftClient(_ModelDrafts):
             self._held = None
 
     def reject(self) -> None:
-        """Leaves the replica. If there is no other replica, the look-up proposes from now on."""
         self._held = None
         self._pushed = PushedProposals()
         self._route.reject()
@@ -340,7 +331,7 @@ class DraftClient(_ModelDrafts):
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
         """Sends this round's proposal to the draft, for look-ahead, after two turns of the event
-        loop. The message to the target is then sent first."""
+        loop, so that the message to the target is sent first."""
 
         def tell() -> None:
             if self._route.heard:
@@ -350,7 +341,7 @@ class DraftClient(_ModelDrafts):
         loop.call_soon(loop.call_soon, tell)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
-        """Sends a message. If this fails, returns False, and may move to another replica."""
+        """Sends a message. Returns False if this fails, perhaps after a move to another replica."""
         try:
             self._send(number, num_draft_tokens, held)
         except (LinkLost, Overloaded) as error:
@@ -384,8 +375,8 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends `_brought` to the draft. `_hear_feed` will read the answer. Does nothing if the
-        answer to a feed of the last `RETRY_S` is still missing."""
+        """Sends `_brought` to the draft, unless the answer to a feed of the last `RETRY_S` is still
+        missing."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -395,9 +386,8 @@ class DraftClient(_ModelDrafts):
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
-        """If the answer to the newest feed has arrived, reads the answer. The draft may hold more
-        tokens than it was fed, because other sessions may have left pages with the same tokens. The
-        draft may hold fewer tokens, because its pages may have run out."""
+        """Reads the answer to the newest feed if it has arrived. The draft may hold more tokens
+        than it was fed, from pages of other sessions, or fewer, if it has no pages left."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -429,8 +419,7 @@ class DraftClient(_ModelDrafts):
             self._brought = None  # The new draft may have another head.
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for the
-        answer."""
+        """Asks a draft that has not answered once per `RETRY_S`, without waiting."""
         now = self._clock()
         if now < self._ask_again_at:
             return
@@ -454,14 +443,14 @@ class SelfDraftClient(_ModelDrafts):
         self._wanted = NOTHING_WANTED
         """The newest result of `next_wanted`."""
         self._next_max = 0
-        """Largest K of the next round. In a hybrid, the target may be asked for fewer tokens."""
+        """`RoundLength.next_max`. A hybrid may ask the target for fewer tokens."""
         self._is_rejected = False
         self._reply: VerdictReply | None = None
-        """The newest verdict; None if its proposal is missing, invalid or used."""
+        """The newest verdict, if it has a valid proposal that is not used yet."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns the proposal of the newest verdict, or a proposal of the look-up. This choice
-        does not depend on the tokens that the target drew."""
+        """Returns the proposal of the newest verdict, or of the look-up, regardless of the tokens
+        that the target drew."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
@@ -506,7 +495,7 @@ def open_drafts(
     lookup: LookupDrafter,
     config: CoordinatorConfig,
 ) -> Drafts:
-    """Creates a session's source of proposals, as the request and the configuration select it."""
+    """Creates a session's source of proposals."""
     context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:
         return NoDrafts(lookup, context)

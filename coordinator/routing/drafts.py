@@ -1,5 +1,5 @@
-"""A session's source of proposals: the interface for the decode loop, and sources without a model.
-`draft_client.py` has the sources that ask models."""
+"""A session's source of proposals. This module has the interface for the decode loop, and sources
+without a model; `draft_client.py` has the sources that ask models."""
 
 import asyncio
 from typing import ClassVar, Literal
@@ -22,15 +22,14 @@ drafter. fallback: a look-up in place of a draft or head that has no proposal.""
 
 @value(frozen=True, slots=True)
 class Drafted:
-    """A round's proposal, its source, and its times."""
-
     proposal: SealedProposal
     source: Source
     seconds: float
     """Time for which the round waited for the proposal."""
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
-    number of drawn tokens. 0 if the proposal says nothing about the acceptance of the drafter."""
+    number of drawn tokens. 0 if the proposal says nothing about the acceptance of the drafter,
+    because none was asked, or a look-up replaced a drafter that was late or not ready."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
@@ -55,22 +54,21 @@ NOTHING_WANTED = NextWanted()
 
 
 class Drafts:
-    """One session's source of proposals. This class uses a look-up, and subclasses ask a model. If
-    a draft fails, the methods raise no error, because a failing draft must not end a request."""
+    """One session's source of proposals. This class uses a look-up; subclasses ask a model. No
+    method raises an error if a draft fails, because that must not end a request."""
 
     is_lookup: ClassVar[bool] = True
     never_drafts: ClassVar[bool] = False
-    """Whether the session runs without proposals. `propose` must then not be called."""
+    """Whether the session runs without proposals."""
 
     def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
-        """All sessions of the coordinator share the `lookup`."""
         self._lookup = lookup
         self._session = context.session
         self._sampling = context.parameters.sampling
 
     def look_up(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """Looks up at most `num_draft_tokens` tokens after the committed tokens. Returns the found
-        tokens, and the expected number of accepted tokens."""
+        """Returns at most `num_draft_tokens` tokens that a look-up expects after the committed
+        tokens, and the number of them that it expects to be accepted."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -88,7 +86,7 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The draft replica and how many tokens of the session it holds; None without a replica."""
+        """That of the draft replica; None without a replica."""
         return None
 
     @property
@@ -97,12 +95,11 @@ class Drafts:
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Lets the draft prefill while the first round runs without a proposal. The second round
-        may ask for up to `num_draft_tokens` tokens. Does not wait for the draft."""
+        """Lets the draft prefill while the first round runs. The second round may ask for up to
+        `num_draft_tokens` tokens. Does not wait for the draft."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns a proposal within the limits of `length` on tokens and time. The first call of a
-        look-up indexes the prompt, which takes about 1 us per token."""
+        """Returns a proposal within the limits of `length` on tokens and time."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal, _ = self.look_up(length.num_draft_tokens, noise)
@@ -128,41 +125,35 @@ class Drafts:
 
 
 class NoDrafts(Drafts):
-    """The source of a session that runs without proposals."""
-
     is_lookup = False
     never_drafts = True
 
 
-WATCH_ROUNDS_MIN = 8
-"""Smallest number of rounds between two look-ups of a `LookupProbe`, because a look-up takes up to
-0.1 ms of CPU time."""
-WATCH_ROUNDS_MAX = 64
-"""Largest number of rounds between two look-ups of a `LookupProbe`. If the first token of a look-up
-is wrong, the number doubles."""
+WATCH_ROUNDS_MIN, WATCH_ROUNDS_MAX = 8, 64
+"""Bounds of the number of rounds between two look-ups of a `LookupProbe`, each of which takes up to
+0.1 ms of CPU time. If the first token of a look-up is wrong, the number doubles."""
 
 
 class LookupProbe:
-    """Looks up tokens during plain rounds, and compares them with the committed tokens. From the
-    result, length control learns how many draft tokens would be accepted."""
+    """Looks up tokens during plain rounds, and compares them with the committed tokens, so that
+    length control learns how many draft tokens would be accepted."""
 
     def __init__(self, drafts: Drafts, lengths: LengthControl, num_draft_tokens: int) -> None:
-        """A look-up returns at most `num_draft_tokens` tokens."""
         self._drafts = drafts
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
         """The look-up's tokens during a comparison; None between comparisons."""
         self._num_followed = 0
-        """Number of tokens of `_guess` that were committed since the look-up."""
+        """Number of tokens of `_guess` that were committed."""
         self._rounds_left = 0
         """Number of rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
         """Compares the first token of a round with the look-up. Must be called after each round,
-        before the round's tokens are appended to the session. A round that asked for draft tokens
-        (`num_asked` > 0) ends the comparison."""
+        before the session gets its tokens. A round that asked for draft tokens (`num_asked` > 0)
+        ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

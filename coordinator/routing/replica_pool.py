@@ -33,10 +33,8 @@ from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S = 10.0
-"""Time limit for a new replica to describe itself."""
-PROBE_TIMEOUT_S = 2.0
-"""Time limit for a known replica to describe itself."""
+DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S = 10.0, 2.0
+"""Time limits for a new and for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that are away."""
 
@@ -63,16 +61,15 @@ class ReplicaConnection:
         self._pool = pool
         self.link = link
         self.name = name
-        """The replica's name in the session store."""
         self.description = description
         self.leaving = False
-        """Whether the replica ends soon, so that its sessions must move to other replicas."""
+        """Whether the replica ends soon, so that its sessions must move."""
         self.trial_share = trial_share
         """Share of the new sessions that go to this replica during its trial; 0 = no trial."""
         self.away = False
         """Whether the replica could not be reached, and has not described itself since."""
         self.routes: dict[str, SessionRoute[Any, Any]] = {}
-        """Session id -> route, for the sessions that use this replica."""
+        """Session id -> route."""
         link.listen(self._deliver, self.lose)
 
     @property
@@ -88,7 +85,7 @@ class ReplicaConnection:
         return True
 
     def miss(self) -> None:
-        """Marks the replica as away, because it cannot be reached or reports `Unavailable`."""
+        """Marks the replica as away."""
         self.away = True
         self._pool.lost.set()
 
@@ -101,8 +98,7 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Two kinds of dropped proposals are not stale: proposals drafted ahead for other outcomes,
-        # and empty proposals, with which a draft answers a prefill.
+        # Not stale: proposals drafted ahead for other outcomes, and a draft's answer to a prefill.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
@@ -110,16 +106,16 @@ class ReplicaConnection:
 
 class ReplicaPool:
     """The replicas of one role. During an upgrade, their weights differ. A session runs only on
-    targets with the weights with which the session began."""
+    targets with the weights with which it began."""
 
     def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
-        """A pool of drafts needs the pool of `targets`. Drafts must fit the first target."""
+        """A pool of drafts needs the pool of `targets`: drafts must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """Description of the first replica that ever joined. Later replicas must fit the first."""
         self._targets = targets
         self.replicas: dict[str, ReplicaConnection] = {}
-        """Name -> replica, in the order in which the replicas joined."""
+        """By name, in the order in which the replicas joined."""
         self._left = Counter[str]()
         """Sum of `Link.num_bytes` over removed replicas."""
         self.num_stale = 0
@@ -130,18 +126,14 @@ class ReplicaPool:
         """Wakes waiting tasks when a replica joins or is back."""
 
     @property
-    def num_present(self) -> int:
-        """Number of present replicas. A replica is present if it is neither away nor leaving."""
-        return sum(replica.is_open for replica in self.replicas.values())
+    def present(self) -> list[ReplicaConnection]:
+        """The replicas that are neither away nor leaving."""
+        return [replica for replica in self.replicas.values() if replica.is_open]
 
     @property
     def is_full(self) -> bool:
         """Whether every present replica has as many sessions as fit in one step."""
-        return all(
-            len(replica.routes) >= replica.description.max_num_seqs
-            for replica in self.replicas.values()
-            if replica.is_open
-        )
+        return all(len(one.routes) >= one.description.max_num_seqs for one in self.present)
 
     @property
     def num_bytes(self) -> Counter[str]:
@@ -149,8 +141,8 @@ class ReplicaPool:
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """Returns the description of the newest replica with these `weights` (empty = any); None
-        without such a replica. Prefers present replicas, then replicas that are not on trial."""
+        """Returns the description of the newest replica with these `weights` (empty = any). Prefers
+        present replicas, then replicas that are not on trial."""
         found = [one for one in self.replicas.values() if weights in ("", one.description.weights)]
         if not found:
             return None
@@ -159,8 +151,7 @@ class ReplicaPool:
     @property
     def on_trial(self) -> ReplicaConnection | None:
         """The newest present replica on trial."""
-        found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
-        return found[-1] if found else None
+        return next((one for one in reversed(self.present) if one.trial_share), None)
 
     @property
     def first_kept(self) -> ReplicaDescription | None:
@@ -170,8 +161,8 @@ class ReplicaPool:
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
         """Asks a replica for its description, and adds the replica. The pool will close the `link`.
-        If `trial_share` is above 0, the replica is on trial. Raises `Unavailable` if the replica
-        does not answer, and `Incompatible` if the replica does not fit the pool."""
+        Raises `Unavailable` if the replica does not answer, and `Incompatible` if it does not fit
+        the pool."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -198,14 +189,14 @@ class ReplicaPool:
         """Removes a replica that has ended. Its sessions move to other replicas."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            # Replaces the counter instead of changing it, because another thread may be reading it.
-            self._left = self._left + replica.link.num_bytes
+            self._left = (
+                self._left + replica.link.num_bytes
+            )  # A new one: threads may read the old one.
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether a replica can run the session. If a draft reads hidden states, the session's
-        target must send the hidden states that this draft reads."""
+        """Whether the session's target sends the hidden states that a draft reads."""
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()
@@ -230,8 +221,8 @@ class ReplicaPool:
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Waits until the pool has a replica. Returns the description of the newest replica. Raises
-        `Unavailable` after `timeout_s`."""
+        """Waits for a replica. Returns the description of the newest one. Raises `Unavailable`
+        after `timeout_s`."""
         if not self.replicas:
             await self.change(timeout_s)
         found = self.newest()
@@ -240,8 +231,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self) -> bool:
-        """Whether any replica answers. First asks one replica, if possible a present one. If this
-        replica does not answer, asks all others at once."""
+        """Whether any replica answers. Asks one replica, if possible a present one, and if it does
+        not answer, all others at once."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers() for replica in some))):
@@ -253,8 +244,8 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` if a session has two routes, or if a session outside `sessions`
-        has a route. If `every` is true, also raises if one of `sessions` has no route."""
+        """Raises `InvariantError` if a session has two routes, or a session outside `sessions` has
+        a route, or (if `every`) one of `sessions` has none."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -265,8 +256,7 @@ class ReplicaPool:
         self._found.clear()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """If a replica answers, marks the replica as back. Keeps the new description, because it
-        may differ after a restart."""
+        """Marks a replica that answers as back. After a restart, its description may differ."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -275,8 +265,6 @@ class ReplicaPool:
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` if a replica does not fit the pool. Targets may draft in different
-        ways, because an upgrade may change their heads."""
         first, target = self.first, None if self._targets is None else self._targets.first
         own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
         reason = ""
@@ -296,17 +284,15 @@ class ReplicaPool:
 
 
 # Rendezvous hashing (Thaler and Ravishankar 1998) of the start of a session's prompt chooses the
-# session's first replica. So sessions with the same start find each other's pages, and coordinators
-# choose the same replica without communicating. If a replica joins or leaves, the choice changes
-# only for the sessions of this replica. A bound on loads (Mirrokni, Thorup and Zadimoghaddam 2018)
-# excludes replicas that have too many sessions. Each coordinator applies the bound to its own
-# sessions. Because the bound is relative to the mean, it then also holds for all coordinators
-# together.
+# session's first replica. So sessions with the same start find each other's pages, and all
+# coordinators choose the same replica. If a replica joins or leaves, the choice changes only for
+# its sessions. A bound on loads (Mirrokni, Thorup and Zadimoghaddam 2018) excludes replicas that
+# have too many sessions. The bound is relative to the mean load, so it holds for all coordinators
+# together if each applies it to its own sessions.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
-    """Hashes the tenant and the first pages of a prompt. Prompts with equal hashes can share
-    pages."""
+    """Hashes the tenant and the first pages of a prompt."""
     first = prompt_ids[: _KEY_PAGES * PAGE_SIZE]
     ids = b"".join(token_id.to_bytes(4, "little") for token_id in first)
     return blake2b(ids, key=blake2b(tenant.encode(), digest_size=16).digest()).digest()
@@ -314,12 +300,11 @@ def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     """Among the replicas with room for one more session, returns the name with the largest hash
-    under `key`. `loads` maps each replica's name to its number of sessions. If `loads` is empty,
-    returns None.
+    under `key`. `loads` maps each replica's name to its number of sessions.
 
-    A replica runs up to `seats` sessions in one step. Below this number, a replica may have
-    `LOAD_SLACK` more sessions than the mean. Above this number, all replicas get equally many
-    sessions, because the sessions of a fuller replica would wait longer."""
+    A replica runs up to `seats` sessions in one step. Below this number, it may have `LOAD_SLACK`
+    more sessions than the mean. Above, all replicas get equally many sessions, because the sessions
+    of a fuller replica would wait longer."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -331,8 +316,6 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class SessionContext:
-    """A session, with its parameters, deadline and observer."""
-
     session: Session
     parameters: GenerationParameters
     deadline: float
@@ -362,13 +345,13 @@ class SessionRoute(Generic[Item, Answer]):
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """Whether the replica answers. `DraftClient` sets this flag to False if a message gets no
-        answer. The next answer sets the flag to True."""
+        """Whether the replica answers. `DraftClient` sets this to False after a message without an
+        answer. The next answer sets it to True."""
         self.was_lost = False
-        """Whether the stream broke between the last wait of the previous round and this round. All
-        open requests must then be sent again."""
+        """Whether the stream broke since the last wait of the previous round, so that all open
+        requests must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
-        """Is called with each proposal that was drafted ahead."""
+        """Gets each proposal that was drafted ahead."""
         self._pool = pool
         self._affinity = affinity(
             session.record.tenant, session.tokens.ids[: session.prompt_length]
@@ -378,29 +361,29 @@ class SessionRoute(Generic[Item, Answer]):
         """`ReplicaDescription.numerics` of the route's first replica."""
         self._replica: ReplicaConnection | None = None
         self._left: dict[str, ReplicaConnection] = {}
-        """Name -> replica, for the replicas that the session has left."""
+        """Replicas that the session has left, by name."""
         self._rejected: list[ReplicaConnection] = []
-        """Replicas that gave wrong answers. The session never returns to these replicas."""
+        """Replicas that gave wrong answers."""
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
-        """Earlier round whose answer `put` keeps for `take_awaited`; None = no such round."""
+        """Earlier round whose answer `put` keeps for `take_awaited`."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
         """Time at which the current wait times out, on the event loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
-        """Wakes `take`. If the timer fires before `_due`, `take` sets another timer."""
+        """Wakes `take`, perhaps before `_due`. `take` then sets another timer."""
         self._lost: Exception | None = None
-        """Error with which the stream broke. None after `take` has raised it or a round began."""
+        """Error with which the stream broke, until `take` has raised it or a round begins."""
         self._enter(self._find(held.replica))
         self.cached_length = held.cached_length if held.replica == self.replica else 0
         """Number of committed tokens that the replica holds, as far as known."""
 
     @property
     def replica(self) -> str:
-        """The replica's name in the session store; empty without a replica."""
+        """The replica's name; empty without a replica."""
         return "" if self._replica is None else self._replica.name
 
     @property
@@ -409,8 +392,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target drafts for itself. If the session has no target, the answer
-        is that of the first target of the pool."""
+        """Whether the session's target, or else the pool's first target, drafts for itself."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -424,10 +406,10 @@ class SessionRoute(Generic[Item, Answer]):
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
-        """Begins a round, or repeats a round. Drops answers to earlier rounds. Returns the round's
-        number for messages. After a move, the numbers are larger than every number that the old
-        replica may still answer, also when it runs ahead. So if the session returns to the old
-        replica, late answers match no round."""
+        """Begins or repeats a round. Drops answers to earlier rounds. Returns the round's number
+        for messages. After a move, numbers are larger than those that the old replica may still
+        answer, also when it runs ahead. So if the session returns to it, late answers match no
+        round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -459,8 +441,8 @@ class SessionRoute(Generic[Item, Answer]):
         )
 
     def send(self, item: Item) -> None:
-        """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` if the replica
-        is away, or can no longer run the session because it came back with other weights."""
+        """Sends a message. Raises the errors of `Link.send`, and `LinkLost` if the replica is away,
+        or can no longer run the session because it came back with other weights."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -507,9 +489,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round, and returns True. In four cases, drops
-        the answer and returns False: its round has ended, its round already has a verdict or
-        proposal, its epoch is not the session's, or `MAILBOX_REPLIES_MAX` answers are kept."""
+        """Keeps an answer to the current or a later round, and returns True. Returns False if its
+        epoch is another one, its round has ended or already has a verdict or proposal, or
+        `MAILBOX_REPLIES_MAX` answers are kept."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -531,8 +513,7 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """If the answer to the round `awaited` has arrived, returns the answer and clears
-        `awaited`."""
+        """Returns the answer to the round `awaited` if it has arrived, and clears `awaited`."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None
@@ -545,8 +526,7 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """Handles the answer of a replica that lacks the stated prefix. The next message will
-        append to the tokens that the replica holds."""
+        """Handles the answer of a replica that lacks the stated prefix."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
         self.cached_length = answer.cached_length if known else 0
@@ -564,9 +544,8 @@ class SessionRoute(Generic[Item, Answer]):
             self._leave()
 
     def move(self) -> bool:
-        """Moves to another replica that fits, and returns True. If there is none, returns False.
-        The session then still leaves a draft that ends soon. After a move, open requests get no
-        answer, and the new replica is assumed to hold no tokens of the session."""
+        """Moves to another replica that fits. If there is none, returns False, and only leaves a
+        draft that ends soon. After a move, open requests get no answer."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":
@@ -591,18 +570,16 @@ class SessionRoute(Generic[Item, Answer]):
         self._left = {}
 
     def _find(self, preferred: str = "") -> ReplicaConnection | None:
-        """Chooses another replica for the session; None if no replica fits. A replica fits if it
-        has the session's weights, was not rejected, and `ReplicaPool.can_read` is true. A leaving
-        draft does not fit, because a look-up can replace the draft. If no fitting replica is
-        present, a session without a replica gets a fitting replica that is away or leaving.
+        """Chooses another replica for the session; None if no replica fits. A leaving draft does
+        not fit, because a look-up can replace it. If no fitting replica is present, a session
+        without a replica gets one that is away or leaving.
 
         - The replica named `preferred` goes first.
         - Replicas with the numerics of the route's first replica go next, at any load. They
           continue the session's text with exactly the same tokens.
         - A replica on trial gets its share of the sessions, by a hash of the session's id. Other
-          sessions get this replica only if all fitting replicas are on trial.
-        - Among replicas of equal rank, `choose` decides by `affinity`. So sessions whose prompts
-          begin with the same tokens share pages."""
+          sessions get it only if all fitting replicas are on trial.
+        - Among replicas of equal rank, `choose` decides by `affinity`."""
         session_id, pool = self.context.session.session_id, self._pool
         without = [*self._rejected, self._replica]
         fitting = [

@@ -19,6 +19,7 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Unavailable,
+    check,
     error_from_code,
 )
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
@@ -46,20 +47,19 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         config: CoordinatorConfig,
         audits: bool = False,
     ) -> None:
-        """If `audits` is true, each request asks for an audit (`VerifyItem.audit`)."""
         super().__init__(pool, context)
         self._audits = audits
         self._gone_s = config.target_gone_ms / 1e3
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
-        """Number of the last round that the target may run without another request."""
+        """The last round that the target may run without another request."""
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal that the newest verdict is about. If the target could not read q, this
-        proposal is shorter than the proposal that `verify` got. The caller must then reject the
-        drafter. Perhaps q is unreadable only after a draw of certain tokens, and repeated cuts
-        before these tokens would bias the output."""
+        """The proposal that the newest verdict is about. If it is shorter than the proposal that
+        `verify` got, the target could not read q, and the caller must reject the drafter: q may be
+        unreadable only after certain tokens, and repeated cuts before them would bias the output.
+        """
 
     async def verify(
         self,
@@ -68,15 +68,15 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
-        """Returns the verdict of a round, with what is `wanted` for the next round. Repeats the
-        request until an answer arrives. Moves to another target if the current target cannot be
-        reached, is leaving, or twice does not answer in time. Raises the error with which the
-        target refuses the session, and `Unavailable` if no target can be reached for
-        `target_gone_ms`. Sets `verified`.
+        """Returns the verdict of a round, with what is `wanted` for the next round, and sets
+        `verified`. Repeats the request until an answer arrives. Moves to another target if the
+        current target cannot be reached, is leaving, or twice does not answer in time. Raises the
+        error with which the target refuses the session, and `Unavailable` if no target can be
+        reached for `target_gone_ms`.
 
-        If the target cannot read the proposal's q, the client cuts the proposal before the first
-        token whose q the client cannot read either, and asks again. If the client can read all of
-        q, or if the target also refuses the cut proposal, the client asks without a proposal."""
+        If the target cannot read the proposal's q, the client asks again without the tokens from
+        the first one on whose q the client cannot read either. If it can read all of q, or the
+        target refuses the cut proposal too, it asks without a proposal."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
@@ -108,8 +108,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             else:
                 gone_at = math.inf
                 if isinstance(answer, VerdictReply):
-                    self.verified = proposal
-                    return _checked(answer, proposal)
+                    self.verified, num = proposal, len(proposal)
+                    found = len(answer.verdict.accept_probability)
+                    is_whole = found == len(answer.verdict.correction) - 1 == num
+                    check(is_whole, f"the verdict has {found} draft tokens; {num} were proposed")
+                    return answer
                 if isinstance(answer, Resync):
                     self.resync(answer)
                 elif (
@@ -133,8 +136,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             number, ask = self.begin(round_index), True
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
-        """Records a round's outcome. `common_length` is the number of tokens that were committed
-        before the round, plus the number of accepted draft tokens."""
+        """Records a round's outcome (see `Drafts.settle`)."""
         self.cached_length = min(reply.cached_length, common_length)
 
     def move(self) -> bool:
@@ -160,8 +162,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
-            # An earlier run with the same epoch has released the session at the target. So the
-            # store has lost its last writes, and has given the epoch a second time.
+            # The store has lost its last writes, and has given an epoch a second time that an
+            # earlier run has already released at the target.
             raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         if isinstance(error, BadRequest):
             # The coordinator has validated the user's request, so the refusal shows a bug.
@@ -174,12 +176,3 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))
-
-
-def _checked(reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
-    num_verified, num_draft_tokens = len(reply.verdict.accept_probability), len(proposal)
-    if num_verified != num_draft_tokens or len(reply.verdict.correction) != num_draft_tokens + 1:
-        raise InvariantError(
-            f"the verdict has {num_verified} draft tokens; {num_draft_tokens} were proposed"
-        )
-    return reply

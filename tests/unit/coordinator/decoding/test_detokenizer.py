@@ -7,7 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.detokenizer import Completion
+from coordinator.requests.validation import GenerationParameters
 from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EOS = 99
 
@@ -17,11 +19,14 @@ def ids(text: str) -> list[int]:
 
 
 def completion(
-    stop: tuple[str, ...] = (), max_tokens: int = 100, lag: int = 0, **more: Any
+    stop: tuple[str, ...] = (), max_tokens: int = 100, lag: int | None = 0, **sampling: Any
 ) -> Completion:
-    return Completion(
-        max_tokens=max_tokens, stop=stop, eos_token_ids=(EOS,), text_stream=Letters(lag), **more
-    )
+    """Without a tokenizer if `lag` is None."""
+    asked = GenerationParameters(
+        prompt=(1,), max_tokens=max_tokens, stop=stop, seed=1, rule=Rule.TOKEN, num_draft_tokens=0,
+        deadline_ms=1, sampling=SamplingParams(**sampling),
+    )  # fmt: skip
+    return Completion(asked, (EOS,), None if lag is None else Letters(lag))
 
 
 @pytest.mark.parametrize(("end", "told"), [(5, 5), (EOS, None)])
@@ -41,7 +46,7 @@ def test_no_token_ends_the_text_before_min_tokens() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() -> None:
-    answer = Completion(max_tokens=4, stop=(), eos_token_ids=(EOS,), text_stream=None)
+    answer = completion(max_tokens=4, lag=None)
     assert answer.push([1, 2]).finish_reason is None
     assert answer.push([EOS]).finish_reason is FinishReason.STOP
     assert answer.stop_string is None

@@ -6,7 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from coordinator.decoding.loop import Entry, OutputQueue, RoundMeter
+from coordinator.decoding.load_meter import LoadMeter
+from coordinator.decoding.loop import Entry, OutputQueue
 from coordinator.routing.drafts import Drafted
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import RoundReport, Tokens
@@ -58,8 +59,8 @@ def drafted(queue_ms: float, compute_ms: float, *, ahead: bool = False) -> Draft
 
 @pytest.mark.virtual
 async def test_figures_of_rounds_with_a_draft() -> None:
-    meter = RoundMeter()
-    assert meter.figures == Figures(tokens_per_second=0.0)
+    meter = LoadMeter()
+    assert meter.figures == Figures(busy=0.0, tokens_per_second=0.0, loop_lag_ms=0.0)
     for _ in range(500):
         for proposal in (
             drafted(0.0, 5.0), drafted(4.0, 5.0), drafted(6.0, 5.0), drafted(9.0, 5.0, ahead=True)
@@ -78,7 +79,7 @@ async def test_figures_of_rounds_with_a_draft() -> None:
 
 
 async def test_look_ups_count_for_acceptance_only() -> None:
-    meter = RoundMeter()
+    meter = LoadMeter()
     meter.decided(Drafted(TOKENS, "local", 0.001, 4), num_accepted=2, num_tokens=3)
     found = meter.figures
     assert (found.draft_waits, found.look_ahead_hits) == (None, None)

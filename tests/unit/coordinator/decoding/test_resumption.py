@@ -46,7 +46,7 @@ from outrider.messages import PositionLogprobs
 from outrider.request import Event, ResumeRequest, Started, Tokens
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 pytestmark = pytest.mark.virtual
@@ -502,7 +502,7 @@ RECORD = replace(
 
 
 def completion(stop: tuple[str, ...] = ("cd",), eos: Sequence[int] = ()) -> Completion:
-    return Completion(max_tokens=6, stop=stop, eos_token_ids=eos, text_stream=Letters())
+    return Completion(replace(PARAMETERS, stop=stop), eos, Letters())
 
 
 def asked(known: int, characters: int | None = None) -> ResumeRequest:
@@ -537,7 +537,7 @@ def test_text_continues_from_the_characters_that_the_client_has() -> None:
 def test_a_long_replay_has_several_events() -> None:
     num = 2 * TOKENS_PER_EVENT + 7
     quiet = replace(PARAMETERS, logprobs=None, max_tokens=9999, stop=())
-    long = Completion(max_tokens=9999, stop=(), eos_token_ids=(), text_stream=Letters())
+    long = Completion(quiet, (), Letters())
     record = replace(RECORD, token_ids=(1, 2, *[0] * num), logprobs="")
     events = replay(record, quiet, long, asked(3)).events
     assert [len(event.token_ids) for event in events] == [TOKENS_PER_EVENT] * 2 + [4]
@@ -580,9 +580,8 @@ def test_a_finished_session_is_replayed_to_its_end() -> None:
     assert list(told_again(RECORD, replay(RECORD, QUIET, completion(), asked(1)))) == []
     *_, finished = told_again(ENDED, replay(ENDED, QUIET, completion(("bc",)), asked(1)))
     assert finished.stop_string == "bc"
-    stopped = Completion(
-        max_tokens=6, stop=(), eos_token_ids=(), text_stream=Letters(), stop_token_ids=(2,)
-    )
+    ending = replace(PARAMETERS, stop=(), sampling=SamplingParams(stop_token_ids=(2,)))
+    stopped = Completion(ending, (), Letters())
     *_, finished = told_again(ENDED, replay(ENDED, QUIET, stopped, asked(1)))
     assert (finished.stop_token_id, finished.stop_string) == (2, None)
 

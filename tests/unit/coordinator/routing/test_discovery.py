@@ -106,10 +106,10 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
 async def test_a_leaving_replica_gets_no_more_sessions(world: World) -> None:
     await world.registry.announce(record("a"))
     await asyncio.sleep(SOON_S)
-    assert world.pool.num_present == 1
+    assert len(world.pool.present) == 1
     await world.registry.announce(record("a", leaving=True))
     await asyncio.sleep(SOON_S)
-    assert world.pool.num_present == 0
+    assert len(world.pool.present) == 0
     assert list(world.pool.replicas) == ["a"]
     await world.registry.withdraw("target", "a")
     world.links[0][1].away_until = math.inf
@@ -129,7 +129,7 @@ async def test_a_leaving_replica_joins_if_no_other_has_its_weights(world: World)
     await world.registry.announce(record("c", leaving=True, weights=known))
     await asyncio.sleep(SOON_S)
     assert list(world.pool.replicas) == ["b", "a"]
-    assert world.pool.num_present == 1
+    assert len(world.pool.present) == 1
     assert world.pool.newest(TOY.weights)
     route = SessionRoute[Any, Any](world.pool, context_of(session(), weights=TOY.weights))
     assert route.replica == "a"

@@ -240,7 +240,7 @@ async def test_only_replicas_that_fit_join(
         await pool.join("c", links[2])
     with pytest.raises(InvariantError, match="joined already"):
         await pool.join("b", described(first))
-    assert (list(pool.replicas), pool.num_present) == (["b"], 1)
+    assert (list(pool.replicas), len(pool.present)) == (["b"], 1)
     assert [link.is_closed for link in links] == [True, False, True]
 
 

@@ -1,0 +1,72 @@
+"""Measures a coordinator: its recent rounds, the delay of its event loop, and its CPU time."""
+
+import asyncio
+import time
+
+from coordinator.routing.drafts import Drafted
+from outrider.decayed_average import DecayedSums
+from outrider.errors import Overloaded
+from outrider.limits import LOOP_LAG_LOOKS, LOOP_LAG_MS_MAX
+from outrider.registry.registry import WINDOW_S, Figures
+
+_LOOK_PERIOD_S = 0.25
+_LAG_S_MAX = 1.0
+"""Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
+_WAITED = 1.0
+"""A proposal has waited if its time in the draft's queue was longer than this multiple of its
+computing time. A shorter wait may be the rest of the running step."""
+
+
+class LoadMeter:
+    """Measures the rounds of all sessions, this process, and the event loop that runs `watch`."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._sums = DecayedSums(WINDOW_S, self._clock())
+        self._num_late = 0
+        """Number of measurements since the last delay of at most `LOOP_LAG_MS_MAX`."""
+
+    def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
+        """Counts a round that added `num_tokens` tokens, including `num_accepted` draft tokens."""
+        counts = drafted.source != "fallback"
+        by_replica = drafted.source == "replica"
+        waited = drafted.queue_ms > _WAITED * drafted.compute_ms and not drafted.ahead
+        amounts = {
+            "tokens": num_tokens, "drafted": counts * len(drafted.proposal),
+            "accepted": counts * num_accepted, "proposals": by_replica,
+            "waited": by_replica and waited, "ahead": by_replica and drafted.ahead,
+        }  # fmt: skip
+        self._sums.add(self._clock(), amounts)
+
+    async def watch(self) -> None:
+        while True:
+            due, cpu_s = self._clock() + _LOOK_PERIOD_S, time.process_time()
+            await asyncio.sleep(_LOOK_PERIOD_S)
+            now = self._clock()
+            lag_s, cpu_s = now - due, time.process_time() - cpu_s
+            self._sums.add(now, {"looks": 1, "lag_s": min(lag_s, _LAG_S_MAX), "cpu_s": cpu_s})
+            self._num_late = self._num_late + 1 if 1e3 * lag_s > LOOP_LAG_MS_MAX else 0
+
+    @property
+    def lag_ms(self) -> float:
+        return 1e3 * (self._sums.mean(self._clock(), "lag_s", "looks") or 0.0)
+
+    @property
+    def figures(self) -> Figures:
+        sums, now = self._sums, self._clock()
+        return Figures(
+            draft_waits=sums.mean(now, "waited", "proposals"),
+            acceptance=sums.mean(now, "accepted", "drafted"),
+            look_ahead_hits=sums.mean(now, "ahead", "proposals"),
+            tokens_per_second=sums.rate(now, "tokens"),
+            busy=sums.rate(now, "cpu_s"),
+            loop_lag_ms=self.lag_ms,
+        )
+
+    def check(self) -> None:
+        """Raises `Overloaded` if the newest `LOOP_LAG_LOOKS` delays are above `LOOP_LAG_MS_MAX`."""
+        if self._num_late >= LOOP_LAG_LOOKS:
+            raise Overloaded(
+                f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "
+                "again later"
+            )
