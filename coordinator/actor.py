@@ -22,8 +22,7 @@ default, garbage collection took 6 % of the CPU time of 200 sessions, and found 
 
 
 class CoordinatorActor(PlacedActor):
-    """A coordinator in its own process. Only `start` imports the large modules, so Ray places the
-    actor quickly."""
+    """A coordinator. Only `start` imports the large modules, so Ray places the actor quickly."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None
@@ -32,8 +31,7 @@ class CoordinatorActor(PlacedActor):
         return Engagement() if self.host is None else self.host.engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
-        """Starts the coordinator. Returns its gRPC address. Raises the errors of
-        `CoordinatorHost.start`."""
+        """See `CoordinatorHost.start`."""
         use_threads(1)
         gc.set_threshold(GARBAGE_OBJECTS)
         log_to(log_directory, config.log_name, config.log_level)

@@ -1,10 +1,10 @@
 """Audits committed tokens against the target's distribution (docs/operations.md).
 
 Sessions are chosen when they begin, because a choice among ended sessions would prefer short
-answers. After a chosen session has ended, a second session sends the tokens of the first session to
-the target as proposals. Each verdict contains the result of an audit
-(`outrider/speculation/audit.py`). The second session has its own tenant, so the target does not use
-cached pages. An audit therefore also detects tokens that were decoded from wrong keys and values.
+answers. After a chosen session has ended, a second session sends its tokens to the target as
+proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). The
+second session has its own tenant, so the target does not use cached pages, and the audit also
+detects tokens that were decoded from wrong keys and values.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Of several sessions with one seed, only the first is audited,
-        because all of them use the same random numbers."""
+        """Seeds of chosen sessions. Of the sessions with one seed, only the first is audited,
+        because all use the same random numbers."""
         self._num_chosen = 0
         """Number of chosen sessions whose audit has not ended."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a new session will be audited. If so, the caller must call `take` when
-        the session has ended."""
+        """Decides whether a new session will be audited: the caller must then call `take` when it
+        has ended."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -64,7 +64,7 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """Queues the audit of a chosen session. The session must have ended."""
+        """Queues the audit of a chosen session that has ended."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return

@@ -35,8 +35,8 @@ class CoordinatorServicer:
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. If the client disconnects, decoding stops. If no client resumes the
-        session within `resume_grace_ms`, the session is cancelled."""
+        """Streams a generation. If the client disconnects, decoding stops, and the session is
+        cancelled after `resume_grace_ms` unless it is resumed."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -44,8 +44,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the events that the client lacks. A disconnect has the same effects as in
-        `generate`."""
+        """Streams the events that the client lacks."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -67,8 +66,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. The read counts for the caller's rate limit, but not for
-        the limit on concurrent generations."""
+        """Reads a session from the store. Counts for the caller's rate limit, but not for the limit
+        on concurrent generations."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -100,11 +99,9 @@ class CoordinatorServicer:
         """Describes the served model, and counts the running sessions."""
         served = self._service.served
         return pb.CoordinatorDescription(
-            model=served.model,
-            vocab_size=served.vocab_size,
-            max_model_len=served.max_model_len,
+            model=served.model, vocab_size=served.vocab_size, max_model_len=served.max_model_len,
             num_running=self._service.num_running,
-        )
+        )  # fmt: skip
 
 
 def _traceparent(context: Context) -> str:

@@ -58,13 +58,13 @@ class CoordinatorHost:
         self.http: HttpServer | None = None
         self.exports: Exports | None = None
         self._open = AsyncExitStack()
-        """The parts that `stop` closes. The part that was added last is closed first."""
+        """The parts that `stop` closes, the last one first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
 
     async def start(self) -> str:
-        """Starts all parts. Returns the address of the gRPC server. Raises `ConfigError`,
-        `Unavailable` and `Incompatible`."""
+        """Returns the address of the gRPC server. Raises `ConfigError`, `Unavailable` and
+        `Incompatible`."""
         config, member = self._config, self._config.membership
         link = _links_by(config)
         replicas: dict[str, Any] = {}
@@ -77,16 +77,13 @@ class CoordinatorHost:
             self._open.push_async_callback(registry.close)
             replicas = {"registry": registry, "link": link}
         observation = self.observe()
+        ngram = NgramDrafter(config.lookup.ngram_min, config.lookup.ngram_max)
         service = self.service = CoordinatorService(
-            config,
-            owner_name(config),
+            config, owner_name(config),
             store=await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas),
-            fallback=build_lookup(config.lookup)
-            or NgramDrafter(config.lookup.ngram_min, config.lookup.ngram_max),
-            text=_load_text(config),
-            observation=observation,
-            **replicas,
-        )
+            fallback=build_lookup(config.lookup) or ngram, text=_load_text(config),
+            observation=observation, **replicas,
+        )  # fmt: skip
         self._open.push_async_callback(service.close)
         await service.start()
         access = _access_control(config)
@@ -98,19 +95,13 @@ class CoordinatorHost:
                 from outrider.transport.tls import server_credentials
 
                 credentials = server_credentials(tls.certificate, tls.key, tls.authority)
-        self.server = server = RpcServer(
-            [Service(_SERVICE, CoordinatorServicer(service, access))],
-            ServerOptions(
-                config.host,
-                config.grpc_port,
-                reflection=config.serves_reflection,
-                shares_port=config.shares_ports,
-                takes_over=config.takes_over_ports,
-                connection_age_ms=GRPC_AGE_MS,
-                guard=access.check_call,
-                credentials=credentials,
-            ),
-        )
+        options = ServerOptions(
+            config.host, config.grpc_port, reflection=config.serves_reflection,
+            shares_port=config.shares_ports, takes_over=config.takes_over_ports,
+            connection_age_ms=GRPC_AGE_MS, guard=access.check_call, credentials=credentials,
+        )  # fmt: skip
+        servicer = CoordinatorServicer(service, access)
+        self.server = server = RpcServer([Service(_SERVICE, servicer)], options)
         self._open.push_async_callback(self._stop_servers)
         await server.start()
         http_address = await self.serve_http(service, access) if config.http else ""
@@ -135,15 +126,10 @@ class CoordinatorHost:
 
             scrape, times = self.exports.scrape, HttpTimes(self.exports.meter)
         options = HttpOptions(
-            config.host,
-            config.port,
-            config.shares_ports,
-            config.takes_over_ports,
-            metrics=bytes if scrape is None else scrape.render,
-            access=access,
-            tls=TlsFiles.of(config),
-            times=times,
-        )
+            config.host, config.port, config.shares_ports, config.takes_over_ports,
+            metrics=bytes if scrape is None else scrape.render, access=access,
+            tls=TlsFiles.of(config), times=times,
+        )  # fmt: skip
         formats = ChatFormats(service.text, config.tool_call_parser, config.reasoning_parser)
         self.http = HttpServer(options, build_app(service, options, formats))
         await self.http.start()
@@ -158,13 +144,9 @@ class CoordinatorHost:
         from outrider.telemetry.setup import start_exports
 
         self.exports = start_exports(
-            config.telemetry,
-            "coordinator",
-            config.metrics_host,
-            config.slot,
-            scraped=config.http,
+            config.telemetry, "coordinator", config.metrics_host, config.slot, scraped=config.http,
             vllm_model=config.served_model_name if config.vllm_metric_names else None,
-        )
+        )  # fmt: skip
         if self.exports is None:
             return UNOBSERVED
         self._open.push_async_callback(self.exports.close)
@@ -176,7 +158,7 @@ class CoordinatorHost:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new requests, waits up to `grace_s` for running requests, commits their last
-        tokens, and closes all parts. A second call waits for the shutdown of the first."""
+        tokens, and closes all parts. Idempotent: concurrent callers await the same shutdown."""
         if self._stopping is None:
             self.engagement, self._grace_s = replace(self.engagement, leaving=True), grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
@@ -192,8 +174,7 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Updates the gRPC server's health status periodically. If a bug ends the commits, stops both
-    servers and returns."""
+    """Reports health by gRPC, until a bug ends the commits. Then stops the servers."""
     serving = True
     while not service.failed:
         healthy = not (service.trouble or (http is not None and http.failed))
@@ -209,9 +190,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Creates a name for the session store that no other process has. A restarted coordinator must
-    not have the name of its dead predecessor. Its lease would otherwise protect the sessions of the
-    predecessor, and no other coordinator could take these sessions over."""
+    """Creates a name for the session store that no other process has. With the name of its dead
+    predecessor, a restarted coordinator's lease would keep others from taking over the
+    predecessor's sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"
@@ -219,15 +200,9 @@ def owner_name(config: CoordinatorConfig) -> str:
 
 def _record(service: CoordinatorService, name: str, address: str) -> ReplicaRecord:
     return ReplicaRecord(
-        role="coordinator",
-        name=name,
-        address=address,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        model=service.served.model,
-        load=service.num_running,
-        figures=service.figures,
-    )
+        role="coordinator", name=name, address=address, host=socket.gethostname(), pid=os.getpid(),
+        model=service.served.model, load=service.num_running, figures=service.figures,
+    )  # fmt: skip
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
@@ -257,8 +232,7 @@ def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
     from outrider.tokenizer import TokenizerText
 
     return TokenizerText.load(
-        Path(config.tokenizer_directory),
-        config.served_model_name or None,
+        Path(config.tokenizer_directory), config.served_model_name or None,
         trust_remote_code=config.trust_remote_code,
         chat_template=read_chat_template(config.chat_template),
-    )
+    )  # fmt: skip

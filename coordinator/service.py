@@ -82,20 +82,12 @@ class CoordinatorService:
     """Serves requests. Independent of gRPC and Ray."""
 
     def __init__(
-        self,
-        config: CoordinatorConfig,
-        owner: str,
-        *,
-        store: SessionStore,
-        targets: Mapping[str, Link] | None = None,
-        drafts: Mapping[str, Link] | None = None,
-        fallback: LookupDrafter,
-        text: TokenizerText | None = None,
-        random_bits: Callable[[int], int] = secrets.randbits,
-        observation: Observation = UNOBSERVED,
-        registry: RedisRegistry | None = None,
-        link: Callable[[Role, str], Link] | None = None,
-    ) -> None:
+        self, config: CoordinatorConfig, owner: str, *, store: SessionStore,
+        targets: Mapping[str, Link] | None = None, drafts: Mapping[str, Link] | None = None,
+        fallback: LookupDrafter, text: TokenizerText | None = None,
+        random_bits: Callable[[int], int] = secrets.randbits, observation: Observation = UNOBSERVED,
+        registry: RedisRegistry | None = None, link: Callable[[Role, str], Link] | None = None,
+    ) -> None:  # fmt: skip
         """`owner` is the coordinator's name in the session store. No other process has this name.
 
         `targets` and `drafts` map names to links, for a fixed set of replicas. With a `registry`,
@@ -179,14 +171,9 @@ class CoordinatorService:
         return self._trial.sums
 
     async def generate(
-        self,
-        request: GenerateRequest,
-        tenant: str = "",
-        traceparent: str = "",
-        *,
-        resumable: bool = True,
-        key: RequestKey | None = None,
-    ) -> AsyncGenerator[Event]:
+        self, request: GenerateRequest, tenant: str = "", traceparent: str = "", *,
+        resumable: bool = True, key: RequestKey | None = None,
+    ) -> AsyncGenerator[Event]:  # fmt: skip
         """Validates a request, runs its session, and yields the events. If the iterator is closed
         early, the session is cancelled. A `resumable` session is cancelled after `resume_grace_ms`,
         and can be resumed until then; with a `key`, also after an error. `traceparent` is the
@@ -259,13 +246,9 @@ class CoordinatorService:
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
-        self,
-        request: GenerateRequest,
-        key: RequestKey,
-        resume: ResumeRequest,
-        tenant: str = "",
+        self, request: GenerateRequest, key: RequestKey, resume: ResumeRequest, tenant: str = "",
         traceparent: str = "",
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[Event]:  # fmt: skip
         """Resumes the session of a `key` that `known` returned. If it has no session, or one that
         has expired, runs the request; or raises `SessionNotFound` if the client already has tokens
         of that session (`resume.num_tokens`)."""
@@ -328,13 +311,9 @@ class CoordinatorService:
                 self._auditor.take(run.session, run.parameters)
 
     async def _open(
-        self,
-        request: GenerateRequest,
-        tenant: str,
-        arrived: float,
-        observer: RequestObserver,
+        self, request: GenerateRequest, tenant: str, arrived: float, observer: RequestObserver,
         key: RequestKey | None,
-    ) -> SessionRun:
+    ) -> SessionRun:  # fmt: skip
         deadline_ms = request.deadline_ms or self.config.deadline_ms
         deadline = arrived + deadline_ms / 1e3
         try:
@@ -358,13 +337,9 @@ class CoordinatorService:
             raise
 
     async def resume(
-        self,
-        request: ResumeRequest,
-        tenant: str = "",
-        traceparent: str = "",
-        *,
+        self, request: ResumeRequest, tenant: str = "", traceparent: str = "", *,
         outlasts_errors: bool = False,
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[Event]:  # fmt: skip
         """Continues a session whose stream broke, at this or another coordinator. Yields `Started`,
         the stored tokens that the client lacks, and then the same events as `generate`. An older
         stream of the session ends with `StaleEpoch`. With `outlasts_errors`, the session can be
@@ -599,17 +574,10 @@ class CoordinatorService:
                 record.prompt_length, drafter,
             )  # fmt: skip
             run = SessionRun(
-                context,
-                replayed,
-                target,
-                draft,
-                commits=commits,
-                lengths=lengths,
-                meter=self._meter,
-                arrived=arrived,
-                reads_beside=not self.config.drafting_delays,
+                context, replayed, target, draft, commits=commits, lengths=lengths,
+                meter=self._meter, arrived=arrived, reads_beside=not self.config.drafting_delays,
                 trial=trial,
-            )
+            )  # fmt: skip
             self._sessions.running[session.session_id] = run
         except BaseException:
             commits.remove()

@@ -91,13 +91,9 @@ class OwnedSessions:
     the session is released or ended in the store."""
 
     def __init__(
-        self,
-        store: SessionStore,
-        owner: str,
-        targets: ReplicaPool,
-        random_bits: Callable[[int], int],
-        config: CoordinatorConfig,
-    ) -> None:
+        self, store: SessionStore, owner: str, targets: ReplicaPool,
+        random_bits: Callable[[int], int], config: CoordinatorConfig,
+    ) -> None:  # fmt: skip
         self._replays = ThreadPoolExecutor(1, "replay")
         self._store = store
         self.owner = owner

@@ -103,14 +103,9 @@ class LengthControls:
     target that drafts) learn separately from the other sessions."""
 
     def __init__(
-        self,
-        target: ReplicaDescription,
-        draft: ReplicaDescription | None,
-        run_ahead_rounds: int,
-        *,
-        delays: bool = False,
-        adapts: bool = True,
-    ) -> None:
+        self, target: ReplicaDescription, draft: ReplicaDescription | None, run_ahead_rounds: int,
+        *, delays: bool = False, adapts: bool = True,
+    ) -> None:  # fmt: skip
         """With `delays`, draft and coordinator delay the target, because they use the same cores.
         If `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
@@ -147,13 +142,9 @@ class LengthControls:
             self.costs.meet_draft(draft.step_costs)
 
     def open(
-        self,
-        rule: Rule,
-        seed: int,
-        num_draft_tokens: int,
-        prompt_length: int,
+        self, rule: Rule, seed: int, num_draft_tokens: int, prompt_length: int,
         tried: ReplicaDescription | None = None,
-    ) -> LengthControl:
+    ) -> LengthControl:  # fmt: skip
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
         session's drafter if this drafter is on trial. Under the rules token and block, a session
         that repeats a seed gets a fixed K, and the first session with this seed keeps its K."""
@@ -220,14 +211,9 @@ class LengthControl:
     """Chooses K for the rounds of one session."""
 
     def __init__(
-        self,
-        controls: LengthControls,
-        learned: Learned,
-        rule: Rule,
-        num_draft_tokens: int,
-        prompt_length: int,
-        seed: int | None = None,
-    ) -> None:
+        self, controls: LengthControls, learned: Learned, rule: Rule, num_draft_tokens: int,
+        prompt_length: int, seed: int | None = None,
+    ) -> None:  # fmt: skip
         """`seed` is that of a session in `LengthControls._firsts`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]

@@ -133,15 +133,9 @@ class RoundCosts:
     """Learns and forecasts the times of a coordinator's rounds, for one target and one draft."""
 
     def __init__(
-        self,
-        target: StepCosts,
-        draft: StepCosts | None,
-        max_num_seqs: int,
-        load: Load,
-        *,
-        drafting_delays: bool,
-        messages_delay: bool,
-    ) -> None:
+        self, target: StepCosts, draft: StepCosts | None, max_num_seqs: int, load: Load, *,
+        drafting_delays: bool, messages_delay: bool,
+    ) -> None:  # fmt: skip
         """`target` and `draft` are the engines' tables. At most `max_num_seqs` sessions share a
         step of the target. With `drafting_delays`, drafting delays the target, because the target
         itself drafts, or shares cores or a device with the draft. With `messages_delay`, messages

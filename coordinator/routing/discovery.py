@@ -59,13 +59,9 @@ class Discovery:
     """Updates the replica pools from the registry, and lists all replicas."""
 
     def __init__(
-        self,
-        own_name: str,
-        targets: ReplicaPool,
-        drafts: ReplicaPool,
-        registry: RedisRegistry | None = None,
-        link: Callable[[Role, str], Link] | None = None,
-    ) -> None:
+        self, own_name: str, targets: ReplicaPool, drafts: ReplicaPool,
+        registry: RedisRegistry | None = None, link: Callable[[Role, str], Link] | None = None,
+    ) -> None:  # fmt: skip
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -230,7 +226,7 @@ class Discovery:
                         model=replica.description.model,
                         load=len(replica.routes),
                         leaving=replica.leaving,
-                    )
+                    )  # fmt: skip
                 )
         return sorted(seen, key=lambda one: (ROLES.index(one.role), one.name))
 

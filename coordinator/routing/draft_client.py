@@ -136,12 +136,9 @@ class DraftClient(_ModelDrafts):
     """Proposals from a draft replica. While the replica does not answer, a look-up proposes."""
 
     def __init__(
-        self,
-        pool: ReplicaPool,
-        context: SessionContext,
-        lookup: LookupDrafter,
+        self, pool: ReplicaPool, context: SessionContext, lookup: LookupDrafter,
         config: CoordinatorConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(SessionRoute[DraftItem, DraftAnswer](pool, context), lookup, config)
         self._clock = asyncio.get_running_loop().time
         self._observer = context.observer
@@ -350,12 +347,9 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _send(
-        self,
-        number: int,
-        num_draft_tokens: int,
-        held: tuple[int, ...] | None = None,
+        self, number: int, num_draft_tokens: int, held: tuple[int, ...] | None = None,
         budget: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         head = self._route.head(number)
         self._route.send(
             DraftItem(head, num_draft_tokens, self._look_ahead, held, self._brought, budget)

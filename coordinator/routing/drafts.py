@@ -71,16 +71,11 @@ class Drafts:
         tokens, and the number of them that it expects to be accepted."""
         session = self._session
         request = DraftRequest(
-            session_id=session.session_id,
-            tenant=session.record.tenant,
-            token_ids=session.tokens.ids,
-            digests=session.tokens,
-            prompt_length=session.prompt_length,
-            num_draft_tokens=num_draft_tokens,
-            sampling=self._sampling,
-            rule=session.record.rule,
-            noise=noise,
-        )
+            session_id=session.session_id, tenant=session.record.tenant,
+            token_ids=session.tokens.ids, digests=session.tokens,
+            prompt_length=session.prompt_length, num_draft_tokens=num_draft_tokens,
+            sampling=self._sampling, rule=session.record.rule, noise=noise,
+        )  # fmt: skip
         guess = self._lookup.guess(request)
         return SealedProposal.of(guess.proposal(request)), guess.score
 

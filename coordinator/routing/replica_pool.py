@@ -51,13 +51,9 @@ class ReplicaConnection:
     """The link to one replica, shared by all sessions that use the replica."""
 
     def __init__(
-        self,
-        pool: "ReplicaPool",
-        link: Link,
-        name: str,
-        description: ReplicaDescription,
+        self, pool: "ReplicaPool", link: Link, name: str, description: ReplicaDescription,
         trial_share: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._pool = pool
         self.link = link
         self.name = name
@@ -422,23 +418,14 @@ class SessionRoute(Generic[Item, Answer]):
         base_length = min(self.cached_length, len(tokens) - 1)
         left_s = context.deadline - self._loop.time()
         return RoundHead(
-            session_id=record.session_id,
-            tenant=record.tenant,
-            epoch=record.epoch,
-            round=number,
-            base_length=base_length,
-            prefix_digest=tokens.digest(base_length),
-            append=tokens.since(base_length),
-            prompt_length=record.prompt_length,
-            rule=record.rule,
-            seed=record.seed,
-            sampling=context.parameters.sampling,
-            sampling_hash=context.sampling_hash,
-            deadline_ms=max(1, math.ceil(left_s * 1e3)),
+            session_id=record.session_id, tenant=record.tenant, epoch=record.epoch, round=number,
+            base_length=base_length, prefix_digest=tokens.digest(base_length),
+            append=tokens.since(base_length), prompt_length=record.prompt_length, rule=record.rule,
+            seed=record.seed, sampling=context.parameters.sampling,
+            sampling_hash=context.sampling_hash, deadline_ms=max(1, math.ceil(left_s * 1e3)),
             traceparent=context.observer.context(self._pool.role),
-            constraint=context.parameters.constraint,
-            constraint_hash=context.constraint_hash,
-        )
+            constraint=context.parameters.constraint, constraint_hash=context.constraint_hash,
+        )  # fmt: skip
 
     def send(self, item: Item) -> None:
         """Sends a message. Raises the errors of `Link.send`, and `LinkLost` if the replica is away,

@@ -41,12 +41,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     """Asks one session's target for verdicts."""
 
     def __init__(
-        self,
-        pool: ReplicaPool,
-        context: SessionContext,
-        config: CoordinatorConfig,
+        self, pool: ReplicaPool, context: SessionContext, config: CoordinatorConfig,
         audits: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(pool, context)
         self._audits = audits
         self._gone_s = config.target_gone_ms / 1e3
@@ -62,12 +59,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """
 
     async def verify(
-        self,
-        round_index: int,
-        proposal: SealedProposal,
-        run_ahead: int = 0,
+        self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
-    ) -> VerdictReply:
+    ) -> VerdictReply:  # fmt: skip
         """Returns the verdict of a round, with what is `wanted` for the next round, and sets
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
         current target cannot be reached, is leaving, or twice does not answer in time. Raises the
