@@ -41,6 +41,8 @@ def read_logprobs(line: str) -> PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
+    """The part of a completion that the store has."""
+
     completion: Completion
     """Has all stored tokens."""
     events: tuple[Tokens, ...] = ()
@@ -107,6 +109,7 @@ def replay(
 
 
 def started(record: SessionRecord, model: str) -> Started:
+    """Returns the first event of a session."""
     return Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
 
 

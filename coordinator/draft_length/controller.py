@@ -169,6 +169,7 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
+        """Ends a session. `seed` is None for a session that is not in `_firsts`."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._firsts[seed] = None
@@ -336,6 +337,7 @@ class LengthControl:
                 averages.note(counts)
 
     def close(self) -> None:
+        """Ends the session."""
         self._controls.close(self._seed)
 
     def _take_planned(self) -> _Option:

@@ -8,6 +8,8 @@ from outrider.values import value
 
 @value(frozen=True, slots=True)
 class RoundLength:
+    """The planned K of a round, and what follows from it."""
+
     num_draft_tokens: int
     run_ahead: int
     """Number of rounds after this round that certainly have no proposal. The target may run these
@@ -35,6 +37,8 @@ class DraftedBeside(NamedTuple):
 
 @value(frozen=True, slots=True)
 class PlayedRound:
+    """Acceptance and times of a finished round."""
+
     num_asked: int
     """`Drafted.num_asked`. From a round with 0, length control learns only that the wait `draft_s`
     brought no proposal."""

@@ -119,14 +119,13 @@ class Forecast:
     """[K]: wait for a proposal of one, two, ... tokens."""
 
 
-@dataclass(slots=True)
 class Load:
     """The number of one coordinator's targets, and the numbers of current sessions on them."""
 
-    num_sessions: int = 0
-    num_elsewhere: int = 0
-    """Number of sessions of other coordinators on the same targets."""
-    num_targets: int = 1
+    def __init__(self, num_sessions: int = 0) -> None:
+        self.num_sessions, self.num_targets = num_sessions, 1
+        self.num_elsewhere = 0
+        """Number of sessions of other coordinators on the same targets."""
 
 
 class RoundCosts:

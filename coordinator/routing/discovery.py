@@ -105,6 +105,7 @@ class Discovery:
         await asyncio.gather(*self._tasks.values())
 
     async def run(self) -> None:
+        """Calls `look` every `READ_PERIOD_S`."""
         try:
             while True:
                 await self.look()
@@ -205,36 +206,30 @@ class Discovery:
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
         """Returns all replicas, by role and name. The arguments describe this coordinator."""
-        own = SeenReplica(
-            role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
-            device="", load=load, state="serving", here=True, figures=figures,
+        own = ReplicaRecord(
+            role="coordinator", name=self._own_name, address="", host=socket.gethostname(), pid=0,
+            model=model, load=load, figures=figures,
         )  # fmt: skip
-        seen = [own, *(_seen(one, "serving") for one in self.peers)]
+        seen = [_seen(own, here=True), *map(_seen, self.peers)]
         for role, pool in self._pools.items():
-            records = self._records[role]
-            seen += (
-                _seen(one, "joining", load=0)
-                for name, one in records.items()
-                if name not in pool.replicas
-            )
-            for name, replica in pool.replicas.items():
+            known = self._records[role]
+            for name in {**known, **pool.replicas}:
                 unknown = ReplicaRecord(role=role, name=name, address="", host="", pid=0)
-                seen.append(
-                    _seen(
-                        records.get(name, unknown),
-                        "away" if replica.away else "serving",
-                        model=replica.description.model,
-                        load=len(replica.routes),
-                        leaving=replica.leaving,
-                    )  # fmt: skip
-                )
+                record, replica = known.get(name, unknown), pool.replicas.get(name)
+                if replica is None:
+                    seen.append(_seen(replace(record, load=0), "joining"))
+                    continue
+                found = replace(
+                    record, model=replica.description.model, load=len(replica.routes),
+                    leaving=replica.leaving,
+                )  # fmt: skip
+                seen.append(_seen(found, "away" if replica.away else "serving"))
         return sorted(seen, key=lambda one: (ROLES.index(one.role), one.name))
 
 
-def _seen(record: ReplicaRecord, state: State, **better_known: Any) -> SeenReplica:
-    record = replace(record, **better_known)
+def _seen(record: ReplicaRecord, state: State = "serving", here: bool = False) -> SeenReplica:
     return SeenReplica(
         role=record.role, name=record.name, model=record.model, node=record.host,
         device=record.device, load=record.load, state="leaving" if record.leaving else state,
-        figures=record.figures,
+        here=here, figures=record.figures,
     )  # fmt: skip

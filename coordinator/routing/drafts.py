@@ -22,6 +22,8 @@ drafter. fallback: a look-up in place of a draft or head that has no proposal.""
 
 @value(frozen=True, slots=True)
 class Drafted:
+    """A round's proposal, its source, and its times."""
+
     proposal: SealedProposal
     source: Source
     seconds: float

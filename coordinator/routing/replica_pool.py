@@ -312,6 +312,8 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class SessionContext:
+    """A session, with its parameters, deadline and observer."""
+
     session: Session
     parameters: GenerationParameters
     deadline: float
