@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
-from coordinator.http_api.tool_parsers import ARGUMENTS, PLAIN, AnswerForm, Part
+from coordinator.http_api.tool_parsers import ARGUMENTS, PLAIN, AnswerForm, Part, Reader
 from coordinator.http_api.tools import call_id_of
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
@@ -74,7 +74,7 @@ class _Choice:
     def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt | None) -> None:
         """`echoed` is the prompt with which the choice's text begins. None = no prompt."""
         self._text, self._echoed = text, echoed
-        self.reader = form.make_reader()
+        self.reader = Reader(form)
         self.num_calls = 0
         self.session_id = ""
         self.num_prompt_tokens = 0

@@ -1,15 +1,8 @@
 """Splits an answer's text, while it is generated, into content, reasoning and tool calls.
 
-| class | parses |
-| --- | --- |
-| `Reader` | text without calls |
-| `Hermes`, `Llama3`, `Mistral`, `DeepSeek` | text with calls as this family of models writes them |
-| `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
-| `Reasoning` | `<think>...</think>`. Another parser gets the text after `</think>` |
-
-A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. A parser
-gets the text in pieces. If a piece ends with what may be the beginning of a mark, the parser holds
-this end back until more text arrives. The parser drops marks and the white space around them. Text
+A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. The reader
+gets the text in pieces. If a piece ends with what may be the beginning of a mark, the reader holds
+this end back until more text arrives. The reader drops marks and the white space around them. Text
 that only looks like a call is content, and so is the mark before it.
 """
 
@@ -17,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from coordinator.decoding.detokenizer import overlap
 from coordinator.http_api.tools import AUTO, Tools
@@ -40,6 +33,7 @@ _SPACE_MAX = 256
 _HEAD_CHARS_MAX = 256
 """A call has at most this many characters before its arguments."""
 _SOME_TURN = {"role": "user", "content": "x"}
+_THINK = ("<think>", "</think>")
 _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """Chat templates that contain one of these texts do not write JSON within `<tool_call>`."""
@@ -55,6 +49,86 @@ _JSON_MARK = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 character are one match."""
 
 
+class CallFormat(NamedTuple):
+    """How a family of models writes calls."""
+
+    marks: tuple[str, ...] = ()
+    """After the first of these marks, the text has one or several calls. The other marks are
+    dropped. Without marks, all text is content."""
+    named_head: re.Pattern[str] | None = None
+    """Matches the text before the arguments of a call that is written as a name and a JSON object.
+    None = every call is a JSON object with a `name`."""
+    begins_with_calls: bool = False
+    """Whether a call at the beginning of the text needs no mark. A JSON object whose `name` is not
+    the name of a tool is then content."""
+
+
+CALL_FORMATS = {
+    # <tool_call>{"name": .., "arguments": {..}}</tool_call>, any number of times
+    "hermes": CallFormat(("<tool_call>", "</tool_call>")),
+    # {"name": .., "parameters": {..}}; {..}
+    "llama3": CallFormat(("<|python_tag|>",), begins_with_calls=True),
+    # [TOOL_CALLS] and a list of calls. Newer models: [TOOL_CALLS]name[ARGS]{..} for each call
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        re.compile(
+            r"\s*(?P<name>[^\s{}\[]+)\s*(?:(?:\[CALL_ID\][^{}\[]*)?\[ARGS\])?\s*(?=\{)"
+        ),
+    ),
+    # V3: `function`, the name, and the arguments in a code block. V3.1: the name and the arguments
+    "deepseek": CallFormat(
+        (
+            "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>",
+        ),
+        re.compile(
+            r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{}<`]+?)\s*"
+            r"(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
+        ),
+    ),
+    "none": CallFormat(),
+}  # fmt: skip
+"""Formats by their names in `--tool-call-parser`."""
+LIST = "list"
+"""Instead of a format: the answer is a JSON list of calls. Any other text is dropped."""
+ARGUMENTS = "arguments"
+"""Instead of a format: the answer is the arguments of a named tool. As in OpenAI's API, the finish
+reason of these answers is not `tool_calls`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the texts of an answer are parsed. It is stored with the session, as JSON."""
+
+    calls: str = ""
+    """A key of `CALL_FORMATS`, `LIST` or `ARGUMENTS`. Empty = no calls."""
+    names: Sequence[str] = ()
+    """The tools that may be called."""
+    several: bool = True
+    """Whether the answer may have more than one call. If not, the second call and all text after
+    it are dropped."""
+    opens: bool | None = None
+    """Whether the text begins within reasoning, without `<think>`. None = reasoning is not
+    parsed."""
+
+    @property
+    def format(self) -> CallFormat:
+        return CALL_FORMATS.get(self.calls, CALL_FORMATS["none"])
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Texts that must be in the answer's text even if they are special tokens."""
+        return self.format.marks + (() if self.opens is None else _THINK)
+
+    def to_json(self) -> str:
+        """Empty text stands for `PLAIN`."""
+        return "" if self == PLAIN else json.dumps(asdict(self))
+
+
+PLAIN = AnswerForm()
+"""All text is content."""
+
+
 class Part(NamedTuple):
     """A piece of an answer. A call becomes one part with its name, and then parts with its
     arguments."""
@@ -64,32 +138,14 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Parses text whose calls begin with a mark. This base class has no marks, so all text is
-    content."""
+    """Parses the text of one answer."""
 
-    shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Texts that the parser looks for. If such a text is a special token, the answer's text
-    contains it. All other special tokens are left out of the text."""
-    marks: ClassVar[tuple[str, ...]] = ()
-    """After the first of these marks, the text has one or several calls. The other marks are
-    dropped."""
-    named_head: ClassVar[re.Pattern[str] | None] = None
-    """Matches the text before the arguments of a call that is written as a name and a JSON object.
-    None = every call is a JSON object with a `name`."""
-    begins_with_calls = False
-    """Whether a call at the beginning of the text needs no mark. A JSON object whose `name` is not
-    the name of a tool is then content."""
-    has_content = True
-    """Whether text outside of calls is content. If not, this text is dropped."""
-
-    def __init__(self, names: Collection[str] = (), *, several: bool = True) -> None:
-        """`names` has the names of the tools. If `several` is false, the second call and all text
-        after it are dropped."""
-        self._names = names
-        self._several = several
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._marks, self._named_head, self._begins_with_calls = form.format
         self._num_calls = 0
         self._is_extra = False
-        """Whether text is dropped, because a second call has begun and `several` is false."""
+        """Whether text is dropped, because a second call has begun and only one is allowed."""
         self._text = ""
         """Text that is not parsed yet."""
         self._parts: list[Part] = []
@@ -115,16 +171,38 @@ class Reader:
         return found
 
     def _read(self) -> Reading[None]:
-        if not self.marks:
-            yield from self._all("content")
-        if self.begins_with_calls and (yield from self._peek()) == "{":
+        form = self._form
+        if form.opens is not None:
+            yield from self._reasoning(form.opens)
+        if form.calls == LIST:
             yield from self._calls()
-        while mark := (yield from self._until("content", *self.marks)):
-            if mark == self.marks[0]:
+            return
+        if form.calls == ARGUMENTS:
+            self._begin_call(form.names[0])
+        if not self._marks:
+            yield from self._all("arguments" if form.calls == ARGUMENTS else "content")
+        if self._begins_with_calls and (yield from self._peek()) == "{":
+            yield from self._calls()
+        while mark := (yield from self._until("content", *self._marks)):
+            if mark == self._marks[0]:
                 yield from self._calls(mark)
 
+    def _reasoning(self, is_open: bool) -> Reading[None]:
+        """Parses the reasoning at the beginning of the text, from `<think>` to `</think>`."""
+        begin, end = _THINK
+        while begin.startswith(text := self._text.lstrip()) and text != begin:
+            if self._is_over:
+                break
+            yield
+        if text.startswith(begin) or is_open:
+            self._text = text.removeprefix(begin)
+            self._follows_mark = True
+            yield from self._until("reasoning_content", end)
+            yield from self._peek()
+            self._text = self._text.lstrip()
+
     def _add(self, kind: Kind, text: str) -> None:
-        if not text or self._is_extra or (kind == "content" and not self.has_content):
+        if not text or self._is_extra or (kind == "content" and self._form.calls == LIST):
             return
         last = self._parts[-1] if self._parts else None
         if last is not None and last.kind == kind != "name":
@@ -191,9 +269,9 @@ class Reader:
     def _call(self, before: str) -> Reading[bool]:
         """Parses a call, and returns True. If no call follows, adds `before` as content and returns
         False. If a JSON object follows that is not a call, this object becomes content, too."""
-        self._is_extra = self._num_calls > 0 and not self._several
+        self._is_extra = self._num_calls > 0 and not self._form.several
         is_object = (yield from self._peek()) == "{"
-        head, found, whole = _HEAD_OF_OBJECT if is_object else self.named_head, None, ""
+        head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
         while head is not None:
             if "{" in self._text:
                 found = head.match(self._text, 0, _HEAD_CHARS_MAX)
@@ -220,7 +298,7 @@ class Reader:
         return False
 
     def _is_known(self, name: object) -> bool:
-        return isinstance(name, str) and (name in self._names or not self.begins_with_calls)
+        return isinstance(name, str) and (name in self._form.names or not self._begins_with_calls)
 
     def _begin_call(self, name: str) -> None:
         self._num_calls += 1
@@ -281,143 +359,6 @@ def _arguments(call: dict[str, Any]) -> str:
     return json.dumps({} if found is None else found, ensure_ascii=False)
 
 
-class HeldCalls(Reader):
-    """Parses an answer that is a list of calls. Any other text is dropped."""
-
-    has_content = False
-
-    def _read(self) -> Reading[None]:
-        yield from self._calls()
-
-
-class HeldArguments(Reader):
-    """Parses the arguments of the only tool that may be called."""
-
-    def _read(self) -> Reading[None]:
-        [name] = self._names
-        self._begin_call(name)
-        yield from self._all("arguments")
-
-
-class Hermes(Reader):
-    """Parses any number of `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. Models of the
-    Hermes and Qwen families write calls in this way."""
-
-    shown_tokens = marks = ("<tool_call>", "</tool_call>")
-
-
-class Llama3(Reader):
-    """Parses `{"name": .., "parameters": {..}}` at the beginning of the text, or after
-    `<|python_tag|>`. Several calls have semicolons between them. If an object's `name` is not the
-    name of a tool, the object is content."""
-
-    shown_tokens = marks = ("<|python_tag|>",)
-    begins_with_calls = True
-
-
-class Mistral(Reader):
-    """Parses `[TOOL_CALLS]` and a list of calls. Also parses the calls of newer models, which write
-    `[TOOL_CALLS]name[ARGS]{..}` or `[TOOL_CALLS]name{..}` for each call."""
-
-    shown_tokens = marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    named_head = re.compile(
-        r"\s*(?P<name>[^\s{}\[]+)\s*(?:(?:\[CALL_ID\][^{}\[]*)?\[ARGS\])?\s*(?=\{)"
-    )
-
-
-class DeepSeek(Reader):
-    """Parses calls between marks. DeepSeek V3 writes `function`, the name, and the arguments in a
-    code block of JSON. V3.1 writes the name and the arguments."""
-
-    shown_tokens = (
-        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    )  # fmt: skip
-    marks = (
-        "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-    )  # fmt: skip
-    named_head = re.compile(
-        r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{}<`]+?)\s*(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
-    )
-
-
-class Reasoning(Reader):
-    """Parses the reasoning at the beginning of the text, from `<think>` to `</think>`. The parser
-    `rest` parses the text after the reasoning."""
-
-    shown_tokens = ("<think>", "</think>")
-
-    def __init__(self, rest: Reader, *, is_open: bool) -> None:
-        """If `is_open`, the text begins within the reasoning, without `<think>`."""
-        super().__init__()
-        self._rest = rest
-        self._is_open = is_open
-
-    def _read(self) -> Reading[None]:
-        begin, end = self.shown_tokens
-        while begin.startswith(text := self._text.lstrip()) and text != begin:
-            if self._is_over:
-                break
-            yield
-        if text.startswith(begin) or self._is_open:
-            self._text = text.removeprefix(begin)
-            self._follows_mark = True
-            yield from self._until("reasoning_content", end)
-            yield from self._peek()
-            self._text = self._text.lstrip()
-        while True:
-            self._parts += self._rest.push(self._text)
-            self._text = ""
-            if self._is_over:
-                self._parts += self._rest.finish()
-            yield
-
-
-CALL_READERS: dict[str, type[Reader]] = {
-    "hermes": Hermes, "llama3": Llama3, "mistral": Mistral, "deepseek": DeepSeek, "none": Reader
-}  # fmt: skip
-"""Parsers by their names in `--tool-call-parser`."""
-
-
-ARGUMENTS = "arguments"
-"""The parser of answers that are the arguments of a named tool. As in OpenAI's API, the finish
-reason of these answers is not `tool_calls`."""
-_READERS = CALL_READERS | {"": Reader, "list": HeldCalls, ARGUMENTS: HeldArguments}
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """How the texts of an answer are parsed. It is stored with the session, as JSON."""
-
-    calls: str = ""
-    """The parser of calls, a key of `_READERS`."""
-    names: Sequence[str] = ()
-    """The tools that may be called."""
-    several: bool = True
-    """Whether the answer may have more than one call."""
-    opens: bool | None = None
-    """Whether the text begins within reasoning. None = reasoning is not parsed."""
-
-    @property
-    def shown_tokens(self) -> tuple[str, ...]:
-        """Special tokens that the parsers look for, so they must be in the text."""
-        reasoning = () if self.opens is None else Reasoning.shown_tokens
-        return _READERS[self.calls].shown_tokens + reasoning
-
-    def to_json(self) -> str:
-        """Empty text stands for `PLAIN`."""
-        return "" if self == PLAIN else json.dumps(asdict(self))
-
-    def make_reader(self) -> Reader:
-        reader = _READERS[self.calls](self.names, several=self.several)
-        return reader if self.opens is None else Reasoning(reader, is_open=self.opens)
-
-
-PLAIN = AnswerForm()
-"""All text is content."""
-
-
 class ChatFormats:
     """Knows how the served model writes calls and reasoning."""
 
@@ -450,12 +391,12 @@ class ChatFormats:
             if tools.named:
                 calls, names = ARGUMENTS, [tools.named]
             elif tools.is_required:
-                calls = "list"
+                calls = LIST
             elif not calls and self._template:
                 raise BadRequest(
                     "tool_choice",
                     f"got auto, but the chat template does not show how the model writes calls; "
-                    f"start the server with --tool-call-parser (one of {', '.join(CALL_READERS)}), "
+                    f"start the server with --tool-call-parser (one of {', '.join(CALL_FORMATS)}), "
                     "or send tool_choice required",
                 )
             form = AnswerForm(calls, names, tools.several)
@@ -477,7 +418,7 @@ class ChatFormats:
 def _calls_in(template: str) -> str:
     """Returns the name of the parser that fits this chat template, or an empty text."""
     for name in ("deepseek", "mistral"):
-        if CALL_READERS[name].marks[0] in template:
+        if CALL_FORMATS[name].marks[0] in template:
             return name
     if "<tool_call>" in template and not any(one in template for one in _OTHER_CALLS):
         return "hermes"

@@ -3,8 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,17 @@ from test_http_bodies import USER, chat, refused
 
 from coordinator.http_api.answers import ChatAnswer
 from coordinator.http_api.tool_parsers import (
+    ARGUMENTS,
+    CALL_FORMATS,
+    LIST,
     PLAIN,
     AnswerForm,
     ChatFormats,
-    DeepSeek,
-    HeldArguments,
-    HeldCalls,
-    Hermes,
-    Llama3,
-    Mistral,
     Reader,
-    Reasoning,
 )
 from coordinator.http_api.tools import call_id_of
 from coordinator.requests.chat_template import read_chat_template
-from outrider.config import HERMES
+from outrider.config import HERMES as TEMPLATE
 from outrider.errors import BadRequest, SettingError
 from outrider.limits import CALLS_MAX, FILE_BYTES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage
@@ -150,8 +145,9 @@ def test_the_named_tool_is_its_arguments_alone() -> None:
     assert json.loads(request.constraint.text) == CITY
 
 
-def read(reader: Reader, text: str, width: int) -> Parts:
-    """What a parser finds in a text that comes in pieces of this length."""
+def read(form: AnswerForm, text: str, width: int) -> Parts:
+    """What a reader finds in a text that comes in pieces of this length."""
+    reader = Reader(form)
     parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
     parts += reader.finish()
     found: Parts = []
@@ -165,82 +161,87 @@ F: Parts = [("name", "f"), ("arguments", '{"a": 1}')]
 G: Parts = [("name", "g"), ("arguments", "{}")]
 OK: Parts = [("content", "ok")]
 LISTED = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
-BEGIN, CALL, SEP, END, ALL_END = DeepSeek.shown_tokens
+CALL, _, END, BEGIN, ALL_END, SEP = CALL_FORMATS["deepseek"].marks
 BLOCK = f'{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}'
-TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
-    (HeldCalls, LISTED, F + G),
-    (partial(HeldCalls, several=False), LISTED, F),
-    (HeldCalls, '[ {"name" : "f", "arguments" : {"a": "}\\"]", "b": [1, {}]} } ]',
+HERMES, LLAMA, MISTRAL, DEEPSEEK = (
+    AnswerForm(calls, ["f", "g"]) for calls in ("hermes", "llama3", "mistral", "deepseek")
+)
+HELD_LIST = AnswerForm(LIST)
+THINKS, OPEN = AnswerForm(opens=False), AnswerForm(opens=True)
+TEXTS: list[tuple[AnswerForm, str, Parts]] = [
+    (HELD_LIST, LISTED, F + G),
+    (replace(HELD_LIST, several=False), LISTED, F),
+    (HELD_LIST, '[ {"name" : "f", "arguments" : {"a": "}\\"]", "b": [1, {}]} } ]',
      [("name", "f"), ("arguments", '{"a": "}\\"]", "b": [1, {}]}')]),
-    (HeldCalls, '[{"name": "f", "arguments": {"a', [("name", "f"), ("arguments", '{"a')]),
-    (HeldCalls, '[{"name": "f', []),
-    (partial(HeldArguments, ["f"]), '{"a": 1}', F),
+    (HELD_LIST, '[{"name": "f", "arguments": {"a', [("name", "f"), ("arguments", '{"a')]),
+    (HELD_LIST, '[{"name": "f', []),
+    (AnswerForm(ARGUMENTS, ["f"]), '{"a": 1}', F),
     # Hermes-2-Pro and Qwen2.5
-    (Hermes, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', F),
-    (Hermes, 'I will.\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', F),
+    (HERMES, 'I will.\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
      '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', [("content", "I will."), *F, *G]),
-    (partial(Hermes, several=False), '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+    (replace(HERMES, several=False), '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
      '<tool_call>{"name": "g", "arguments": {}}</tool_call> x', F),
-    (Hermes, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call> ok', F + OK),
-    (Hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', F),
-    (Hermes, '<tool_call>{"name": "g", "arguments": null}', G),
-    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', [F[0], ("arguments", '{"a": 1')]),
-    (Hermes, '<tool_call>{"name": "f', [("content", '<tool_call>{"name": "f')]),
-    (Hermes, '<tool_call>{"id": "}", "name": "g", "arguments": { }}', G),
-    (Hermes, " if a <tool> b <", [("content", " if a <tool> b <")]),
-    (Hermes, "as <tool_call>oops", [("content", "as<tool_call>oops")]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call> ok', F + OK),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', F),
+    (HERMES, '<tool_call>{"name": "g", "arguments": null}', G),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', [F[0], ("arguments", '{"a": 1')]),
+    (HERMES, '<tool_call>{"name": "f', [("content", '<tool_call>{"name": "f')]),
+    (HERMES, '<tool_call>{"id": "}", "name": "g", "arguments": { }}', G),
+    (HERMES, " if a <tool> b <", [("content", " if a <tool> b <")]),
+    (HERMES, "as <tool_call>oops", [("content", "as<tool_call>oops")]),
     # Llama 3.1 and 3.2
-    (partial(Llama3, ["f", "g"]), '{"name": "f", "parameters": {"a": 1}}', F),
-    (partial(Llama3, ["f", "g"]), '<|python_tag|>{"type": "function", "name": "f", "parameters": '
+    (LLAMA, '{"name": "f", "parameters": {"a": 1}}', F),
+    (LLAMA, '<|python_tag|>{"type": "function", "name": "f", "parameters": '
      '{"a": 1}}; {"name": "g", "parameters": {}}', F + G),
-    (partial(Llama3, ["f"]), '{"name": "x", "a": 3} is', [("content", '{"name": "x", "a": 3} is')]),
-    (partial(Llama3, ["f"]), "<|python_tag|>f(a=1)", [("content", "<|python_tag|>f(a=1)")]),
-    (partial(Llama3, ["f"]), " Hello ", [("content", " Hello ")]),
-    (partial(Llama3, ["f"]), "  ", [("content", "  ")]),
+    (LLAMA, '{"name": "x", "a": 3} is', [("content", '{"name": "x", "a": 3} is')]),
+    (LLAMA, "<|python_tag|>f(a=1)", [("content", "<|python_tag|>f(a=1)")]),
+    (LLAMA, " Hello ", [("content", " Hello ")]),
+    (LLAMA, "  ", [("content", "  ")]),
     # Mistral 7B v0.3 and Nemo; Small 3.2 and Magistral
-    (Mistral, f"[TOOL_CALLS] {LISTED}", F + G),
-    (Mistral, f"Yes.[TOOL_CALLS]{LISTED}", [("content", "Yes."), *F, *G]),
-    (Mistral, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', F + G),
-    (Mistral, '[TOOL_CALLS]f[CALL_ID]Xy3456789[ARGS]{"a": 1}', F),
-    (Mistral, "[TOOL_CALLS]}{", [("content", "[TOOL_CALLS]}{")]),
-    (Mistral, "[TOOL_CALLS] [1]", [("content", "[TOOL_CALLS][1]")]),
+    (MISTRAL, f"[TOOL_CALLS] {LISTED}", F + G),
+    (MISTRAL, f"Yes.[TOOL_CALLS]{LISTED}", [("content", "Yes."), *F, *G]),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', F + G),
+    (MISTRAL, '[TOOL_CALLS]f[CALL_ID]Xy3456789[ARGS]{"a": 1}', F),
+    (MISTRAL, "[TOOL_CALLS]}{", [("content", "[TOOL_CALLS]}{")]),
+    (MISTRAL, "[TOOL_CALLS] [1]", [("content", "[TOOL_CALLS][1]")]),
     # DeepSeek V3 and V3.1
-    (DeepSeek, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
-    (DeepSeek, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
+    (DEEPSEEK, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
+    (DEEPSEEK, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
      [("content", "Now."), *F, *G]),
     # Qwen3 and DeepSeek R1
-    (lambda: Reasoning(Hermes(), is_open=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
+    (replace(HERMES, opens=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
      '{"name": "f", "arguments": {"a": 1}}</tool_call>',
      [("reasoning_content", "why\n\nso"), *OK, *F]),
-    (lambda: Reasoning(Reader(), is_open=True), "\nwhy</think>\nok",
+    (OPEN, "\nwhy</think>\nok",
      [("reasoning_content", "why"), *OK]),
-    (lambda: Reasoning(Reader(), is_open=True), "<think>why</thi",
+    (OPEN, "<think>why</thi",
      [("reasoning_content", "why</thi")]),
-    (lambda: Reasoning(Reader(), is_open=False), " ok <think>", [("content", " ok <think>")]),
-    (lambda: Reasoning(Reader(), is_open=False), "<thi", [("content", "<thi")]),
+    (THINKS, " ok <think>", [("content", " ok <think>")]),
+    (THINKS, "<thi", [("content", "<thi")]),
 ]  # fmt: skip
 
 
 LONG = "f" * 300
 FAR = [
-    pytest.param(DeepSeek, f'{CALL}f{SEP}{{"a": 1}} {LONG}', [*F, ("content", LONG)], id="end"),
-    pytest.param(Mistral, f"[TOOL_CALLS]{LONG}{{}}",
+    pytest.param(DEEPSEEK, f'{CALL}f{SEP}{{"a": 1}} {LONG}', [*F, ("content", LONG)], id="end"),
+    pytest.param(MISTRAL, f"[TOOL_CALLS]{LONG}{{}}",
                  [("content", f"[TOOL_CALLS]{LONG}{{}}")], id="name"),
-    pytest.param(Hermes, f'a{" " * 300}<tool_call>{{"name": "g"}}',
+    pytest.param(HERMES, f'a{" " * 300}<tool_call>{{"name": "g"}}',
                  [("content", "a" + " " * 44), *G], id="space"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "text", "parts"), [*TEXTS, *FAR])
-def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) -> None:
+@pytest.mark.parametrize(("form", "text", "parts"), [*TEXTS, *FAR])
+def test_what_models_write(form: AnswerForm, text: str, parts: Parts) -> None:
     for width in (1, 2, 3, 7, len(text)):
-        assert read(make(), text, width) == parts
+        assert read(form, text, width) == parts
 
 
 def test_what_is_certain_is_told_at_once() -> None:
     """Content up to what may begin a mark, names as a whole, and arguments piece by piece."""
-    assert Hermes().push("sure <to") == [("content", "sure")]
-    reader = Hermes()
+    assert Reader(HERMES).push("sure <to") == [("content", "sure")]
+    reader = Reader(HERMES)
     pieces = ("<tool_call>{", '"name": "f', '", "arguments": {"a', '": 1', "}}", "</tool_call>")
     found = [[tuple(part) for part in reader.push(piece)] for piece in pieces]
     assert found == [
@@ -249,10 +250,10 @@ def test_what_is_certain_is_told_at_once() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Reader(), is_open=False), Mistral])
+@pytest.mark.parametrize("form", [HERMES, THINKS, MISTRAL])
 @pytest.mark.parametrize("text", ["\n", "[TOOL_CALLS]f", "<tool_call> ", '<tool_call>{"a":"x'])
-def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
-    reader, began = make(), time.thread_time()
+def test_no_text_takes_long(form: AnswerForm, text: str) -> None:
+    reader, began = Reader(form), time.thread_time()
     reader.push(text)
     for _ in range(50_000):
         reader.push(text[-1] * 4)
@@ -289,26 +290,26 @@ TOLD = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("mark", "kind"),
+    ("mark", "calls"),
     [
-        ("<tool_call>", Hermes), ("[TOOL_CALLS]", Mistral), (CALL, DeepSeek),
-        ('<|eot_id|> "parameters"', Llama3), ("<tool_call><function=", None), ("", None),
+        ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), (CALL, "deepseek"),
+        ('<|eot_id|> "parameters"', "llama3"), ("<tool_call><function=", None), ("", None),
     ],
 )  # fmt: skip
-def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] | None) -> None:
+def test_the_template_says_how_calls_are_written(mark: str, calls: str | None) -> None:
     """Special tokens that are marks are kept in the text only for the parser that needs them."""
     formats = ChatFormats(text_of(TOLD + mark))
-    if kind is None:
+    if calls is None:
         with pytest.raises(BadRequest, match="--tool-call-parser"):
             chat(formats, tools=BOTH)
         fitted = chat(ChatFormats(text_of(TOLD + mark), "none"), tools=BOTH)
     else:
         fitted = chat(formats, tools=BOTH)
-        assert fitted.requests[0].shown_tokens == kind.shown_tokens
-    for form in (fitted.form, AnswerForm(**json.loads(fitted.requests[0].answer_form))):
-        assert type(form.make_reader()) is (kind or Reader)
+        assert fitted.requests[0].shown_tokens == CALL_FORMATS[calls].marks
+    assert fitted.form == AnswerForm(calls or "none", ["clock", "weather"])
+    assert AnswerForm(**json.loads(fitted.requests[0].answer_form)) == fitted.form
     held = chat(formats, tools=BOTH, tool_choice="required")
-    assert type(held.form.make_reader()) is HeldCalls
+    assert held.form.calls == LIST
     assert held.requests[0].shown_tokens == ()
     assert chat(formats).form == PLAIN
 
@@ -334,8 +335,8 @@ def test_reasoning_begins_where_the_template_has_begun_it(
 ) -> None:
     formats = ChatFormats(text_of(template), reasoning_parser=parser)
     form = chat(formats, chat_template_kwargs=variables).form
-    assert read(form.make_reader(), "ab</think>c", 2) == parts
-    assert chat(formats).requests[0].shown_tokens == Reasoning.shown_tokens
+    assert read(form, "ab</think>c", 2) == parts
+    assert chat(formats).requests[0].shown_tokens == ("<think>", "</think>")
     assert chat(formats, response_format={"type": "json_object"}).form == PLAIN
     assert chat(ChatFormats(text_of(template), reasoning_parser="none")).form == PLAIN
 
@@ -346,7 +347,7 @@ CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_the_template_that_ships(tmp_path: Path) -> None:
-    text = text_of(read_chat_template(HERMES))
+    text = text_of(read_chat_template(TEMPLATE))
     assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     turns = [
         {"role": "system", "content": "Be brief."},
@@ -360,7 +361,7 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
     assert system.startswith("system\nBe brief.\n\n")
     assert json.dumps(tool("f", parameters=CITY)) in system.split("\n")
     assert assistant == f"assistant\nSo.\n{CALL_TEXT}\n{CALL_TEXT}<|im_end|>\n"
-    assert read(Hermes(), assistant, 5) == [
+    assert read(HERMES, assistant, 5) == [
         ("content", "assistant\nSo."), *F, *F, ("content", "<|im_end|>\n")
     ]  # fmt: skip
     responses = [f"\n<tool_response>\n{one}\n</tool_response>" for one in "xy"]
