@@ -1,12 +1,11 @@
 """`Client` for asyncio, and `SyncClient` for blocking calls."""
 
-import math
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing
-from functools import partial
-from typing import Any, Self, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
 from outrider.client.transport import (
@@ -26,18 +25,21 @@ from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 CALL_TIMEOUT_S = 10.0
 """Default timeout of a call that generates no tokens."""
 RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 """Default timeout of a call that resumes a generation. It is the longest possible, because only the
 coordinator knows the generation's deadline."""
+TIMEOUT_S_MAX = 1e7
+"""gRPC cannot represent much longer timeouts."""
 
 
 class Client:
     """Calls one coordinator, or the coordinators of a deployment in turn. If a coordinator does not
-    answer, the client calls the next. If the stream of a generation breaks, the client resumes the
-    generation, if possible at another coordinator. No token is lost or repeated. Any number of
-    calls may run at a time, on one event loop."""
+    answer, the client calls the next. If a stream breaks, the client resumes the generation, and no
+    token is lost or repeated. Any number of calls may run at a time, on one event loop."""
 
     def __init__(
         self,
@@ -54,11 +56,11 @@ class Client:
           a coordinator does not answer, the client calls the function again.
         - A transport. The other parameters are then ignored, and `close` also closes the transport.
 
-        Nothing is sent before the first call. `api_key` is sent with each call. Without TLS
-        (`trust`, see `caller_trust`), the key is not encrypted. For up to `resume_timeout_s`
-        seconds, the client resumes broken streams, and repeats requests for generations that cannot
-        be served now; 0 = never. If `server` is a function and no coordinator answers, the client
-        also repeats other calls, for up to this time."""
+        Nothing is sent before the first call. `api_key` is sent with each call, unencrypted unless
+        `trust` (see `caller_trust`) asks for TLS. For up to `resume_timeout_s` seconds, the client
+        resumes broken streams, and repeats requests for generations that cannot be served now; 0 =
+        never. If `server` is a function and no coordinator answers, the client also repeats other
+        calls, for up to this time."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -80,23 +82,21 @@ class Client:
         await self._transport.close()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
-        """Yields the events of one generation as they arrive. Closing the iterator early (`aclose`)
-        cancels the session. Raises the coordinator's errors. If the last event does not arrive
-        within some seconds after the generation's deadline, raises `DeadlineExceeded`. If the
-        stream breaks and cannot be resumed, raises `StreamBroken`. A later `resume` may then
-        succeed."""
+        """Yields the events of one generation as they arrive. Closing the iterator early cancels
+        the session. Raises the coordinator's errors. If the last event does not arrive within some
+        seconds after the generation's deadline, raises `DeadlineExceeded`. If the stream breaks and
+        cannot be resumed, raises `StreamBroken`. A later `resume` may then succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
         return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """Continues a generation whose stream broke, in this client or in another client. Yields
-        `Started` again, and then all events after the first `num_tokens` tokens. The session may
-        have ended meanwhile. If an earlier stream of the session is still open, the earlier stream
-        ends with `StaleEpoch`. Raises `NotFound`. If the store has fewer than `num_tokens` tokens,
-        raises `DataLoss`. For about two seconds, another coordinator may still own the session, and
-        the call raises `Unavailable`."""
+        """Continues a generation whose stream broke, in any client. Yields `Started` again, and
+        then all events after the first `num_tokens` tokens. An earlier stream of the session that
+        is still open ends with `StaleEpoch`. Raises `NotFound`. Raises `DataLoss` if the store has
+        fewer than `num_tokens` tokens, and `Unavailable` while another coordinator owns the
+        session, for about two seconds."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
@@ -110,8 +110,8 @@ class Client:
         return builder.build()
 
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Ends a session with finish reason `cancelled`. The session's stream gets the event
-        `Finished`. A finished session is unchanged. Raises `NotFound`."""
+        """Ends a session with finish reason `cancelled`. A finished session is unchanged. Raises
+        `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
     async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
@@ -119,7 +119,7 @@ class Client:
         return cast(SessionView, await self._call("get_session", timeout_s, session_id))
 
     async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
-        """Describes what the coordinator serves, and how many sessions run."""
+        """Describes the served model. Also returns the number of running sessions."""
         return cast(CoordinatorDescription, await self._call("describe", timeout_s))
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
@@ -135,13 +135,57 @@ class Client:
 
 
 def _check_timeout(timeout_s: float) -> None:
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
+    if not 0 < timeout_s <= TIMEOUT_S_MAX:
+        raise BadRequest(
+            "timeout_s",
+            f"{timeout_s} is wrong; it must be above 0, and at most {TIMEOUT_S_MAX:.0f}",
+        )
+
+
+def _run(call: Awaitable[T]) -> T:
+    """Runs a coroutine that never suspends, because its calls block. The hooks for async generators
+    are off meanwhile. Otherwise an event loop of this thread would close the coroutine's generators
+    when the loop ends."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        call.__await__().send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+    raise InvariantError("a blocking call has suspended")
+
+
+def _iterate(events: AsyncGenerator[T]) -> Generator[T]:
+    async def following() -> T:
+        return await anext(events)
+
+    try:
+        while True:
+            try:
+                event = _run(following())
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        _run(events.aclose())
+
+
+def _blocking(
+    method: Callable[Concatenate[Client, P], T], run: Callable[[T], R]
+) -> "Callable[Concatenate[SyncClient, P], R]":
+    @wraps(method)
+    def call(self: "SyncClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return run(method(self._client, *args, **kwargs))
+
+    return call
 
 
 class SyncClient:
     """A client whose calls block until they are answered. Any number of threads may share one
-    `SyncClient`. An interrupt (Ctrl-C) ends a call at once.
+    `SyncClient`. An interrupt (Ctrl-C) ends a call at once. The methods are those of `Client`.
+    Closing an iterator early (`close`, or an exception in the loop over it) cancels the session.
 
     A `SyncClient` runs the coroutines of a `Client`. Its transport blocks instead of suspending, so
     the coroutines need no event loop."""
@@ -174,67 +218,11 @@ class SyncClient:
     def address(self) -> str:
         return self._client.address
 
-    def close(self) -> None:
-        """See `Client.close`."""
-        _run(self._client.close())
-
-    def generate(self, request: GenerateRequest) -> Generator[Event]:
-        """See `Client.generate`. Closing the iterator early (`close`, or an exception in the loop
-        over it) cancels the session."""
-        return _iterate(self._client.generate(request))
-
-    def resume(
-        self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
-    ) -> Generator[Event]:
-        """See `Client.resume`."""
-        return _iterate(self._client.resume(session_id, num_tokens, timeout_s))
-
-    def complete(self, request: GenerateRequest) -> Completion:
-        """See `Client.complete`."""
-        return _run(self._client.complete(request))
-
-    def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """See `Client.cancel`."""
-        _run(self._client.cancel(session_id, timeout_s))
-
-    def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
-        """See `Client.get_session`."""
-        return _run(self._client.get_session(session_id, timeout_s))
-
-    def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
-        """See `Client.describe`."""
-        return _run(self._client.describe(timeout_s))
-
-    def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """See `Client.healthy`."""
-        return _run(self._client.healthy(timeout_s))
-
-
-def _run(call: Awaitable[T]) -> T:
-    """Runs a coroutine that never suspends, because its calls block. While the coroutine runs, the
-    thread has no hooks for async generators. With hooks, an event loop of this thread would
-    register the coroutine's generators, and close them when the loop ends."""
-    hooks = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(None, None)
-    try:
-        call.__await__().send(None)
-    except StopIteration as stop:
-        return cast(T, stop.value)
-    finally:
-        sys.set_asyncgen_hooks(*hooks)
-    raise InvariantError("a blocking call has suspended")
-
-
-def _iterate(events: AsyncGenerator[T]) -> Generator[T]:
-    async def following() -> T:
-        return await anext(events)
-
-    try:
-        while True:
-            try:
-                event = _run(following())
-            except StopAsyncIteration:
-                return
-            yield event
-    finally:
-        _run(events.aclose())
+    generate = _blocking(Client.generate, _iterate)
+    resume = _blocking(Client.resume, _iterate)
+    complete = _blocking(Client.complete, _run)
+    cancel = _blocking(Client.cancel, _run)
+    get_session = _blocking(Client.get_session, _run)
+    describe = _blocking(Client.describe, _run)
+    healthy = _blocking(Client.healthy, _run)
+    close = _blocking(Client.close, _run)

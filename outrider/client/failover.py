@@ -8,7 +8,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import reduce
@@ -31,15 +31,14 @@ Server: TypeAlias = str | Callable[[], str]
 function runs on the caller's thread or event loop, so it must be quick."""
 RESUME_TIMEOUT_S = 15.0
 """Default time for resuming a broken stream, or for repeating a request that no coordinator can
-serve now. It is long enough for a restart of coordinators, drafts or targets."""
+serve now. Coordinators, drafts and targets restart within this time."""
 LOOK_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""A pool keeps up to this number of endpoints of coordinators that are no longer named, because
-calls may still run on these endpoints."""
+"""A pool keeps at most this many endpoints that are no longer named. Calls may still use them."""
 AVOIDED_S = 5.0
-"""If a coordinator does not answer, new calls avoid the coordinator for this time. If a coordinator
-answers that it cannot serve now, new calls avoid it for the `retry_after_ms` of its error."""
+"""New calls avoid a coordinator that did not answer for this time, and a coordinator that cannot
+serve now for the `retry_after_ms` of its error."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries."""
 
@@ -55,9 +54,8 @@ def addresses_of(server: object) -> list[str]:
 
 
 class EndpointPool(Generic[Endpoint]):
-    """Keeps an endpoint for each named coordinator. An endpoint is a connection, or another object
-    that `connect` makes. New calls begin at each coordinator in turn, so the sessions of a client
-    are spread over all coordinators. Threads may share a pool."""
+    """Keeps an endpoint, such as a connection, for each named coordinator. New calls begin at each
+    coordinator in turn. Threads may share a pool."""
 
     def __init__(
         self,
@@ -68,34 +66,41 @@ class EndpointPool(Generic[Endpoint]):
     ) -> None:
         """`connect` makes an endpoint for an address, and sends nothing. The first call begins at
         the address with index `first`, by default at a random address. Raises `BadRequest` for
-        invalid addresses, and the errors of `server` if `server` is a function."""
+        invalid addresses, and the errors of the function `server`."""
         self._name = server if callable(server) else None
+        self.may_change = callable(server)
         self._connect = connect
         self.clock = clock
         self._read_at = clock()
-        named = server() if callable(server) else server
-        self._named = [] if callable(server) and named == "" else addresses_of(named)
-        self._open = {address: connect(address) for address in self._named}
+        self._open: dict[str, Endpoint] = {}
         """Address -> endpoint, the oldest first. Some addresses may be no longer named."""
+        self._named: dict[str, Endpoint] = {}
+        named = server() if callable(server) else server
+        if not callable(server) or named != "":
+            self._set_named(addresses_of(named))
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Endpoint, float] = {}
         """Endpoint -> time until which new calls avoid the endpoint."""
         self._changing = threading.Lock()
-        self.may_change = callable(server)
+
+    def _set_named(self, addresses: Sequence[str]) -> None:
+        for address in addresses:
+            if address not in self._open:
+                self._open[address] = self._connect(address)
+        self._named = {address: self._open[address] for address in addresses}
 
     @property
     def each(self) -> list[Endpoint]:
         """Endpoints of the named coordinators; empty if a function has not named any yet."""
-        return [self._open[address] for address in self._named]
+        return list(self._named.values())
 
     @property
     def all(self) -> list[Endpoint]:
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Returns the endpoint for a new call: the next endpoint that new calls do not avoid. If
-        new calls avoid all endpoints, returns the next endpoint. Raises `StreamBroken` if there are
-        no endpoints."""
+        """Returns the next endpoint that new calls do not avoid, or the next endpoint if they avoid
+        all. Raises `StreamBroken` if there are no endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -106,8 +111,8 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """Returns the endpoint that follows `tried`, for a call that failed at `tried`. Returns
-        None if `tried` is no longer named. For `avoided_s` seconds, new calls avoid `tried`."""
+        """Returns the endpoint after `tried`, or None if `tried` is no longer named. For
+        `avoided_s` seconds, new calls avoid `tried`."""
         each, now = self.each, self.clock()
         if tried not in each:
             return None
@@ -119,23 +124,18 @@ class EndpointPool(Generic[Endpoint]):
     def renew(self) -> list[Endpoint]:
         """Calls the function that names the coordinators again. If the function returns an empty
         text or fails, the named coordinators stay the same. Returns the endpoints that the pool no
-        longer keeps. The caller must close these endpoints."""
+        longer keeps, which the caller must close."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
                 return []
             self._read_at = now
             try:
-                text = self._name()
-                named = addresses_of(text) if text else self._named
+                if text := self._name():
+                    self._set_named(addresses_of(text))
             except Exception as error:  # noqa: BLE001 (the caller's function)
                 _log.warning("cannot read the coordinators, so they stay the same: %r", error)
-                return []
-            for address in named:
-                if address not in self._open:
-                    self._open[address] = self._connect(address)
-            self._named = named
-            gone = [address for address in self._open if address not in named]
+            gone = [address for address in self._open if address not in self._named]
             return [self._open.pop(address) for address in gone[:-GONE_MAX]]
 
 
@@ -150,9 +150,8 @@ class ResumingTransport(Transport):
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`close` also closes the transports in `pool`. If `resume_timeout_s` is 0, broken streams
-        are not resumed, and requests that cannot begin now are not repeated. `random` returns
-        numbers in [0, 1)."""
+        """`close` also closes the transports in `pool`. If `resume_timeout_s` is 0, nothing is
+        resumed or repeated. `random` returns numbers in [0, 1)."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -180,9 +179,9 @@ class ResumingTransport(Transport):
         return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """Returns the answer of the first coordinator that answers. If all coordinators raise
-        `Unavailable`, raises the error of the last coordinator. If a function names the
-        coordinators and none of them answers, calls them again until the time is over."""
+        """Returns the first answer. If all coordinators raise `Unavailable`, raises the last error.
+        If a function names the coordinators and none of them answers, calls them again until the
+        time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -228,8 +227,8 @@ class ResumingTransport(Transport):
 
 
 class Tries:
-    """State of one call: the part of the generation that the caller has received, and the
-    coordinators that were tried."""
+    """State of one call: the events that the caller has received, and the coordinators that were
+    tried."""
 
     def __init__(
         self,
@@ -239,8 +238,8 @@ class Tries:
         *,
         is_stream: bool = True,
     ) -> None:
-        """`is_stream` is false for calls that generate no tokens. If a coordinator answers that it
-        cannot serve now, these calls do not wait for it."""
+        """`is_stream` is false for calls that generate no tokens. These calls do not wait for a
+        coordinator that cannot serve now."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -252,24 +251,21 @@ class Tries:
         self._tried_until: float | None = None
         """Time at which the tries end. None if no try has failed since the last token."""
         self._has_answer = False
-        """Whether a coordinator in `_tried` answered that it cannot serve now. A later try may then
-        succeed."""
+        """Whether a coordinator in `_tried` answered, so that a later try may succeed."""
         self._num_waits = 0
         """Number of waits for coordinators that did not answer, since the last token."""
         self._stayed = False
-        """Whether the latest try and the try before it are at the same coordinator."""
+        """Whether the last two tries were at the same coordinator."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
-        """Returns a request for the remaining events of the generation, within `left_s` seconds;
-        None if the generation has not begun."""
+        """Returns a request for the remaining events, or None if the generation has not begun."""
         if self.received is None or not self._is_started:
             return self.received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
         return replace(self.received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
-        """Records an event. Returns False for a repeated `Started`, which the caller must not
-        get."""
+        """Records an event. Returns False for a repeated `Started`."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
             self.received = self.received or ResumeRequest(
@@ -297,15 +293,13 @@ class Tries:
         call.
 
         Before a stream has begun, all coordinators are called without waiting. If a stream has just
-        broken, its coordinator is called a second time. This coordinator has the session, and
-        perhaps only the connection is lost. If a coordinator answered that it cannot continue the
-        session now, the same coordinator is called again after the time that its error states. No
-        other coordinator could continue the session sooner.
+        broken, its coordinator is called again at once, because perhaps only the connection is
+        lost. If a coordinator cannot continue the session now, it is called again after the time
+        that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. Also raises `error` if all coordinators have failed to begin the call and a later try
-        cannot succeed. A later try can succeed if a function may name other coordinators, or if a
-        coordinator answered a stream's request that it cannot serve now."""
+        over. Also raises `error` if all coordinators have failed to begin the call, unless a
+        function may name other coordinators, or a coordinator answered a stream's request."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

@@ -165,9 +165,9 @@ Method = Literal["cancel", "get_session", "describe", "healthy"]
 
 
 class Transport(Protocol):
-    """Carries calls to a coordinator. All methods must be called on one event loop. Calls end
-    within `timeout_s` seconds, and raise only errors of `outrider.errors`. If no coordinator
-    answers, the error is `StreamBroken`."""
+    """Carries calls to a coordinator, from one event loop. Calls end within `timeout_s` seconds,
+    and raise only errors of `outrider.errors`. If no coordinator answers, the error is
+    `StreamBroken`."""
 
     @property
     def address(self) -> str:
@@ -176,9 +176,8 @@ class Transport(Protocol):
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        """Yields the events of a generation. A resumed generation begins with `Started`, and
-        continues with the tokens that the caller lacks. Closing the iterator early cancels the
-        session."""
+        """Yields the events of a generation. A resumed generation begins with `Started`. Closing
+        the iterator early cancels the session."""
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the result of the method `method` of `Client`."""
@@ -219,18 +218,18 @@ class GrpcTransport(Transport):
         return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """See `Transport.call`. `healthy` also works at the address of a draft or target."""
+        """`healthy` also works at the address of a draft or target."""
+        stub = self._stub
         match method:
             case "cancel":
                 asked: Any = pb.CancelRequest(session_id=session_id_from_wire(session_id))
-                return await self._call(self._stub.Cancel, asked, timeout_s)
+                return await self._call(stub.Cancel, asked, timeout_s)
             case "get_session":
                 asked = pb.GetSessionRequest(session_id=session_id_from_wire(session_id))
-                found = await self._call(self._stub.GetSession, asked, timeout_s)
+                found = await self._call(stub.GetSession, asked, timeout_s)
                 return from_coordinator(found, SessionView)
             case "describe":
-                asked = types_pb2.DescribeRequest()
-                found = await self._call(self._stub.Describe, asked, timeout_s)
+                found = await self._call(stub.Describe, types_pb2.DescribeRequest(), timeout_s)
                 return from_coordinator(found, CoordinatorDescription)
         found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
         return found.status == health_pb2.HealthCheckResponse.SERVING
@@ -262,9 +261,8 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Converts errors of the call in the `with` block. If the transport is closed, gRPC raises
-        CancelledError in running calls, and this method raises `Unavailable` instead. If the task
-        itself is cancelled, CancelledError is raised unchanged."""
+        """Converts errors of the call in the `with` block. When the transport is closed, gRPC
+        raises CancelledError in running calls, which becomes `Unavailable`."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:
@@ -298,8 +296,8 @@ class BlockingGrpcTransport(GrpcTransport):
 
 
 def call_error(error: Any, address: str) -> OutriderError:
-    """Converts the error of a failed call to `address` to the coordinator's error, or to a
-    `StreamBroken` if no coordinator answered."""
+    """Converts the error of a failed call to the coordinator's error, or to a `StreamBroken` if no
+    coordinator answered."""
     meant = status_to_error(error)
     answered = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
@@ -311,8 +309,7 @@ def call_error(error: Any, address: str) -> OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Returns metadata with the key, or no metadata without a key. Raises `BadRequest` for an
-    invalid key. The error does not quote the key."""
+    """Returns metadata with the key, if any. Raises `BadRequest`, which does not quote the key."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
@@ -392,8 +389,8 @@ class InProcessTransport(Transport):
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Cancels the `with` block at `deadline` (loop time), and raises `DeadlineExceeded`. If the
-        transport is closed earlier, cancels the block and raises `Unavailable`."""
+        """Cancels the `with` block at `deadline` (loop time) or when the transport is closed, and
+        raises `DeadlineExceeded` or `Unavailable`."""
         if self._closed:
             raise Unavailable(CLOSED)
         timeout = asyncio.timeout_at(deadline)

@@ -166,10 +166,11 @@ async def test_what_cannot_be_sent_is_named(
     assert caught.value.field == field
     if field == "max_tokens":
         assert "must be from -2147483648 to 2147483647" in caught.value.message
-    with pytest.raises(BadRequest, match="timeout_s"):
-        await client.cancel(ID, float("inf"))
-    with pytest.raises(BadRequest, match="timeout_s"):
-        client.resume(ID, timeout_s=float("inf"))
+    for timeout_s in (float("inf"), float("nan"), 0.0, 1e300):
+        with pytest.raises(BadRequest, match="timeout_s"):
+            await client.describe(timeout_s)
+        with pytest.raises(BadRequest, match="timeout_s"):
+            client.resume(ID, timeout_s=timeout_s)
     for call in (client.cancel, client.get_session):
         with pytest.raises(BadRequest, match="session_id"):
             await call("\ud800")

@@ -3,6 +3,8 @@
 import asyncio
 import random
 import secrets
+import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -364,3 +366,33 @@ async def test_calls_wait_while_no_coordinator_answers(
             with pytest.raises(StreamBroken, match="no coordinator is named yet"):
                 await call
     await server.stop(0)
+
+
+@pytest.mark.virtual(False)
+def test_threads_may_read_a_pool_whose_coordinators_are_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
+    numbers = iter(range(10**9))
+    found = EndpointPool(lambda: ",".join(f"{next(numbers)}" for _ in range(50)), str)
+    errors = list[Exception]()
+
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                assert len(found.each) == 50
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    interval, is_over = sys.getswitchinterval(), threading.Event()
+    sys.setswitchinterval(1e-6)
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(300):
+        found.renew()
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    sys.setswitchinterval(interval)
+    assert not errors
