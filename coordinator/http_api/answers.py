@@ -34,16 +34,15 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""A token's offset in the answer's text, and pairs of bytes and log-probability. The first pair is
-for the token itself. The other pairs are for the likeliest tokens at the same position. The
-log-probability of a prompt's first token is None."""
+"""A token's offset in the answer's text, and pairs of bytes and log-probability: first for the
+token itself, then for the likeliest tokens. The log-probability of a prompt's first token is
+None."""
 
 
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
-        `given` is the prompt's text. A special token adds text to the answer only where `given`
-        contains the token's name."""
+        `given` is the prompt's text. A special token adds text only where `given` contains it."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 
@@ -55,7 +54,7 @@ class _Scorer:
             own = self._spell(token_id)
             top: list[tuple[bytes, float | None]] = [(own, None)]
             if entry is not None:
-                each = [(token_id, entry.logprob), *entry.top]
+                each = ((token_id, entry.logprob), *entry.top)
                 top = [(self._spell(one), max(logprob, IMPOSSIBLE)) for one, logprob in each]
             scored.append((self._offset, top))
             if self._text is not None and self._stream is not None:
@@ -71,8 +70,8 @@ class _Scorer:
 
 
 class _Choice:
-    def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt | None) -> None:
-        """`echoed` is the prompt with which the choice's text begins. None = no prompt."""
+    def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt) -> None:
+        """The choice's text begins with the prompt `echoed`, which may be empty."""
         self._text, self._echoed = text, echoed
         self.reader = Reader(form)
         self.num_calls = 0
@@ -88,8 +87,7 @@ class _Choice:
         self.scored: list[Scored] = []
 
     def begin(self, started: Started) -> None:
-        """Begins the choice's text with the echoed prompt. The prompt's token ids can be decoded,
-        because the coordinator checks them before it starts a session."""
+        # The coordinator has checked the prompt's token ids, so they can be decoded.
         self.session_id, self.num_prompt_tokens = started.session_id, started.num_prompt_tokens
         before, text = self._echoed, self._text
         if not isinstance(before, str):
@@ -106,15 +104,14 @@ class EventStream:
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
     """These bytes end the stream."""
     is_stream = True
-    """Whether the answer is sent as server-sent events. If not, `whole` returns the answer."""
+    """Whether the answer is a stream. If not, `whole` returns the answer."""
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """Adds a choice's event. Returns the server-sent events to send for this event, often
-        none."""
+        """Adds a choice's event. Returns the server-sent events for it, often none."""
         raise NotImplementedError
 
     def whole(self) -> Json:
-        """Returns the whole answer. Must be called after all choices have ended."""
+        """Must be called after all choices have ended."""
         raise NotImplementedError
 
     def failed(self, error: Json) -> Json:
@@ -127,13 +124,13 @@ class Answer(EventStream):
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
-    """A whole answer has this value in its field `object`."""
+    """The field `object` of a whole answer."""
     chunk_kind: ClassVar[str]
-    """A chunk has this value in its field `object`."""
+    """The field `object` of a chunk."""
     opening: ClassVar[Json | None] = None
-    """Each choice begins with an extra chunk that has this content. None = no extra chunk."""
+    """Content of an extra first chunk of each choice. None = no extra chunk."""
     closing: ClassVar[Json]
-    """Each choice ends with an extra chunk that has this content."""
+    """Content of an extra last chunk of each choice."""
 
     def __init__(
         self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
@@ -148,19 +145,17 @@ class Answer(EventStream):
         given = asked.requests[0].num_draft_tokens
         self._num_draft_tokens = num_draft_tokens if given is None else given
         self._choices = [
-            _Choice(text, asked.form, one.prompt if asked.echoes else None)
-            for one in asked.requests
+            _Choice(text, asked.form, one.prompt if asked.echoes else "") for one in asked.requests
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
-        """Maps (number of proposed tokens, number of accepted tokens) to the number of rounds."""
+        """(number of proposed tokens, number of accepted tokens) -> number of rounds."""
 
     delta: Callable[[_Choice], Json]
-    """Returns the new text of a choice in the form for a chunk."""
+    """Returns the new text of a choice, for a chunk."""
     message: Callable[[_Choice], Json]
-    """Returns all text of a choice in the form for a whole answer."""
+    """Returns all text of a choice, for a whole answer."""
     logprobs: Callable[[Sequence[Scored]], Json]
-    """Returns the log-probabilities of tokens in the form of this API."""
 
     def whole(self) -> Json:
         choices = [
@@ -262,9 +257,8 @@ class Answer(EventStream):
         }
 
     def _metrics(self) -> Json:
-        """Returns statistics of all choices together, under vLLM's names. A round without draft
-        tokens also counts as a speculative step. So `mean_acceptance_length` is the mean number of
-        tokens that a round commits. Accepted tokens after the end of the answer count, too."""
+        """Returns statistics of all choices together, under vLLM's names. Rounds without draft
+        tokens count as steps, and accepted tokens after the end of the answer count, too."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -286,8 +280,8 @@ class Answer(EventStream):
         return {"speculative_decoding": found}
 
     def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """Returns the number of rounds for each number of accepted tokens from 0 to `most`. Counts
-        only rounds whose proposals have one of these `lengths`."""
+        """Returns the number of rounds with 0, 1, ... `most` accepted tokens, of rounds with these
+        `lengths` of proposals."""
         return [
             sum(self._rounds[length, accepted] for length in lengths)
             for accepted in range(most + 1)
@@ -295,8 +289,8 @@ class Answer(EventStream):
 
 
 def stop_reason(finished: Finished) -> str | int | None:
-    """Returns the stop string or the id of the stop token that ended the text. If the deadline or a
-    cancellation ended the text, returns the finish reason."""
+    """Returns the stop string, the id of the stop token, or the finish reason of a text that was
+    cut off."""
     if finished.finish_reason in _CUT_OFF:
         return finished.finish_reason
     return finished.stop_token_id if finished.stop_string is None else finished.stop_string
@@ -360,7 +354,6 @@ class CompletionAnswer(Answer):
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """Unlike in a chat completion, `top_logprobs` also contains the token itself."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
         for _, each in tokens:  # If tokens have the same text, the first of them is kept.

@@ -4,11 +4,9 @@
                       \\--- coordinator B    goes on after the last event that the client has
 
 The gateway forwards each request to a coordinator. If that coordinator does not answer, or cannot
-serve the request now, the gateway tries the next coordinator.
-
-If a `POST` has no `Idempotency-Key`, the gateway adds one. Every coordinator can find the request's
-sessions by this key. To resume a stream, the gateway repeats the request. The `Last-Event-ID` of
-the repeated request is the id of the last event that the client has (docs/http.md).
+serve the request now, the gateway tries the next coordinator. To resume a stream, the gateway
+repeats the request with its `Idempotency-Key` (if the client gave none, the gateway adds one) and
+the id of the last event that the client has (docs/http.md).
 """
 
 import asyncio
@@ -47,13 +45,11 @@ WORKED_S = 1.0
 """If a connection breaks more than this time after the request was sent, the coordinator probably
 worked on the request. The gateway then counts failures from 0 again."""
 _WAIT_S = (0.05, 1.0)
-"""The first and the longest wait between two tries, for `backoff`."""
+"""The first and the longest wait between two tries."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
-"""After these statuses, the gateway tries the next coordinator."""
-_PASSING_LATER = _PASSING | {429}
-"""Used instead of `_PASSING` once the response to the client has begun. Earlier, the gateway passes
-status 429 on, because the client can then repeat its request."""
+"""After these statuses, the gateway tries the next coordinator. Once the response to the client has
+begun, the gateway does so after 429, too."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -62,11 +58,10 @@ _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
 """If an event without an id contains these bytes, another coordinator can continue the stream.
-Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
+Quotes in generated text are escaped, so it cannot contain these bytes."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
-"""Finds a request's deadline. The gateway does not parse the body, because parsing would block all
-other streams."""
+"""Finds a request's deadline without parsing the body, which would block all other streams."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -80,7 +75,7 @@ _KEEP_ALIVE = [
 
 
 def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
-    """Returns a transport that connects to coordinators. `verify` applies to TLS connections."""
+    """Makes a transport to coordinators. `verify` applies to TLS connections."""
     return httpx2.AsyncHTTPTransport(
         verify=verify,
         trust_env=False,
@@ -91,7 +86,7 @@ def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTran
 
 @dataclass(frozen=True, slots=True)
 class Coordinators:
-    """The coordinators of a gateway, by their base URLs."""
+    """The coordinators of a gateway. The pool has their base URLs."""
 
     pool: EndpointPool[str]
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
@@ -132,25 +127,25 @@ class Forwarded(LiveResponse):
 
     async def _answer(self, send: Send) -> Response | None:
         """Asks one coordinator after another until one serves the request or refuses it for good.
-        Returns the result of `_ask`. When the time is up, returns the refusal of the coordinator
-        that was asked last. If this coordinator did not answer, raises `Unavailable`."""
+        Returns the result of `_ask`. When the time is up, returns the last refusal, or raises
+        `Unavailable` if the last coordinator did not answer."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
             asked_at, avoided_s = now(), 0.0
-            failure: Exception | Response | None
+            answer: Response | None = None
             try:
                 url = url or pool.begin()
-                failure = await self._ask(url, send)
-                if failure is None or not self._can_another_serve(failure):
-                    return failure
+                answer = await self._ask(url, send)
+                if answer is None or not self._can_another_serve(answer):
+                    return answer
+                failure = f"status {answer.status_code}"
             except (httpx2.TransportError, StreamBroken) as error:
-                failure, avoided_s = error, AVOIDED_S
+                failure, avoided_s = str(error), AVOIDED_S
                 pool.renew()
                 if isinstance(error, _BROKEN) and now() > asked_at + WORKED_S:
                     failing_since, self._num_failures = math.inf, 0
-            told = getattr(failure, "status_code", failure)
-            _log.info("%s failed to answer %s: %r", url, self._target.decode(), told)
+            _log.info("%s failed to answer %s: %s", url, self._target.decode(), failure)
             wait_s = backoff(*_WAIT_S, self._num_failures, random)
             self._num_failures += 1
             failing_since = min(failing_since, now())
@@ -158,25 +153,23 @@ class Forwarded(LiveResponse):
             if not self._has_begun:
                 until = min(until, failing_since + RESUME_TIMEOUT_S)
             if now() + wait_s >= until or not self._may_ask_again:
-                if isinstance(failure, Response):
-                    return failure
-                raise Unavailable(f"no coordinator answers: {failure}") from failure
+                if answer is not None:
+                    return answer
+                raise Unavailable(f"no coordinator answers: {failure}")
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
 
     @property
     def _may_ask_again(self) -> bool:
-        """Whether the request may be tried again. A `POST` may not if the client has events without
-        ids, because such a stream cannot be resumed. A request with another method is tried once at
-        each coordinator, because the request may be a probe, and a probe must fail soon."""
+        """A stream whose events have no ids cannot be resumed. Requests other than `POST` are tried
+        once at each coordinator, because they may be probes, which must fail soon."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
         """Asks one coordinator. If the response is a stream, sends its events to the client, and
-        returns None. Otherwise returns the response. If the response is incomplete, raises
-        `TransportError`."""
+        returns None. Raises `TransportError` if the response is incomplete."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -200,12 +193,12 @@ class Forwarded(LiveResponse):
             await found.aclose()
 
     def _can_another_serve(self, answer: Response) -> bool:
-        passing = _PASSING_LATER if self._has_begun else _PASSING
-        may_retry = answer.headers.get("x-should-retry") != "false"
-        return answer.status_code in passing and may_retry
+        is_passing = answer.status_code in _PASSING or (
+            answer.status_code == 429 and self._has_begun
+        )
+        return is_passing and answer.headers.get("x-should-retry") != "false"
 
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
-        """Sends the events of a stream to the client, unchanged."""
         await self._begin(send, found.status_code, _passed_on(found.headers.raw, _NOT_TOLD))
         async with aclosing(_events(found)) as events:
             async for event in events:
@@ -219,7 +212,7 @@ class Forwarded(LiveResponse):
 
 
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
-    """Yields each complete event, with the empty line that ends the event."""
+    """Yields each complete event, with its final empty line."""
     left = b""
     async for part in found.aiter_raw():
         *whole, left = (left + part).split(b"\n\n")
@@ -230,8 +223,7 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
 def _passed_on(
     headers: Sequence[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """Returns the headers to pass on. Omits the headers in `without`, and the headers that the
-    header `connection` names, because they concern only one connection."""
+    """Omits the headers in `without`, and those that the header `connection` names."""
     named = httpx2.Headers(headers).get("connection", "").lower().split(",")
     left_out = {*without, *map(str.strip, named)}
     found = [(name.lower(), value) for name, value in headers]
