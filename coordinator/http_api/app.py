@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from fastapi import FastAPI, Header, Request, Response
 from pydantic import BaseModel
@@ -18,19 +18,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
-from coordinator.http_api import answers, bodies, schemas
-from coordinator.http_api.answers import Answer, EventStream, Json, NativeEvents
+from coordinator.http_api import answers, bodies, reading, schemas
+from coordinator.http_api.answers import EventStream, Json
 from coordinator.http_api.bodies import CompletionBody, TranslatedBody
 from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys, split_answer_id
-from coordinator.http_api.reading import (
-    PAGE,
-    BodyRoute,
-    Entrance,
-    ErrorBody,
-    add_error_handlers,
-    json_response,
-    to_json,
-)
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send_part
 from coordinator.http_api.tool_parsers import AnswerForm, ChatFormats
@@ -55,8 +46,6 @@ class Generated(LiveResponse):
     server-sent events. When the response ends for any reason, it closes `events`."""
 
     def __init__(self, events: Events, answer: EventStream, progress: Progress) -> None:
-        """`answer` turns events into the parts of a stream. `progress` omits the parts that the
-        client already has."""
         super().__init__()
         self._events, self._answer, self._progress = events, answer, progress
 
@@ -69,7 +58,7 @@ class Generated(LiveResponse):
                     number = self._progress.num_parts - 1
                     await send_part(send, self._event(part, number, event_id))
         if not self._answer.is_stream:
-            await json_response(self._answer.whole())(scope, receive, send)
+            await reading.json_response(self._answer.whole())(scope, receive, send)
             return
         await self._begin(send, 200, _HEADERS)
         await send_part(send, self._answer.last, more=False)
@@ -79,7 +68,7 @@ class Generated(LiveResponse):
         if self._answer.is_named:
             name, part = f"event: {part['type']}\n".encode(), {**part, "sequence_number": number}
         line = f"\nid: {event_id}".encode() if event_id else b""
-        return name + b"data: " + to_json(part) + line + b"\n\n"
+        return name + b"data: " + reading.to_json(part) + line + b"\n\n"
 
     def _error_events(self, error: Json) -> bytes:
         return self._event(self._answer.failed(error), self._progress.num_parts)
@@ -88,10 +77,10 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. Yields the first event of each stream. Then yields, stream
-    by stream, the events that the client already has. Then yields the other events as they come.
-    An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are
-    queued. A stream can raise `BadRequest` only in place of its first event."""
+    """Merges the events of all streams: first the first event of each stream, then, stream by
+    stream, the events that the client already has, then the other events as they come. An error of
+    one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued. A stream
+    can raise `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -159,8 +148,8 @@ class Generations:
     ) -> Response:
         """Responds with an answer of the class `kind`. If `session_id` is given, the response has
         the rest of this session's answer. Raises `BadRequest`."""
-        service, created = self._service, int(time.time())
-        answer = kind(asked, service.text, service.config.num_draft_tokens, created)
+        service = self._service
+        answer = kind(asked, service.text, service.config.num_draft_tokens, int(time.time()))
         key, event_id = headers.idempotency_key, headers.last_event_id
         if event_id is not None and not (answer.is_stream and (key or session_id)):
             reason = (
@@ -180,15 +169,12 @@ class Generations:
         key: str | None,
         session_id: str,
     ) -> Events:
-        """Yields the events of all choices. If `session_id` is given, continues this session. If
-        the `key` has sessions, continues them. Otherwise opens new sessions.
+        """Yields the events of all choices. Continues the session `session_id` or the sessions of
+        the `key`, if there are any. Otherwise opens new sessions.
 
-        All choices together count as one request of the caller, and each choice as one generation.
-        No choice runs before all choices are admitted. All choices count as running until the last
-        choice ends.
-
-        If the request has more choices than the caller may run at a time, raises `BadRequest`.
-        Also raises the errors of `CoordinatorService`. A `BadRequest` names the body's field."""
+        All choices together count as one request of the caller, and each choice as one generation,
+        until the last choice ends. No choice runs before all are admitted. Raises `BadRequest` if
+        the caller may not run so many at a time, and the errors of `CoordinatorService`."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
@@ -255,14 +241,14 @@ class PageFiles(StaticFiles):
         return response
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, or exceeds a limit."},
-    "5XX": {"model": ErrorBody, "description": "The request cannot be served now."},
+_ERRORS: schemas.Responses = {
+    "4XX": {"model": reading.ErrorBody, "description": "The request is wrong, or exceeds a limit."},
+    "5XX": {"model": reading.ErrorBody, "description": "The request cannot be served now."},
 }
 _EVENTS = """A stream of server-sent events, each a JSON object with its `type`: `started`, `round`,
 `tokens` or `finished`. docs/window.md describes their fields. The stream ends with `[DONE]`. If an
 error occurs after `started`, the stream ends with an event that has the field `error`."""
-_METRICS: dict[int | str, dict[str, Any]] = {
+_METRICS: schemas.Responses = {
     200: {"description": "Prometheus text format.", "content": {"text/plain": {}}}
 }
 
@@ -270,10 +256,10 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 def build_app(
     service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> FastAPI:
-    """Makes the application of a coordinator. `formats` says how the model writes calls and
-    reasoning. By default, the model's chat template decides this."""
+    """Makes the application of a coordinator. By default, the model's chat template decides the
+    `formats` of calls and reasoning."""
     access = options.access
-    app = FastAPI(
+    app = schemas.DocumentedApp(
         title="Outrider",
         version=version("outrider"),
         docs_url=None,  # FastAPI's page loads scripts from other hosts. `show_page` replaces it.
@@ -281,11 +267,11 @@ def build_app(
         responses=_ERRORS,
         redirect_slashes=False,
     )
-    app.router.route_class = BodyRoute
+    app.router.route_class = reading.BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()
-    app.add_middleware(Entrance, access=access, hosts=options.hosts)
-    add_error_handlers(app)
+    app.add_middleware(reading.Entrance, access=access, hosts=options.hosts)
+    reading.add_error_handlers(app)
     runs = Generations(service, access)
     _add_generation(app, service, runs, formats or ChatFormats(service.text))
     _add_tokens(app, service, access)
@@ -296,16 +282,14 @@ def build_app(
 
 Headers = Annotated[RepeatHeaders, Header()]
 _REST = bodies.ResumeBody()
-_REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
+_REST_OF_ANSWER: schemas.Responses = {
     200: {
         "description": "The remaining chunks. If `stream` is false, the whole answer.",
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
-_RESUMED: dict[str, type[Answer]] = {
-    one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)
-}
-"""Maps the prefixes of answers' ids to the classes of answers that can be resumed."""
+_RESUMED = {one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)}
+"""The classes of answers that can be resumed by their ids, by the prefixes of these ids."""
 
 
 def _add_generation(
@@ -357,12 +341,11 @@ def _add_generation(
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        return runs.answer(request, asked, lambda *_: NativeEvents(service.text), headers)
+        return runs.answer(request, asked, lambda *_: answers.NativeEvents(service.text), headers)
 
 
 def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
-    """Adds `/tokenize` and `/detokenize`. Each call counts as a request of the caller, but not as a
-    generation."""
+    # Each call counts as a request of the caller, but not as a generation.
 
     @app.post("/tokenize", responses={200: {"model": schemas.Tokenized}})
     async def tokenize(body: bodies.TokenizeBody, request: Request) -> Response:
@@ -375,12 +358,11 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
                 raise asked.renamed(error, 0) from error
 
         def as_json() -> str:
-            strs, text = None, service.text
+            strs, text, length = None, service.text, service.served.max_model_len
             if body.return_token_strs and text is not None:
                 strs = [answers.as_text(text.spell(token_id)) for token_id in token_ids]
-            length, tokens = service.served.max_model_len, list(token_ids)
             return schemas.Tokenized(
-                count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strs
+                count=len(token_ids), max_model_len=length, tokens=list(token_ids), token_strs=strs
             ).model_dump_json()
 
         return Response(await asyncio.to_thread(as_json), media_type="application/json")
@@ -406,7 +388,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> schemas.Model:
-        """Describes the served model. The name of another model is an error."""
+        """Describes the served model."""
         if name != service.served.model:
             raise NotFound(
                 f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"
@@ -416,7 +398,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) -> None:
     page = PageFiles(packages=[("coordinator.http_api", "page")])
-    app.mount(PAGE, page)
+    app.mount(reading.PAGE, page)
 
     @app.post("/ping")
     @app.get("/ping")

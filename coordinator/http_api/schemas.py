@@ -3,7 +3,12 @@ dicts, because these models are too slow for the chunks of a stream."""
 
 from typing import Any, Literal
 
+from fastapi import FastAPI
+from fastapi.openapi.constants import REF_TEMPLATE
 from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+Responses = dict[int | str, dict[str, Any]]
 
 
 class Schema(BaseModel):
@@ -59,19 +64,14 @@ class ChatLogprobs(Schema):
     refusal: None
 
 
-class FunctionCall(Schema):
-    name: str = ""
-    """In a stream, only the first part of a call has the name and the id."""
-    arguments: str
-    """JSON as the model wrote it. It may be invalid."""
-
-
 class ToolCall(Schema):
     index: int = 0
     """In a stream, the number of the call to which this part belongs."""
     id: str = ""
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: dict[Literal["name", "arguments"], str]
+    """In a stream, only the first part of a call has the name and the id. The arguments are JSON as
+    the model wrote it, and may be invalid."""
 
 
 class AssistantMessage(Schema):
@@ -136,12 +136,6 @@ class Completion(Chunk):
     choices: list[CompletionChoice]
 
 
-class ResponseUsage(Schema):
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-
-
 class ResponseObject(Schema):
     """OpenAI's response object. Fields that are not listed here repeat fields of the request."""
 
@@ -153,7 +147,8 @@ class ResponseObject(Schema):
     output: list[dict[str, Any]]
     """Messages, reasoning, and calls of functions."""
     error: dict[str, Any] | None
-    usage: ResponseUsage | None
+    usage: dict[str, Any] | None
+    """Has input_tokens, output_tokens and total_tokens."""
     stop_reason: str | int | None = None
     metrics: AnswerMetrics | None = None
 
@@ -191,14 +186,25 @@ class ModelList(Schema):
     data: list[Model]
 
 
-def _answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
+def _answers(whole: type[Schema], chunk: type[Schema]) -> Responses:
     """Documents the responses of a route: a whole answer, or a stream of chunks."""
-    chunks = {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}
+    chunks = {"schema": {"$ref": REF_TEMPLATE.format(model=chunk.__name__)}}
     text = "The answer. If `stream` is true, it is a stream of chunks."
-    model = whole | chunk  # FastAPI adds the schemas of both to the document.
-    return {200: {"description": text, "model": model, "content": {"text/event-stream": chunks}}}
+    return {200: {"description": text, "model": whole, "content": {"text/event-stream": chunks}}}
 
 
 CHAT = _answers(ChatCompletion, ChatCompletionChunk)
 COMPLETION = _answers(Completion, Completion)
 RESPONSE = _answers(ResponseObject, ResponseEvent)
+
+
+class DocumentedApp(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI adds the schemas of whole answers. This method also adds those of chunks."""
+        document = super().openapi()
+        _, found = models_json_schema(
+            [(ChatCompletionChunk, "serialization"), (ResponseEvent, "serialization")],
+            ref_template=REF_TEMPLATE,
+        )
+        document["components"]["schemas"] |= found["$defs"]
+        return document

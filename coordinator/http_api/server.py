@@ -373,11 +373,9 @@ class HttpServer:
 
 class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
-    is cancelled.
-
-    If the server cancels the response, the response fails with `Unavailable`. If an error comes
-    before the response has begun, the error is raised, so that the response has the error's status.
-    A later error becomes the last event of the response."""
+    is cancelled. If the server cancels the response, it fails with `Unavailable`, unless it is
+    complete. An error is raised if the response has not begun. A later error becomes the last event
+    of the response."""
 
     _has_begun = False
 
@@ -394,7 +392,9 @@ class LiveResponse(Response):
                 if responding.done():
                     responding.result()
             except asyncio.CancelledError:
-                raise _stopping() from None
+                if not responding.done():
+                    raise _stopping() from None
+                responding.result()
             finally:
                 for task in tasks:
                     task.cancel()
