@@ -1,10 +1,8 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
-The coordinator checks the limits of the translated requests. `TranslatedBody.renamed` replaces the
-field names in the coordinator's errors by names of the body's fields.
-
-Some clients send every field of OpenAI's API. So a field that Outrider does not implement is
-accepted if its value changes nothing, such as OpenAI's default. Any other value is refused.
+The coordinator checks the limits of the translated requests. Some clients send every field of
+OpenAI's API. So a field that Outrider does not implement is accepted if its value changes nothing,
+such as OpenAI's default. Any other value is refused.
 """
 
 from __future__ import annotations
@@ -15,19 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
@@ -41,10 +28,9 @@ from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Maps each field that is not implemented to the accepted values, which change nothing. Null is
-always accepted."""
+"""Field that is not implemented -> the accepted values, besides null."""
 ANY_VALUE = object()
-"""Stands for every value in `Unserved`. Used for fields that are only labels or hints."""
+"""Stands for every value in `Unserved`, for fields that are only labels or hints."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
@@ -70,7 +56,7 @@ class Body(BaseModel):
     """A JSON object. Unknown fields, NaN and infinity are refused. Values are not converted to
     other types. A field with the value null counts as left out."""
 
-    model_config = ConfigDict(
+    model_config = pydantic.ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
     )
     unserved: ClassVar[Unserved] = {}
@@ -99,24 +85,23 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    """Whether a value is one of the accepted values `idle`. In Python 1 equals True, so also
-    compares the types."""
+    # In Python 1 equals True, so bool is told apart.
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
     )
 
 
-def must_be(words: str) -> WrapValidator:
+def must_be(words: str) -> pydantic.WrapValidator:
     """If a value fits no member of a union, replaces pydantic's errors by a single error."""
 
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def validate(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
             raise ValueError(f"must be {words}") from None
 
-    return WrapValidator(validate)
+    return pydantic.WrapValidator(validate)
 
 
 class Speculation(Body):
@@ -129,15 +114,12 @@ class Speculation(Body):
     num_draft_tokens: int | None = None
     """Most draft tokens of a round, 0..16."""
     draft_deadline_ms: int | None = None
-    """Time limit for drafting in a round, ms. The round uses the tokens that were drafted within
-    this time."""
+    """Time limit for drafting in a round, ms."""
     histograms: bool = False
     """Report how many rounds accepted each number of draft tokens."""
 
 
 class StreamOptions(Body):
-    """What a stream contains besides the text."""
-
     include_usage: bool = False
     """Add a last chunk with the usage."""
     continuous_usage_stats: bool = False
@@ -222,7 +204,7 @@ class GenerationBody(Body):
     speculation: Speculation = Speculation()
     structured_outputs: Annotated[
         dict[Literal["json", "json_object", "regex", "choice"], Any],
-        BeforeValidator(_without_nulls),
+        pydantic.BeforeValidator(_without_nulls),
     ] = {}
     """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
 
@@ -234,9 +216,8 @@ class GenerationBody(Body):
         formats: ChatFormats | None = None,
         **own: Any,
     ) -> TranslatedBody:
-        """Makes the requests for these prompts. `names` maps the names of request fields to the
-        names of body fields. Without `formats`, the answers are not parsed. `own` has the request
-        fields that only one kind of body sets."""
+        """Makes the requests for these prompts. `names` is for `TranslatedBody.names`. Without
+        `formats`, the answers are not parsed. `own` has the other request fields."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
@@ -288,8 +269,7 @@ class GenerationBody(Body):
         return SamplingParams(**values | listed)
 
     def _constraints(self, tools: Tools | None) -> Wished:
-        """Returns the constraints that the body asks for. If the answer must be a tool call, the
-        response format is ignored. Raises `BadRequest`."""
+        # If the answer must be a tool call, the response format is ignored.
         held = None if tools is None else tools.constraint()
         found = [("tools", held)] if held else self._format()
         for kind, value in self.structured_outputs.items():
@@ -299,7 +279,6 @@ class GenerationBody(Body):
         return found
 
     def _format(self) -> Wished:
-        """Returns the constraint that the response format asks for, if any. Raises `BadRequest`."""
         raise NotImplementedError
 
 
@@ -318,8 +297,8 @@ class ChoicesBody(GenerationBody, StreamedBody):
 
 
 def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
-    """Returns the constraint that a response format asks for, if any. Raises `BadRequest`, which
-    names `field` or `schema_field`."""
+    """Returns the constraint of a response format, if any. Raises `BadRequest` with one of the
+    fields."""
     match given:
         case {"type": "text"}:
             return []
@@ -355,16 +334,12 @@ class ResumeBody(StreamedBody):
 
 
 class CalledFunction(Body):
-    """The function that the assistant called."""
-
     name: str
     arguments: str
     """A JSON object, as text."""
 
 
 class CalledTool(Body):
-    """A call of a tool."""
-
     unserved = asks_nothing("index", ANY_VALUE)
 
     id: str
@@ -373,8 +348,6 @@ class CalledTool(Body):
 
 
 class TextPart(Body):
-    """A text in a message."""
-
     type: Literal["text"]
     text: str
 
@@ -401,7 +374,7 @@ class Message(Body):
         **asks_nothing("function_call refusal audio reasoning"),
     }
 
-    role: Annotated[str, AfterValidator(_known_role)]
+    role: Annotated[str, pydantic.AfterValidator(_known_role)]
     content: str | Several[TextPart] | None = None
     reasoning_content: str = ""
     """The assistant's reasoning before its answer."""
@@ -423,18 +396,13 @@ class Message(Body):
         return self
 
     def turn(self, place: str) -> ChatMessage:
-        """Returns the message in the form for the chat template. `place` is the path of the message
-        in the body. If a call's arguments are not a JSON object, raises `BadRequest`."""
-        calls = [
-            parsed_call(
-                call.id,
-                call.function.name,
-                call.function.arguments,
-                f"{place}.tool_calls[{index}].function.arguments",
-            )
-            for index, call in enumerate(self.tool_calls)
-        ]
-        more = {
+        """Returns the message for the chat template. `place` is its path in the body. Raises
+        `BadRequest` if a call's arguments are not a JSON object."""
+        calls = list[dict[str, Any]]()
+        for index, call in enumerate(self.tool_calls):
+            field, function = f"{place}.tool_calls[{index}].function.arguments", call.function
+            calls.append(parsed_call(call.id, function.name, function.arguments, field))
+        more: dict[str, Any] = {
             "reasoning_content": self.reasoning_content,
             "tool_calls": calls,
             "tool_call_id": self.tool_call_id,
@@ -450,8 +418,6 @@ class OfFunction(Body):
 
 
 class FunctionTool(Body):
-    """A function that the answer may call."""
-
     unserved = asks_nothing("strict", ANY_VALUE)
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -461,28 +427,20 @@ class FunctionTool(Body):
 
 
 class Tool(OfFunction):
-    """A tool that the answer may call."""
-
     function: FunctionTool
 
 
 class NamedFunction(Body):
-    """The name of one of the functions."""
-
     name: str
 
 
 class NamedTool(OfFunction):
-    """The tool that the answer must call."""
-
     function: NamedFunction
 
 
 TemplateVariable = (
     Annotated[str, Field(max_length=limits.TEMPLATE_VARIABLE_CHARS_MAX)] | int | float | bool | None
 )
-
-
 Messages = Annotated[Several[Message], Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX)]
 ToolList = Annotated[Several[Tool], Field(max_length=limits.TOOLS_MAX)]
 TemplateVariables = Annotated[
@@ -528,13 +486,10 @@ class ConversationBody(GenerationBody):
 
 
 class ChatBody(ChoicesBody, ConversationBody):
-    """The body of a chat completion."""
-
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     tools: ToolList = []
-    """The tools that the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
         must_be('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
@@ -566,8 +521,6 @@ class ChatBody(ChoicesBody, ConversationBody):
 
 
 class CompletionBody(ChoicesBody):
-    """The body of a completion of raw text or tokens."""
-
     prompt: Annotated[
         str
         | Annotated[Several[int], Field(min_length=1)]
@@ -600,7 +553,7 @@ class CompletionBody(ChoicesBody):
 
 
 class TokenizeBody(Body):
-    """The body of `POST /tokenize`: a text, or a conversation for the model's chat template."""
+    """A text, or a conversation for the model's chat template."""
 
     unserved = GenerationBody.unserved
 
@@ -614,9 +567,7 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
     """Add the text of each token."""
     tools: ToolList = []
-    """The tools that the answer to a conversation may call."""
     chat_template_kwargs: TemplateVariables = {}
-    """Variables for the template of a conversation."""
 
     def translate(self) -> TranslatedBody:
         if (self.prompt is None) is (self.messages is None):
@@ -632,8 +583,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The body of `POST /detokenize`."""
-
     model: str = ""
     """The name of the served model. May be left out."""
     tokens: Several[int]
@@ -650,7 +599,7 @@ class TranslatedBody:
     requests: tuple[GenerateRequest, ...]
     """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""
     names: Mapping[str, str]
-    """Maps the names of request fields to the names of body fields."""
+    """Name of a request field -> name of the body's field."""
     n: int = 1
     """Number of answers to each prompt."""
     echoes: bool = False
@@ -663,8 +612,7 @@ class TranslatedBody:
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """Returns the coordinator's error about the request with this `index`. The new error names
-        the body's field."""
+        """Returns the coordinator's error about the request `index`, with the body's field."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest
@@ -684,5 +632,6 @@ def _kind(value: object) -> str:
 
 
 NativeBody = Annotated[
-    Annotated[ChatBody, Tag(_CHAT)] | Annotated[CompletionBody, Tag(_RAW)], Discriminator(_kind)
+    Annotated[ChatBody, pydantic.Tag(_CHAT)] | Annotated[CompletionBody, pydantic.Tag(_RAW)],
+    pydantic.Discriminator(_kind),
 ]

@@ -1,6 +1,5 @@
 """OpenAI's `POST /v1/responses`. A body is translated into the request of a chat completion with
-the same meaning. The answer has OpenAI's items. A streamed answer has OpenAI's events. Responses
-are not stored."""
+the same meaning. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -10,25 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from coordinator.http_api import bodies
 from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
-from coordinator.http_api.bodies import (
-    ANY_VALUE,
-    Body,
-    ConversationBody,
-    FunctionTool,
-    GenerationBody,
-    NamedFunction,
-    OfFunction,
-    Several,
-    TranslatedBody,
-    Unserved,
-    Wished,
-    asks_nothing,
-    field_error,
-    lines,
-    must_be,
-    wished_format,
-)
+from coordinator.http_api.bodies import ANY_VALUE, Body, Several, asks_nothing, lines
 from coordinator.http_api.tool_parsers import ChatFormats, Part
 from coordinator.http_api.tools import call_id_of, check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
@@ -49,8 +32,6 @@ _ALWAYS: Json = {
 
 
 class ItemText(Body):
-    """A text in an item."""
-
     unserved = asks_nothing("annotations logprobs", ANY_VALUE)
 
     type: Literal["input_text", "output_text", "reasoning_text"]
@@ -69,9 +50,9 @@ _ALLOWED = {"function_call_output": ("name",), "reasoning": ("content",)}
 
 
 class Item(Body):
-    """A part of the conversation: a message, a call that an earlier answer made, the result of a
-    call, or the reasoning before an earlier answer. A message must have `role` and `content`. A
-    call must have `call_id`, `name` and `arguments`. A result must have `call_id` and `output`."""
+    """A message with `role` and `content`, an earlier answer's call with `call_id`, `name` and
+    `arguments`, the result of a call with `call_id` and `output`, or the reasoning before an
+    earlier answer."""
 
     unserved = asks_nothing("id status phase namespace caller summary encrypted_content", ANY_VALUE)
 
@@ -88,15 +69,14 @@ class Item(Body):
     def _has_the_fields_of_its_type(self) -> Self:
         for name in _NEEDED[self.type]:
             if name not in self.model_fields_set:
-                raise field_error(name, "is missing")
+                raise bodies.field_error(name, "is missing")
         known = {"type", *_NEEDED[self.type], *_ALLOWED.get(self.type, ())}
         for name in sorted(self.model_fields_set - known):
-            raise field_error(name, f"is no field of a {self.type}")
+            raise bodies.field_error(name, f"is no field of a {self.type}")
         return self
 
     def turn(self, place: str) -> Json:
-        """Returns fields of a `ChatMessage`. `place` is the path of the item in the body. Raises
-        `BadRequest`."""
+        """Returns fields of a `ChatMessage`. `place` is the item's path. Raises `BadRequest`."""
         match self.type:
             case "message":
                 role = "system" if self.role == "developer" else self.role
@@ -110,10 +90,8 @@ class Item(Body):
         return {"role": "assistant", _REASONING: lines(self.content)}
 
 
-class ResponsesTool(FunctionTool, OfFunction):
-    """A function that the answer may call."""
-
-    unserved: ClassVar[Unserved] = {
+class ResponsesTool(bodies.FunctionTool, bodies.OfFunction):
+    unserved: ClassVar[bodies.Unserved] = {
         **asks_nothing("output_schema", ANY_VALUE),
         **asks_nothing("defer_loading async", False),
         **asks_nothing("allowed_callers", ["direct"]),
@@ -123,13 +101,11 @@ class ResponsesTool(FunctionTool, OfFunction):
     """Ignored. If the answer must call a tool, the call always matches the schema."""
 
 
-class NamedResponsesTool(NamedFunction, OfFunction):
-    """The tool that the answer must call."""
+class NamedResponsesTool(bodies.NamedFunction, bodies.OfFunction):
+    pass
 
 
 class TextOptions(Body):
-    """The form of the answer's text."""
-
     unserved = asks_nothing("verbosity", "medium")
 
     format: dict[str, Any] = Field(default={"type": "text"})
@@ -139,17 +115,15 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """How the model reasons. Outrider accepts only values that change nothing."""
 
-    unserved: ClassVar[Unserved] = {
+    unserved: ClassVar[bodies.Unserved] = {
         **asks_nothing("effort", "none"),
         **asks_nothing("summary generate_summary context mode"),
     }
 
 
-class ResponsesBody(ConversationBody):
-    """The body of `POST /v1/responses`."""
-
-    unserved: ClassVar[Unserved] = {
-        **GenerationBody.unserved,
+class ResponsesBody(bodies.ConversationBody):
+    unserved: ClassVar[bodies.Unserved] = {
+        **bodies.GenerationBody.unserved,
         **asks_nothing("store", ANY_VALUE),
         **asks_nothing("stream_options", {}, {"include_obfuscation": False}),
     }
@@ -173,16 +147,14 @@ class ResponsesBody(ConversationBody):
     """Repeated in the answer. Has no other effect."""
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Several[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
-    """The tools that the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedResponsesTool,
-        must_be('none, auto, required, or {"type": "function", "name": ...}'),
+        bodies.must_be('none, auto, required, or {"type": "function", "name": ...}'),
     ] = "auto"
     """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
-    def translate(self, formats: ChatFormats) -> TranslatedBody:
-        """Translates the body into the requests of a chat completion with the same meaning.
-        `formats` says how the model writes calls and reasoning. Raises `BadRequest`."""
+    def translate(self, formats: ChatFormats) -> bodies.TranslatedBody:
+        """Like `ChatBody.translate`."""
         # If `_turns` drops all items, the coordinator takes the prompt for an empty list of token
         # ids, and its error names `token_ids`.
         names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
@@ -220,9 +192,9 @@ class ResponsesBody(ConversationBody):
             ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
         )
 
-    def _format(self) -> Wished:
+    def _format(self) -> bodies.Wished:
         given = {**self.text.format, "json_schema": self.text.format}
-        return wished_format(given, "text.format", "text.format.schema")
+        return bodies.wished_format(given, "text.format", "text.format.schema")
 
 
 _KINDS = {
@@ -235,11 +207,11 @@ the type of the item's text."""
 
 
 class _Item:
-    """The generated part of one item of an answer. `opened`, `grown` and `closed` yield the events
-    to send when the item begins, gets new text, and ends."""
+    """One item of an answer. `opened`, `grown` and `closed` yield the events to send when the item
+    begins, gets new text, and ends."""
 
     def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
-        """For a call, `call` has the `call_id` and `name`. For other items, `call` is empty."""
+        """`call` has the `call_id` and `name` of a call."""
         self.kind, self._index, self._call = kind, index, call
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
@@ -292,9 +264,6 @@ def _event(name: str, /, **fields: Any) -> Json:
 
 
 class ResponseAnswer(ChatAnswer):
-    """The answer to `POST /v1/responses`. A whole answer has items. A stream has an event for each
-    change of an item."""
-
     id_prefix = "resp_"
     is_named = True
     last: ClassVar[bytes] = b""
@@ -307,7 +276,6 @@ class ResponseAnswer(ChatAnswer):
         return self._response(self._status)
 
     def failed(self, error: Json) -> Json:
-        """Returns the event `response.failed`. It has the items that came before the error."""
         for item in self._items[-1:]:
             item.status = "incomplete"
         detail = error["error"]
@@ -322,8 +290,7 @@ class ResponseAnswer(ChatAnswer):
 
     def _changes(self, event: Event) -> Iterator[Json]:
         """Adds the choice's new parts to the items, and yields the events for these changes. Only
-        messages have log-probabilities. A part of a message gets the log-probabilities of all
-        tokens since the previous part."""
+        messages have log-probabilities: each part those of all tokens since the previous part."""
         [choice], has_ended = self._choices, isinstance(event, Finished)
         if not choice.is_opened:
             choice.is_opened, begun = True, self._response("in_progress")
