@@ -1,9 +1,6 @@
 """How much of the target's text a draft would have proposed, for `outrider bench acceptance` and
-`outrider plan`.
-
-The target answers every prompt, and the draft then reads each answer once. The figures do not
-depend on the machine's speed, because no times are measured.
-"""
+`outrider plan`. The target answers every prompt, and the draft then reads each answer once. No
+times are measured."""
 
 from __future__ import annotations
 
@@ -50,12 +47,11 @@ token is kept until the draft reads the answer."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
-Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target, and how well the draft predicted its tokens."""
+    """An answer of the target, and how well the draft predicted its tokens."""
 
     category: str
     seed: int
@@ -74,7 +70,7 @@ class Answer:
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
         """For each token of the answer, the chance that a draft token at its place is accepted.
-        Values above 1 count as 1. Under the rule block, the values are ratios, not chances."""
+        Values above 1 count as 1. Under block, the values are ratios, not chances."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
@@ -101,7 +97,6 @@ class Guessing:
 
 
 def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
-    """Counts a token that was the draft's guess number `rank`; None = not guessed."""
     counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
@@ -112,11 +107,6 @@ class Sample:
     temperature: float
     texts: tuple[Answer, ...]
     guessing: Mapping[Rule, Guessing]
-
-    def overlaps(self, category: str | None = None) -> list[float]:
-        """The overlaps of the answers in `category`; None = of all answers."""
-        texts = [text for text in self.texts if category in (None, text.category)]
-        return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """Entry i is the chance that draft token i + 1 is accepted, given that all earlier draft
@@ -129,8 +119,7 @@ class Sample:
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
     """The rules to measure. At temperature 0, every rule is greedy."""
-    is_greedy = SamplingParams(temperature=temperature).greedy
-    return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
+    return (Rule.GREEDY,) if SamplingParams(temperature=temperature).greedy else SAMPLED_RULES
 
 
 class ModelReader:
@@ -138,7 +127,6 @@ class ModelReader:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         self.max_model_len = engine.info.max_model_len
 
     def distributions(
@@ -146,13 +134,14 @@ class ModelReader:
     ) -> list[DraftDistribution | None]:
         """The draft's quantised q at each place of `token_ids[first:]`. For temperature 0, returns
         q at temperature 1, because then only the order of q's tokens matters."""
+        vocabulary = DraftVocabulary.of(self._engine.info.logit_token_ids)
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
         finally:
             self._engine.release(_SEQUENCE)
         return [
-            quantise(row, DRAFT_SUPPORT_ENTRIES, self._vocabulary)
+            quantise(row, DRAFT_SUPPORT_ENTRIES, vocabulary)
             for row in target_probabilities(logits, SAMPLED if params.greedy else params)
         ]
 
@@ -161,10 +150,11 @@ class LookupReader:
     """Asks a look-up drafter for one token at each place of an answer. q is one-hot, or None if the
     look-up finds nothing."""
 
+    max_model_len = 2**31
+
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
         self._num_read = 0
-        self.max_model_len = 2**31
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
@@ -203,11 +193,9 @@ def decode(
             going = tuple(new)
             logits = engine.forward([SequenceStep(names[i], new[i], num_logits=1) for i in going])
             noises = [RoundNoise(asked[i].seed, rule, engine.length(names[i])) for i in going]
+            rows = zip(logits, noises, strict=True)
             verdicts = verdicts_from_logits(
-                [
-                    Question(row, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
-                    for row, noise in zip(logits, noises, strict=True)
-                ]
+                [Question(row, params, NO_HISTORY, EMPTY_PROPOSAL, noise) for row, noise in rows]
             )
             for i, row, noise, verdict in zip(going, logits, noises, verdicts, strict=True):
                 new[i] = verdict.correction
@@ -246,18 +234,15 @@ def load_reading(config: DeploymentConfig, options: PromptOptions, progress: Pro
     prompts = options.load_prompts()  # A wrong file is refused before models are loaded.
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")
-    target: Any = build_engine(config.target, num_threads)
+    target = build_engine(config.target, num_threads)
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
-    name, reader = draft.model, None
+    encode, name, reader = encoder(text, options.raw), draft.model, None
     if draft.drafter.name:
         progress("loading the draft")
-        engine = build_engine(draft, draft.num_threads or num_threads)
-        reader = ModelReader(engine)
+        reader = ModelReader(build_engine(draft, draft.num_threads or num_threads))
         name = f"the model of {name}" if lookup is not None else name
-    return Reading(
-        target, reader or LookupReader(lookup), name, prompts, encoder(text, options.raw),
-        options.max_tokens,
-    )  # fmt: skip
+    reads = reader or LookupReader(lookup)
+    return Reading(target, reads, name, prompts, encode, options.max_tokens)
 
 
 class Reading:
@@ -269,7 +254,7 @@ class Reading:
         reader: ModelReader | LookupReader,
         name: str,
         prompts: Sequence[BenchPrompt],
-        encode: Encode,
+        encode: Callable[[str], Sequence[int]],
         max_tokens: int,
     ) -> None:
         """`name` is the draft's name. Raises `SettingError` for empty or too long prompts."""
@@ -299,28 +284,18 @@ class Reading:
             progress(f"temperature {temperature:g}, {number}")
             written = write(self.target, group, params)
             for asked, (token_ids, rows) in zip(group, written, strict=True):
-                texts.append(self._read(asked, token_ids, rows, params, guessing))
+                ids = (*asked.prompt_ids, *token_ids)
+                drafted = self.reader.distributions(ids, len(asked.prompt_ids), params)
+                places = [
+                    self._place(*each, params, guessing)
+                    for each in zip(rows, token_ids, drafted, strict=True)
+                ]
+                ratios, overlaps, matches = zip(*places, strict=True)
+                texts.append(
+                    replace(asked, token_ids=tuple(token_ids), ratios=ratios, overlaps=overlaps,
+                            matches=matches)
+                )  # fmt: skip
         return Sample(temperature, tuple(texts), guessing)
-
-    def _read(
-        self,
-        asked: Answer,
-        token_ids: Sequence[int],
-        rows: Sequence[torch.Tensor],
-        params: SamplingParams,
-        guessing: Mapping[Rule, Guessing],
-    ) -> Answer:
-        """Returns `asked` with `token_ids` and their figures. `rows` has p [V] at each token."""
-        ids = (*asked.prompt_ids, *token_ids)
-        drafted = self.reader.distributions(ids, len(asked.prompt_ids), params)
-        places = [
-            self._place(*each, params, guessing)
-            for each in zip(rows, token_ids, drafted, strict=True)
-        ]
-        ratios, overlaps, matches = zip(*places, strict=True)
-        return replace(
-            asked, token_ids=tuple(token_ids), ratios=ratios, overlaps=overlaps, matches=matches
-        )
 
     def _place(
         self,
@@ -330,10 +305,10 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Returns ratio, overlap and match of one token. Also updates `guessing` with the token's
-        rank among the draft's guesses, once as a bonus, and once as a correction after a rejected
-        draft token. Under greedy and coupled, the rejected token is the draft's own draw at this
-        place. Under the other rules, this function draws the rejected token."""
+        """Returns ratio, overlap and match of one token, whose p is `row` [V]. Adds to `guessing`
+        the token's rank among the draft's guesses, once as a bonus, and once as a correction after
+        a rejected draft token. Under greedy and coupled, the rejected token is the draft's own draw
+        at this place. Under the other rules, this function draws the rejected token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:
@@ -422,9 +397,13 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
         raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))
 
+    def overlaps(sample: Sample, category: str | None) -> list[float]:
+        texts = (text for text in sample.texts if category in (None, text.category))
+        return [one for text in texts for one in text.overlaps]
+
     def shares(category: str | None) -> dict[str, float]:
         samples = {"greedy": greedy, "sampled": sampled}
-        return {name: mean(sample.overlaps(category)) for name, sample in samples.items()}
+        return {name: mean(overlaps(sample, category)) for name, sample in samples.items()}
 
     def hits(sample: Sample, rule: Rule) -> dict[str, float]:
         accepted = [chance or 0.0 for chance in sample.by_position(rule)]
@@ -439,7 +418,7 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
         "max_tokens": options.max_tokens,
         **shares(None),
         "by_position": sampled.by_position(Rule.TOKEN),
-        "num_positions": len(sampled.overlaps()),
+        "num_positions": len(overlaps(sampled, None)),
         "by_category": {text.category: shares(text.category) for text in sampled.texts},
         "hits": {rule.value: hits(sample, rule) for rule, sample in rules.items()}
         if options.hits
