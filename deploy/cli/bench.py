@@ -24,16 +24,9 @@ from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import build
 
+from . import options as cli
 from .command import Arguments, Command, Group, json_option
-from .options import (
-    REQUEST_KEYS,
-    Connection,
-    class_options,
-    connected,
-    connection_options,
-    deployment_config,
-    setting_options,
-)
+from .options import Connection, connected
 from .output import note, progress, tell
 
 if TYPE_CHECKING:
@@ -78,22 +71,23 @@ def _load(name: str) -> Command:
     if not hasattr(module, kind):
         module = importlib.import_module(f"benchmarks.{name}")
     options, keys = getattr(module, kind), MODEL_SETTINGS.get(name)
-    params = [*class_options(options), json_option()]
+    params = [*cli.class_options(options), json_option()]
     if keys is None:
-        params += connection_options(without=[*REQUEST_KEYS, *(str(one.name) for one in params)])
+        own = [str(one.name) for one in params]
+        params += cli.connection_options(without=[*cli.REQUEST_KEYS, *own])
     elif keys:
-        params += setting_options(common=keys, only=keys)
+        params += cli.setting_options(common=keys, only=keys)
 
     def run(arguments: Arguments) -> int:
         asked = options.from_arguments(arguments)
         if hasattr(asked, "load_prompts"):
             asked.load_prompts()  # Wrong prompts raise here, before a deployment is started.
+        module = importlib.import_module(f"benchmarks.{name}")
         if name in _CALLERS:
-            module = importlib.import_module(f"benchmarks.{name}")
             report = _CALLERS[name](module, asked, arguments)
         else:
-            given = [asked, found_models(deployment_config(arguments))] if keys else [asked]
-            report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
+            given = [asked, found_models(cli.deployment_config(arguments))] if keys else [asked]
+            report = module.run(*given, progress)
         return tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments.json)
 
     return Command(name, params=params, callback=run)
@@ -121,19 +115,14 @@ def found_models(config: DeploymentConfig) -> DeploymentConfig:
 async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
     """Yields the same deployment twice, once for each side of a comparison. In a temporary
     deployment the two sides are different tenants, so neither finds the other's prompts cached."""
-    key = new_key()
-    is_own = (
-        not arguments.server
-        and "api_key" not in arguments.settings
-        and running_deployment(state_directory(os.environ)) is None
-    )
-    if is_own:
+    key, is_own = new_key(), not arguments.server and "api_key" not in arguments.settings
+    if is_own and running_deployment(state_directory(os.environ)) is None:
         # A copy, because `arguments` also serve for the next deployment.
         settings = arguments.settings | {"api_key": key}
         arguments = Arguments(**vars(arguments) | {"settings": settings})
     async with connected(arguments) as connection, connection.client() as client:
         subject = _subject(connection, client, raw)
-        if not is_own:
+        if arguments.settings.get("api_key") != key:
             yield subject, subject
             return
         other = replace(connection, api_key=key)

@@ -44,14 +44,9 @@ class Option(click.Option):
     `rare` option. `setting` is the deployment setting that the option sets, if any."""
 
     def __init__(
-        self,
-        names: list[str],
-        *,
-        group: str = "Options",
-        rare: bool = False,
-        setting: Setting | None = None,
-        **attributes: Any,
-    ) -> None:
+        self, names: list[str], *, group: str = "Options", rare: bool = False,
+        setting: Setting | None = None, **attributes: Any,
+    ) -> None:  # fmt: skip
         self.group, self.rare, self.setting = group, rare, setting
         super().__init__(names, **attributes)
 
@@ -92,12 +87,9 @@ class Command(click.Command):
             _help_option(),
         ]  # fmt: skip
         super().__init__(
-            name,
-            params=[*params, *common],
-            add_help_option=False,
-            context_settings={"show_default": True, "max_content_width": 100},
-            **attributes,
-        )
+            name, params=[*params, *common], add_help_option=False,
+            context_settings={"show_default": True, "max_content_width": 100}, **attributes,
+        )  # fmt: skip
 
     def invoke(self, ctx: click.Context) -> Arguments:
         given = frozenset(
@@ -120,10 +112,11 @@ class Command(click.Command):
             record = one.get_help_record(ctx)
             if record is None or not isinstance(one, Option):
                 continue
-            if one.rare and _ALL not in ctx.meta:
+            shows_all = ctx.meta.get(_ALL)
+            if one.rare and not shows_all:
                 num_hidden += 1
                 continue
-            title = one.group if one.setting is None or _ALL in ctx.meta else "Settings"
+            title = one.group if one.setting is None or shows_all else "Settings"
             groups.setdefault(title, []).append(record)
         for title, rows in groups.items():
             with formatter.section(title):
@@ -138,14 +131,9 @@ class Group(click.Group):
     returns the subcommand with a given name."""
 
     def __init__(
-        self,
-        name: str,
-        purposes: Mapping[str, str],
-        load: Callable[[str], click.Command],
-        *,
-        params: Iterable[click.Parameter] = (),
-        **attributes: Any,
-    ) -> None:
+        self, name: str, purposes: Mapping[str, str], load: Callable[[str], click.Command],
+        *, params: Iterable[click.Parameter] = (), **attributes: Any,
+    ) -> None:  # fmt: skip
         self._load = load
         super().__init__(
             name, params=[*params, _help_option()], add_help_option=False, no_args_is_help=True,
@@ -183,12 +171,10 @@ def exclusive(arguments: Arguments, *names: str) -> None:
 
 def _help_option() -> Option:
     def show(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-        if value is None:
-            return
-        if value == "all":
-            ctx.meta[_ALL] = True
-        click.echo(ctx.get_help(), color=ctx.color)
-        ctx.exit()
+        if value is not None:
+            ctx.meta[_ALL] = value == "all"
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
 
     return option(
         "--help", "-h", is_flag=False, flag_value="common", metavar="[=all]", is_eager=True,

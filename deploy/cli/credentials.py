@@ -14,14 +14,8 @@ from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, re
 from outrider.errors import ConfigError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
 from outrider.registry.registry import ROLES
-from outrider.transport.tls import (
-    AUTHORITY,
-    ROLE_DAYS,
-    RoleFiles,
-    days_left,
-    make_authority,
-    make_role,
-)
+from outrider.transport import tls
+from outrider.transport.tls import AUTHORITY
 
 from .command import Arguments, Group, argument, command, exclusive, json_option, option
 from .output import note, tell
@@ -53,12 +47,9 @@ def new(arguments: Arguments) -> int:
         except ValueError as error:
             raise ConfigError(f"{label}: {error}") from None
     caller = Caller(
-        name=arguments.name,
-        tenant=tenant,
-        requests_per_minute=arguments.requests_per_minute or 0,
-        concurrency=arguments.concurrency or 0,
-        admin=arguments.admin,
-    )
+        arguments.name, tenant, arguments.requests_per_minute or 0, arguments.concurrency or 0,
+        arguments.admin,
+    )  # fmt: skip
     with _writing(path):
         key = add_key(path, caller)
     note(f"{path} now holds the hash of this key. The key itself is not shown again:")
@@ -121,7 +112,7 @@ keys = Group(
     "certs",
     argument("directory", "directory of the certificates", metavar="DIR", type=Path),
     option(
-        "--days", type=click.IntRange(1, DAYS_MAX), default=ROLE_DAYS,
+        "--days", type=click.IntRange(1, DAYS_MAX), default=tls.ROLE_DAYS,
         help="validity of the roles' certificates, days",
     ),
     option(
@@ -142,9 +133,9 @@ def certs(arguments: Arguments) -> int:
         with _writing(directory):
             _make_certificates(directory, arguments)
     now = datetime.datetime.now(datetime.UTC)
-    left = {AUTHORITY: days_left(directory / f"{AUTHORITY}.pem", now)}
+    left = {AUTHORITY: tls.days_left(directory / f"{AUTHORITY}.pem", now)}
     for role in ROLES:
-        left[role] = days_left(RoleFiles.of(directory, role).checked().certificate, now)
+        left[role] = tls.days_left(tls.RoleFiles.of(directory, role).checked().certificate, now)
     said = [f"{directory / f'{name}.pem'}: {days} days" for name, days in left.items()]
     return tell(Report({"directory": str(directory), "days_left": left}, said), arguments.json)
 
@@ -160,7 +151,7 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
     now = datetime.datetime.now(datetime.UTC)
     if not arguments.renew:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_authority(directory, now)
+        tls.make_authority(directory, now)
     for role in ROLES:
-        make_role(directory, role, now, arguments.days)
+        tls.make_role(directory, role, now, arguments.days)
     note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it can sign a certificate of any role")

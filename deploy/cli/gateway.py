@@ -14,15 +14,7 @@ import click
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
 from deploy.fleet.preflight import check_security_files, whole_paths
-from outrider.config import (
-    LOOPBACK,
-    PORT_MAX,
-    WAIT_S_MAX,
-    CoordinatorConfig,
-    deployment_settings,
-    is_loopback,
-    merge,
-)
+from outrider import config
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import build
 
@@ -48,14 +40,14 @@ SETTINGS = ("host", "insecure", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
         "coordinators of this machine's deployment, including those that start later",
     ),
     option(
-        "--port", type=click.IntRange(0, 65535), default=PORT,
+        "--port", type=click.IntRange(0, config.PORT_MAX), default=PORT,
         help="port to bind; 0 = any free port",
     ),
     option(
-        "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
+        "--stop-timeout-s", type=Seconds(0, config.WAIT_S_MAX), default=STOP_S, metavar="S",
         help="how long a stop waits for running requests, s",
     ),
-    *(setting_option(deployment_settings()[key]) for key in SETTINGS),
+    *(setting_option(config.deployment_settings()[key]) for key in SETTINGS),
     json_option(),
     *grouped("Coordinators with TLS", trust_options()),
 )  # fmt: skip
@@ -68,10 +60,10 @@ async def _serve(arguments: Arguments) -> int:
     from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 
     record = None if arguments.coordinators is not None else _running()
-    given = whole_paths(merge(arguments.settings, {}))
-    host = given.pop("host", LOOPBACK)
+    given = whole_paths(config.merge(arguments.settings, {}))
+    host = given.pop("host", config.LOOPBACK)
     is_keyed = given.pop("insecure", False) or (record is not None and record.asks_for_keys)
-    if not (is_keyed or is_loopback(host) or given.get("ssl_ca_certs")):
+    if not (is_keyed or config.is_loopback(host) or given.get("ssl_ca_certs")):
         raise SettingError(
             "host",
             f"{host!r} is reachable from other machines, but the coordinators possibly "
@@ -79,9 +71,9 @@ async def _serve(arguments: Arguments) -> int:
             "keys or the network is trusted",
         )
     coordinators = _coordinators(arguments, record)
-    config = build(CoordinatorConfig, given)
-    check_security_files(config)
-    options = HttpOptions(host, arguments.port, tls=TlsFiles.of(config))
+    checked = build(config.CoordinatorConfig, given)
+    check_security_files(checked)
+    options = HttpOptions(host, arguments.port, tls=TlsFiles.of(checked))
     hosts = () if is_keyed else options.hosts
     server = HttpServer(options, build_gateway(coordinators, hosts))
     await server.start()
@@ -125,7 +117,7 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
     state, given = state_directory(os.environ), arguments.coordinators
     for url in (given or "").split(",") if record is None else ():
         found = _URL.fullmatch(url.strip())
-        if found is None or int(found[2] or 0) > PORT_MAX:
+        if found is None or int(found[2] or 0) > config.PORT_MAX:
             raise SettingError(
                 "coordinators",
                 f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT. Separate "

@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, repeat
@@ -22,15 +22,8 @@ from outrider.errors import BadRequest, ConfigError, OutriderError
 from outrider.request import ChatMessage, GenerateRequest, Prompt, Tokens
 from outrider.speculation.accept_reject import Origin
 
+from . import options
 from .command import Arguments, argument, command, exclusive, json_option, option
-from .options import (
-    REQUEST_KEYS,
-    connected,
-    connection_options,
-    error_line,
-    request_fields,
-    request_options,
-)
 from .output import progress, show
 
 if TYPE_CHECKING:
@@ -68,12 +61,12 @@ def _token_ids(text: str) -> tuple[int, ...]:
     option("--chat", is_flag=True, help="apply the chat template; PROMPT is the user's message"),
     option("--system", metavar="TEXT", help="system message; needs --chat"),
     json_option(),
-    *request_options(max_tokens=128),
+    *options.request_options(max_tokens=128),
     option(
         "--logprobs", type=int, metavar="N", group="Request", rare=True,
         help="print log-probabilities: of each token, and of the N likeliest tokens at its place",
     ),
-    *connection_options(without=REQUEST_KEYS),
+    *options.connection_options(without=options.REQUEST_KEYS),
 )  # fmt: skip
 def generate(arguments: Arguments) -> int:
     from outrider.transport.request_codec import request_to_proto
@@ -90,14 +83,14 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
     from outrider.client import CompletionBuilder
 
     builder = CompletionBuilder()
-    async with connected(arguments) as connection, connection.client() as client:
+    async with options.connected(arguments) as connection, connection.client() as client:
         if arguments.json:
-            await receive(client, request, builder, lambda event: None)
-            print(json.dumps(_report(builder.build()), ensure_ascii=False))
+            completion = await client.complete(request)
+            print(json.dumps(_report(completion), ensure_ascii=False))
             return
         printer = Printer(connection.tokenizer_directory)
         try:
-            await receive(client, request, builder, printer.show)
+            await printer.show_all(client, request, builder)
         except BaseException:
             if builder.text:
                 print(flush=True)  # The error must not continue the answer's last line.
@@ -112,20 +105,9 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
             _say(figures(completion))
 
 
-async def receive(
-    client: Client, request: GenerateRequest, builder: CompletionBuilder,
-    show: Callable[[Tokens], None],
-) -> None:  # fmt: skip
-    async with aclosing(client.generate(request)) as events:
-        async for event in events:
-            builder.add(event)
-            if isinstance(event, Tokens):
-                show(event)
-
-
 def _request(arguments: Arguments) -> GenerateRequest:
     exclusive(arguments, "token_ids", "chat")
-    fields = request_fields(arguments)
+    fields = options.request_fields(arguments)
     if arguments.prompt is None and arguments.token_ids is None:
         raise ConfigError("PROMPT: is missing; give a text or --token-ids")
     if arguments.prompt is not None and arguments.token_ids is not None:
@@ -179,6 +161,7 @@ class Printer:
         colour."""
         self.console: Console | None = None
         self._tokenizer = _tokenizer(directory)
+        self._begin()
         if sys.stdout.isatty():
             from rich.console import Console
 
@@ -186,15 +169,24 @@ class Printer:
             if not progress.quiet:
                 legend = "  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items())
                 Console(stderr=True).print(legend)
-        self.begin()
 
-    def begin(self) -> None:
-        """Must be called before each answer."""
+    def _begin(self) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[Origin] = []
         """The origin of each character that is decoded but not printed yet."""
+
+    async def show_all(
+        self, client: Client, request: GenerateRequest, builder: CompletionBuilder
+    ) -> None:
+        """Prints the answer to a request. Also adds its events to `builder`."""
+        self._begin()
+        async with aclosing(client.generate(request)) as events:
+            async for event in events:
+                builder.add(event)
+                if isinstance(event, Tokens):
+                    self.show(event)
 
     def show(self, event: Tokens) -> None:
         """Prints an event's text. The text of its last tokens may come with the next event."""
@@ -258,16 +250,16 @@ COMMANDS = {
     "chat",
     option("--system", metavar="TEXT", help="system message"),
     option("--raw", is_flag=True, help="continue the conversation's text, without chat template"),
-    *request_options(max_tokens=512),
-    *connection_options(without=REQUEST_KEYS),
+    *options.request_options(max_tokens=512),
+    *options.connection_options(without=options.REQUEST_KEYS),
 )
 def chat(arguments: Arguments) -> int:
-    fields = request_fields(arguments)  # Wrong fields raise here, before a deployment is started.
-    return asyncio.run(_talk(arguments, fields))
+    # Wrong fields raise here, before a deployment is started.
+    return asyncio.run(_talk(arguments, options.request_fields(arguments)))
 
 
 async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
-    async with connected(arguments) as connection, connection.client() as client:
+    async with options.connected(arguments) as connection, connection.client() as client:
         serves = await client.describe()
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if on_terminal and not progress.quiet:
@@ -341,10 +333,9 @@ class Chat:
         from outrider.client import CompletionBuilder
 
         builder = CompletionBuilder()
-        self.printer.begin()
         try:
             request = GenerateRequest(self._prompt(question), **self.fields)
-            await receive(self.client, request, builder, self.printer.show)
+            await self.printer.show_all(self.client, request, builder)
             self.answers.append(builder.build())
             self._keep(question, builder.text)
             print(flush=True)
@@ -359,7 +350,7 @@ class Chat:
             if not self.on_terminal:
                 raise
             print(flush=True)
-            why = error_line(error, self.arguments)
+            why = options.error_line(error, self.arguments)
             _say(f"error: {why} (your message is not part of the conversation)")
 
     def _prompt(self, question: str) -> Prompt:

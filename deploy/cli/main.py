@@ -60,7 +60,7 @@ outrider = click.version_option(package_name="outrider", message="outrider %(ver
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line, by default the command line of this process. Returns the exit code."""
+    """Runs a command line, by default that of this process. Returns the exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         from .masking import hide_words

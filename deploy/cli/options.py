@@ -16,31 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.fleet.local_state import (
-    DeploymentLocation,
-    DeploymentRecord,
-    local_key,
-    running_deployment,
-    state_directory,
-)
-from outrider import limits
-from outrider.config import (
-    DeploymentConfig,
-    configuration,
-    deployment_settings,
-    load_config,
-    merge,
-    translated_layers,
-)
+from deploy.fleet import local_state
+from deploy.fleet.local_state import DeploymentLocation, DeploymentRecord, running_deployment
+from outrider import config, errors, limits
+from outrider.config import DeploymentConfig, deployment_settings, merge
 from outrider.drafters.names import same_drafter
-from outrider.errors import (
-    BadRequest,
-    ConfigError,
-    OutriderError,
-    SettingError,
-    Unauthenticated,
-    Unavailable,
-)
+from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError
 from outrider.settings import Setting, Value, settings_of
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
@@ -167,9 +148,8 @@ def request_options(max_tokens: int) -> list[Option]:
 
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
-    """The fields of a `GenerateRequest` that the request options set. Raises `BadRequest` for
-    sampling parameters outside their limits and for a rule without effect. The coordinator checks
-    the other fields."""
+    """The fields of a `GenerateRequest` that the request options set. Raises `BadRequest` for wrong
+    sampling parameters and for a rule without effect. The coordinator checks the other fields."""
     from outrider.request import GenerateRequest
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
@@ -189,7 +169,7 @@ def given_settings(arguments: Arguments) -> dict[str, Value]:
 
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
-    return load_config(arguments.settings, os.environ, arguments.config)
+    return config.configuration(given_settings(arguments))
 
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
@@ -217,7 +197,7 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    if isinstance(error, Unauthenticated):
+    if isinstance(error, errors.Unauthenticated):
         return f"{error.message} (set {KEY_VARIABLE}, or give --api-key)"
     return error.message
 
@@ -228,7 +208,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     if key == "model" and getattr(arguments, "target", None):
         return "TARGET"
     try:
-        given = translated_layers(arguments.settings, os.environ, arguments.config)
+        given = config.translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
     except ConfigError:  # A second setting is wrong, so the source of `key` cannot be found.
         return key
@@ -276,11 +256,9 @@ class Connection:
         from outrider.transport.channel import PLAIN
 
         return Client(
-            self.find or self.address,
-            api_key=self.api_key,
-            trust=self.trust or PLAIN,
+            self.find or self.address, api_key=self.api_key, trust=self.trust or PLAIN,
             resume_timeout_s=RESUME_TIMEOUT_S if tries_again else 0.0,
-        )
+        )  # fmt: skip
 
 
 def connection_options(without: Iterable[str]) -> list[Option]:
@@ -305,14 +283,17 @@ def caller_options() -> list[Option]:
 
 def trust_options() -> list[Option]:
     tls = "use TLS and trust the system's certificate authorities"
-    found = [option("--tls", is_flag=True, rare=True, help=tls)]
-    for name, words in TRUST_OPTIONS.items():
-        variable = f"OUTRIDER_{name.upper()}"
-        found.append(option(
-            flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
-            envvar=variable, rare=True, help=f"{words} [${variable}]",
-        ))  # fmt: skip
-    return found
+    return [
+        option("--tls", is_flag=True, rare=True, help=tls),
+        *(
+            option(
+                flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
+                envvar=f"OUTRIDER_{name.upper()}", rare=True,
+                help=f"{words} [$OUTRIDER_{name.upper()}]",
+            )
+            for name, words in TRUST_OPTIONS.items()
+        ),
+    ]  # fmt: skip
 
 
 def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
@@ -334,21 +315,21 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     """Yields the deployment at `--server`, or the deployment on this machine. If no deployment
     runs, starts a temporary deployment, and stops it when the context ends. Raises `ConfigError` if
     flags contradict the settings of a running deployment."""
-    state = state_directory(os.environ)
+    state = local_state.state_directory(os.environ)
     if arguments.server:
-        given = arguments.settings.keys() - set(OF_CALLERS)
-        if given:
+        if given := arguments.settings.keys() - set(OF_CALLERS):
             raise SettingError(min(given), "cannot go with --server, whose deployment runs already")
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
         refuse_other_settings(arguments, record)
+        key = caller_key(arguments) or local_state.local_key(state)
 
         def find() -> str:
             now = running_deployment(state)
             return "" if now is None else now.grpc_address
 
-        yield _connection(arguments, record, caller_key(arguments) or local_key(state), find)
+        yield _connection(arguments, record, key, find)
     else:
         async with _own_deployment(arguments) as own:
             found = _connection(arguments, own.record, own.api_key, lambda: own.address)
@@ -379,7 +360,7 @@ def own_config(arguments: Arguments) -> DeploymentConfig:
     takes any free port, and HTTP is off if `port` is not set."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
-    return configuration(own | given)
+    return config.configuration(own | given)
 
 
 def checked_address(server: str) -> str:
@@ -393,19 +374,18 @@ def checked_address(server: str) -> str:
 async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
     from deploy.fleet.launcher import Deployment
 
-    config = own_config(arguments)
-    task = asyncio.current_task()
-    if task is not None:
-        loop = asyncio.get_running_loop()
+    own = own_config(arguments)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
-        def stop() -> None:
-            """Stops the deployment, and then this process. A second signal ends both at once."""
-            loop.remove_signal_handler(signal.SIGTERM)
+    def stop() -> None:
+        """Stops the deployment, and then this process. A second signal ends both at once."""
+        loop.remove_signal_handler(signal.SIGTERM)
+        if task is not None:
             task.cancel()
 
-        loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory(prefix="outrider-") as state:
-        async with Deployment(config, Path(state), report=progress) as deployment:
+        async with Deployment(own, Path(state), report=progress) as deployment:
             progress.rest()
             try:
                 yield deployment
@@ -420,7 +400,7 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
     of `PLACE_KEYS` is needed and missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
-    record = running_deployment(state_directory(os.environ))
+    record = running_deployment(local_state.state_directory(os.environ))
     if (
         record is not None
         and name in ("", record.deployment)
@@ -432,11 +412,11 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
     if address and name:
         return DeploymentLocation(address, name)
     if address:
-        raise Unavailable(
+        raise errors.Unavailable(
             f"no deployment of this machine is on the Ray cluster at {address}; give the name "
             "of a deployment on that cluster with --deployment-name"
         )
-    raise Unavailable(
+    raise errors.Unavailable(
         "nothing runs here; start a deployment with `outrider serve`, or name one on another "
         "Ray cluster with --address and --deployment-name"
     )

@@ -21,16 +21,9 @@ from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
 
+from . import options
 from .command import Arguments, Option, Seconds, argument, command, json_option, option
-from .options import (
-    COMMON,
-    PLACE_KEYS,
-    SECRETS,
-    find_deployment,
-    given_settings,
-    place_options,
-    setting_options,
-)
+from .options import PLACE_KEYS, SECRETS
 from .output import progress, tell
 
 _POLL_S = 0.2
@@ -64,11 +57,11 @@ async def _overview(
     ),
     _wait_option("this many replicas serve"),
     json_option(),
-    *place_options(),
+    *options.place_options(),
 )  # fmt: skip
 def scale(arguments: Arguments) -> int:
     counts = parsed_counts(arguments.counts)
-    where = find_deployment(arguments)
+    where = options.find_deployment(arguments)
 
     def left(overview: Overview) -> str:
         serving = {
@@ -134,7 +127,7 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
         metavar="MINUTES", help="time limit of a trial, minutes",
     ),
     json_option(),
-    *setting_options(common=COMMON),
+    *options.setting_options(common=options.COMMON),
 )  # fmt: skip
 def upgrade(arguments: Arguments) -> int:
     if arguments.target is not None:
@@ -148,8 +141,8 @@ def upgrade(arguments: Arguments) -> int:
     others = sorted({*arguments.settings} - {*PLACE_KEYS})
     if arguments.trial_share == 0 and others:
         raise SettingError(others[0], "cannot go with --trial-share 0, which ends a trial")
-    values = whole_paths(given_settings(arguments))
-    where = find_deployment(arguments)
+    values = whole_paths(options.given_settings(arguments))
+    where = options.find_deployment(arguments)
     seconds = arguments.trial_minutes * 60
     trial = None if arguments.trial_share is None else (arguments.trial_share, seconds)
     changes, overview = asyncio.run(_upgrade(where, values, arguments.wait, trial))

@@ -18,40 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Report
-from deploy.fleet.local_state import (
-    FILE_NAME,
-    LOCK_NAME,
-    LOG_NAME,
-    DeploymentRecord,
-    exclusive,
-    local_key,
-    lock_holder,
-    logged_error,
-    publish,
-    recorded_deployment,
-    running_deployment,
-    state_directory,
-    withdraw,
-)
+from deploy.fleet import local_state
+from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
 from outrider.config import WAIT_S_MAX
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.telemetry.logs import LogFile
 
+from . import options
 from .command import Arguments, Seconds, argument, command, json_option, option
 from .masking import masked_settings
-from .options import (
-    COMMON,
-    Connection,
-    caller_key,
-    caller_options,
-    caller_trust_of,
-    checked_address,
-    deployment_config,
-    error_message,
-    setting_options,
-)
 from .output import progress, shell_command, show, tell
 
 if TYPE_CHECKING:
@@ -64,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
 STOP_TIMEOUT_S = 60.0
-_POLL_S = 0.05
+STOP_POLL_S = 0.05
 
 
 @command(
@@ -75,24 +52,25 @@ _POLL_S = 0.05
         help="run in the background; return once the deployment is ready",
     ),
     json_option(),
-    *setting_options(common=COMMON),
+    *options.setting_options(common=options.COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
     if arguments.target is not None:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
             raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
-    config = deployment_config(arguments)  # Wrong settings raise here, before `fork`.
+    config = options.deployment_config(arguments)  # Wrong settings raise here, before `fork`.
     state = state_directory(os.environ)
     if arguments.detach:
-        with exclusive(state):
+        with local_state.exclusive(state):
             pass  # If another deployment runs, this raises before `fork`.
-        (state / LOG_NAME).unlink(missing_ok=True)
-        log = LogFile(state / LOG_NAME, descriptors=(1, 2))
+        log_path = state / local_state.LOG_NAME
+        log_path.unlink(missing_ok=True)
+        log = LogFile(log_path, descriptors=(1, 2))
         if pid := os.fork():  # `fork` is safe here, because no other thread runs yet.
             return _announce_detached(pid, state, arguments)
         _detach(log)
-    with exclusive(state):
+    with local_state.exclusive(state):
         from deploy.fleet.launcher import Deployment
 
         return asyncio.run(_serve(Deployment(config, state, report=progress), state, arguments))
@@ -121,7 +99,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
         served = running_deployment(state) is not None
         return 128 + signal.SIGINT if received[0] == signal.SIGINT and not served else 0
     finally:
-        withdraw(state)
+        local_state.withdraw(state)
         progress("stopping")
         await deployment.stop()
 
@@ -131,13 +109,13 @@ async def _until_it_fails(deployment: Deployment, state: Path, arguments: Argume
     `Unavailable` if the last target or coordinator has ended and no new one starts."""
     await deployment.start()
     progress.rest()
-    publish(state, deployment.record, deployment.api_key)
+    local_state.publish(state, deployment.record, deployment.api_key)
     if not arguments.detach:
         _announce(deployment.record, arguments)
     while (role := deployment.overview.hopeless) is None:
         await deployment.changed()
         try:
-            publish(state, deployment.record)
+            local_state.publish(state, deployment.record)
         except ConfigError as error:
             _log.error("%s", error)
     raise Unavailable(f"there is no {role}, and none can be started; logs are in {state / 'logs'}")
@@ -178,7 +156,7 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
         raise
     if isinstance(found, DeploymentRecord):
         return _announce(found, arguments)
-    log_path, error = state / LOG_NAME, logged_error(state)
+    log_path, error = state / local_state.LOG_NAME, local_state.logged_error(state)
     if found == 2 and error is not None:
         raise ConfigError(error)
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -189,7 +167,7 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
     """Waits until the detached process serves or ends. Returns the deployment's record, or the exit
     code. Meanwhile prints the progress lines of the log."""
-    with (state / LOG_NAME).open("rb") as log:
+    with (state / local_state.LOG_NAME).open("rb") as log:
         said = b""
         while True:
             record, (gone, status) = running_deployment(state), os.waitpid(pid, os.WNOHANG)
@@ -226,11 +204,10 @@ def _detach(log: LogFile) -> None:
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
     """Ends the deployment's process. If no deployment runs, says why, and also returns 0."""
-    directory = state_directory(os.environ)
-    record = recorded_deployment(directory)
-    holder = lock_holder(directory)
+    state = state_directory(os.environ)
+    record, holder = local_state.recorded_deployment(state), local_state.lock_holder(state)
     if holder is None:
-        found = _nothing_to_stop(directory, record)
+        found = _nothing_to_stop(state, record)
     else:
         _end(holder, arguments.timeout)
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
@@ -253,7 +230,7 @@ def _end(pid: int, timeout_s: float) -> None:
                 raise Unavailable(
                     f"the deployment (pid {pid}) is still running after {timeout_s:g} s"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(STOP_POLL_S)
             os.kill(pid, 0)
     progress.rest()
 
@@ -264,19 +241,18 @@ def _is_zombie(pid: int) -> bool:
     return False
 
 
-def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
+def _nothing_to_stop(state: Path, record: DeploymentRecord | None) -> str:
     """Says why no deployment runs. Removes the record of a process that has died."""
-    error = logged_error(directory)
     if record is not None:
-        withdraw(directory)
+        local_state.withdraw(state)
         return (
             f"nothing runs: the deployment at {record.grpc_address} (pid {record.pid}) died; "
-            f"removed its record {directory / FILE_NAME}"
+            f"removed its record {state / local_state.FILE_NAME}"
         )
-    if error is not None:
-        log = directory / LOG_NAME
-        return f"nothing runs: the last detached deployment ended by itself: {error} (log {log})"
-    return "nothing runs"
+    if (error := local_state.logged_error(state)) is None:
+        return "nothing runs"
+    log = state / local_state.LOG_NAME
+    return f"nothing runs: the last detached deployment ended by itself: {error} (log {log})"
 
 
 Facts = dict[str, Any]
@@ -310,48 +286,45 @@ PRINTS = {
         metavar="[S]",
         help=f"repeat every S seconds [{WATCH_S:g}], until Ctrl-C",
     ),
-    *caller_options(),
+    *options.caller_options(),
 )  # fmt: skip
 def status(arguments: Arguments) -> int:
-    return asyncio.run(_watch(arguments))
-
-
-async def _watch(arguments: Arguments) -> int:
     watches = arguments.watch is not None
     while True:
-        found = await _status(arguments)
+        found = asyncio.run(_status(arguments))
         if arguments.json:
             print(json.dumps(found), flush=True)
         else:
-            table = status_table(found)
-            show(table, soft_wrap=not found["running"], clear=watches)
+            show(status_table(found), soft_wrap=not found["running"], clear=watches)
         if not watches:
             return 0 if found["serving"] else 1
-        await asyncio.sleep(arguments.watch)
+        time.sleep(arguments.watch)
 
 
 async def _status(arguments: Arguments) -> Facts:
-    key = caller_key(arguments)
+    key = options.caller_key(arguments)
     found: Facts = {"running": False, "serving": False, "deployment": None}
     found |= {f"{role}s": [] for role in ROLES}
     if arguments.server:
-        address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
+        address = options.checked_address(arguments.server)
+        trust = options.caller_trust_of(arguments, {})
         one = await _ask("coordinator", address, key, trust)
         # If a coordinator serves but refuses this caller, `serving` is True and `error` is set.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)
-    found["lease"] = {"file": str(state / LOCK_NAME), "holder": lock_holder(state)}
+    holder = local_state.lock_holder(state)
+    found["lease"] = {"file": str(state / local_state.LOCK_NAME), "holder": holder}
     record = running_deployment(state)
     if record is None:
         return found
-    trust = caller_trust_of(arguments, record.settings)
+    trust = options.caller_trust_of(arguments, record.settings)
     internal = str(record.settings.get("internal_tls_dir") or "")
     addresses: dict[Role, list[str]] = {
         "coordinator": list(filter(None, record.grpc_address.split(","))),
         "target": record.target_addresses, "draft": record.draft_addresses,
     }  # fmt: skip
-    shown = key or local_key(state)
+    shown = key or local_state.local_key(state)
     asked = [
         asyncio.gather(*(_ask(role, one, shown, trust, internal) for one in those))
         for role, those in addresses.items()
@@ -361,18 +334,23 @@ async def _status(arguments: Arguments) -> Facts:
     )
     for role, replicas in zip(addresses, answers, strict=True):
         found[f"{role}s"] = [known.get(one["address"], {}) | one for one in replicas]
+    started = datetime.fromisoformat(record.started_at)
     return found | {
         "running": True,
         "serving": all(any(one["serving"] for one in found[f"{role}s"]) for role in NEEDED),
-        "deployment": _deployment(record, state),
+        "deployment": asdict(record) | {
+            "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
+            "state_directory": str(state),
+            "log": str(state / local_state.LOG_NAME),
+            "settings": masked_settings(record.settings),
+        },
         "registry_error": registry_error,
-    }
+    }  # fmt: skip
 
 
 async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str | None]:
     """Returns the replicas' records in the deployment's Redis, by address, and the error if Redis
-    did not answer. The passwords of Redis come from the files in `record.redis`, or from the
-    environment."""
+    did not answer. The passwords come from the files in `record.redis`, or from the environment."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -390,16 +368,6 @@ async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str 
     except OutriderError as error:
         return known, error.message
     return known, None
-
-
-def _deployment(record: DeploymentRecord, state: Path) -> Facts:
-    started = datetime.fromisoformat(record.started_at)
-    return asdict(record) | {
-        "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
-        "state_directory": str(state),
-        "log": str(state / LOG_NAME),
-        "settings": masked_settings(record.settings),
-    }
 
 
 async def _ask(
@@ -421,12 +389,12 @@ async def _ask(
                     trust = internal_trust(Path(internal), "coordinator", role)
                 link = GrpcLink(role, address, trust)
                 stack.push_async_callback(link.close)
-            connection = Connection(address, api_key=key, trust=trust)
+            connection = options.Connection(address, api_key=key, trust=trust)
             client = await stack.enter_async_context(connection.client())
             found["serving"] = await client.healthy(TIMEOUT_S)
             found |= asdict(await (link or client).describe(TIMEOUT_S))
     except OutriderError as error:
-        found["error"] = error_message(error)
+        found["error"] = options.error_message(error)
     return found
 
 
