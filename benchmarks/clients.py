@@ -1,4 +1,4 @@
-"""The streaming clients of benchmarks: one calls gRPC, the other OpenAI's HTTP API."""
+"""The streaming clients of benchmarks, for gRPC and for OpenAI's HTTP API."""
 
 import asyncio
 import json
@@ -29,12 +29,10 @@ _CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class GrpcClient(BenchClient):
-    """Calls a coordinator by gRPC."""
+    """Calls a coordinator by gRPC. If `raw`, prompts are sent without the chat template."""
 
     def __init__(self, client: Client, *, raw: bool) -> None:
-        """If `raw`, prompts are sent without the chat template."""
-        self._client = client
-        self._raw = raw
+        self._client, self._raw = client, raw
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if not self._raw:
@@ -73,11 +71,11 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 
 class HttpClient(BenchClient):
-    """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty, the
-    client uses the first model in the server's list."""
+    """Calls a server with OpenAI's HTTP API. An async context manager."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
-        """`base_url` may end with `/v1`. If `raw`, calls text completions instead of chats."""
+        """`base_url` may end with `/v1`. If `raw`, calls text completions instead of chats. If
+        `model` is empty, uses the first model in the server's list."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._client = httpx2.AsyncClient(
@@ -108,8 +106,7 @@ class HttpClient(BenchClient):
     async def generate(self, request: GenerateRequest) -> Completion:
         clock = asyncio.get_running_loop().time
         chunk_s: list[float] = []
-        usage: dict[str, Any] = {}
-        told: dict[str, Any] = {}
+        usage, told = dict[str, Any](), dict[str, Any]()
         seconds = 0.0
         url, body = self._question(request)
         started_s = clock()
@@ -140,13 +137,10 @@ class HttpClient(BenchClient):
 
     def _question(self, request: GenerateRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
-            "model": self.model,
-            "temperature": request.sampling.temperature,
-            "stream": True,
+            "model": self.model, "temperature": request.sampling.temperature, "stream": True,
             "stream_options": {"include_usage": True},
-        }
-        if request.ignore_eos:
-            # OpenAI's own servers refuse this field, so it is sent only if needed.
+        }  # fmt: skip
+        if request.ignore_eos:  # OpenAI's own servers refuse this field.
             body["ignore_eos"] = True
         if self._raw:
             return TEXT, body | {"prompt": request.prompt, "max_tokens": request.max_tokens}

@@ -1,9 +1,8 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
-turn, a side decodes one prompt or half of the prompts (`_blocks`). After each block, the order of
-the sides is reversed.
-"""
+turn, a side decodes one prompt or half of the prompts (`_blocks`). After each turn, the order of
+the sides is reversed."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class Completion:
     started_s: float
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
-    """Time from sending the request to the end of the answer, with prefill."""
+    """Time from sending the request to the end of the answer."""
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -65,17 +64,13 @@ class Completion:
     have only the time to the first token."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
-    """Number of tokens of an answer by HTTP. The server sends no token ids."""
+    """Number of tokens of an answer by HTTP."""
     rounds: Sequence[Round] = ()
     """The rounds of an answer by gRPC. If one message has several rounds, they count as one."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) or self.counted_tokens
-
-    @property
-    def first_token_s(self) -> float | None:
-        return self.chunk_s[0] if self.chunk_s else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,11 +88,11 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class BenchClient(ABC):
-    """Decodes the prompts of one side. The prompt of each request is a text."""
+    """Decodes the prompts of one side."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Decodes one prompt. Raises an `OutriderError` if decoding fails."""
+        """Decodes one prompt, which is a text. Raises an `OutriderError` if decoding fails."""
 
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int
@@ -120,8 +115,7 @@ class Contestant:
     side: str
     client: BenchClient
     request: GenerateRequest
-    """The request of the first prompt, without its text. `ask` sets text and seed for each prompt.
-    """
+    """The request of the first prompt, without its text."""
     concurrency: int
 
     def ask(self, prompt: BenchPrompt, index: int) -> GenerateRequest:
@@ -166,9 +160,10 @@ async def measure(
     seconds = dict.fromkeys(sides, 0.0)
     blocks = _blocks(len(prompts), max(c.concurrency for c in contestants))
     for number, block in enumerate([range(0), *blocks]):
-        last = block[-1] if block else 0
-        where = f"prompt {last + 1} of {len(prompts)}: {prompts[last].category}"
-        progress(where if block else "warming up")
+        where = "warming up"
+        if block:
+            where = f"prompt {block[-1] + 1} of {len(prompts)}: {prompts[block[-1]].category}"
+        progress(where)
         for side in list(reversed(found) if block and number % 2 == 0 else found):
             try:
                 if not block:
@@ -204,9 +199,8 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     With several requests at a time, there are two turns, each with every second prompt. More turns
     would be shorter, and at the end of a turn fewer than `concurrency` requests run. In a single
     turn, the same side would always come first, but the later sides find prefixes cached."""
-    if concurrency == 1:
-        return [range(index, index + 1) for index in range(num_prompts)]
-    return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
+    num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
+    return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 
 
 def medians_ms(

@@ -7,8 +7,7 @@ capacity    Rounds a second of one coordinator with many sessions. Client, coord
 transports  Time that gRPC and HTTP add until the first token, and to each chunk. Clients and
             coordinator run in this process. The canned target runs in another process.
 
-Canned replicas give well-formed answers without a model, at once or after the time of a step.
-"""
+Canned replicas give well-formed answers without a model, at once or after the time of a step."""
 
 import asyncio
 import gc
@@ -42,8 +41,7 @@ from .report import Report, percentile
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Chance of acceptance of each canned draft token. A round with 8 draft tokens commits about 3
-tokens."""
+"""Of each canned draft token. A round with 8 draft tokens commits about 3 tokens."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
@@ -98,7 +96,7 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 
 @asynccontextmanager
 async def _canned_replicas(draft_s: float = 0.0, verify_s: float = 0.0) -> AsyncIterator[Replicas]:
-    """A canned draft and target, whose steps take `draft_s` and `verify_s`."""
+    """A canned draft and target, whose steps take these times."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -175,7 +173,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
 
     `X_ttft_added_ms_p50` is the median of a difference: the time to the first token at a client of
     transport X, minus the coordinator's own time to the first token. `X_chunk_added_ms` is the
-    median time from when the coordinator has a chunk until the client has read this chunk."""
+    median time from when the coordinator has a chunk until the client has read it."""
     progress("starting the services")
     added: dict[str, list[float]] = {}
     async with (
@@ -199,7 +197,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
 
 async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, list[float]]:
     """The times that a transport adds to the first token, and to each chunk, ms. The coordinator
-    puts the times of the request and of each chunk into `stamps`."""
+    appends the times of the request and of each chunk to `stamps`."""
     stamps.clear()
     done = await client.generate(_WORDS)
     asked_s, *had_s = stamps
@@ -220,11 +218,9 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
         _save_tokenizer(directory)
         async with _canned_replicas(verify_s=TURN_STEP_S) as replicas:
             config = replicas.coordinator_config(
-                http=True,
-                tokenizer_directory=directory,
-                served_model_name=CANNED.model,
+                http=True, tokenizer_directory=directory, served_model_name=CANNED.model,
                 run_ahead_rounds=0,  # A canned target answers one round at a time.
-            )
+            )  # fmt: skip
             address = await actor.start(config, log_directory="")
             service: Any = actor.host and actor.host.service
             generate = service.generate
@@ -256,28 +252,22 @@ def _save_tokenizer(directory: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
-class CannedReplica:
+def canned_service(answer: Callable[[Any], Any], step_s: float) -> Any:
     """A `ReplicaService` that answers each item with `answer(item)`, after `step_s`."""
 
-    def __init__(self, answer: Callable[[Any], Any], step_s: float = 0.0) -> None:
-        self._answer = answer
-        self._step_s = step_s
-
-    def connect(self, send: Callable[[Sequence[Any]], None]) -> Any:
+    def connect(send: Callable[[Sequence[Any]], None]) -> Any:
         def receive(items: Sequence[Any]) -> None:
-            answers = [self._answer(item) for item in items]
-            if self._step_s:
-                asyncio.get_running_loop().call_later(self._step_s, send, answers)
+            answers = [answer(item) for item in items]
+            if step_s:
+                asyncio.get_running_loop().call_later(step_s, send, answers)
             else:
                 send(answers)
 
         return SimpleNamespace(receive=receive, close=lambda: None)
 
-    def describe(self) -> ReplicaDescription:
-        return CANNED
-
-    def release(self, session_id: str, epoch: int) -> None:
-        pass
+    return SimpleNamespace(
+        connect=connect, describe=lambda: CANNED, release=lambda session_id, epoch: None
+    )
 
 
 def propose(item: DraftItem) -> ProposalReply:
@@ -294,11 +284,9 @@ def verify(item: VerifyItem) -> VerdictReply:
 @asynccontextmanager
 async def canned_role(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of a process with a canned draft and target."""
-    draft: Any = CannedReplica(propose, setup["draft_s"])
-    target: Any = CannedReplica(verify, setup["verify_s"])
-    services = [ReplicaServicer(draft, DRAFT).grpc_service]
-    services += [ReplicaServicer(target, VERIFY).grpc_service]
-    server = RpcServer(services, ServerOptions())
+    draft = ReplicaServicer(canned_service(propose, setup["draft_s"]), DRAFT)
+    target = ReplicaServicer(canned_service(verify, setup["verify_s"]), VERIFY)
+    server = RpcServer([draft.grpc_service, target.grpc_service], ServerOptions())
     await server.start()
     try:
         await server.set_serving(True)

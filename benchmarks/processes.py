@@ -2,10 +2,9 @@
 deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
-sets the process up. The answer to the first line has an `error`, or means that the process is
-ready. The roles of this module answer the first line with an `address`, and further lines with the
-CPU time of the process so far (`cpu_s`).
-"""
+sets the process up. The answer to it has an `error`, or means that the process is ready. The roles
+of this module answer the first line with an `address`, and further lines with the CPU time of the
+process so far (`cpu_s`)."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""The coordinator's time limit for a proposal. The limit is long, because benchmarks must not skip
-the proposals of a slow draft."""
+"""The coordinator's time limit for a proposal. Benchmarks must not skip proposals of a slow
+draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -53,25 +52,19 @@ class Process:
     and all its children."""
 
     def __init__(
-        self,
-        command: str | Sequence[str],
-        name: str,
-        setup: Mapping[str, object],
+        self, command: str | Sequence[str], name: str, setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
         Error messages begin with `name`. `setup` is the first line. The process inherits all
         environment variables except those that limit threads, and gets those of `environment`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
-        self._command = command
-        self._name = name
-        self._setup = setup
+        self._command, self._name, self._setup = command, name, setup
         own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
         self._environment = own | dict(environment or {})
         self._process: Any = None
         self.address = ""
-        """The address of a role of this module, such as a gRPC address."""
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
@@ -144,7 +137,6 @@ def main(words: Sequence[str]) -> None:
 async def _play(role: Role, output: TextIO) -> None:
     async with AsyncExitStack() as stack:
         setup = json.loads(await asyncio.to_thread(sys.stdin.readline))
-        answer: dict[str, object]
         try:
             answer = {"address": await stack.enter_async_context(role(setup))}
         except OutriderError as error:
@@ -163,9 +155,8 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
-    """The role of a target, a draft or a coordinator. In `setup`, `service` is the service's name,
-    and `config` is its configuration. Each message to or from a target or draft takes `delay_ms`
-    longer. For a coordinator `delay_ms` must be 0."""
+    """The role of a target, a draft or a coordinator: the `service` of `setup`. Each message to or
+    from a target or draft takes `delay_ms` longer. For a coordinator `delay_ms` must be 0."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:
@@ -219,7 +210,7 @@ class Replicas:
 
     target_address: str
     draft_address: str
-    """Empty if there is no draft replica."""
+    """Empty without a draft replica."""
     redis_url: str
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
@@ -248,9 +239,9 @@ async def running_pair(
     coordinator: CoordinatorConfig,
     delay_ms: float = 0.0,
 ) -> AsyncIterator[Replicas]:
-    """Starts a temporary Redis and a target. If the drafter of `draft` runs in a draft service,
-    also starts a draft replica. `Replicas.coordinator` starts coordinators with the settings in
-    `coordinator`. Each message to or from the draft takes `delay_ms` longer."""
+    """Starts a temporary Redis, a target, and a draft if the drafter runs in a draft service.
+    `Replicas.coordinator` starts coordinators with the settings in `coordinator`. Each message to
+    or from the draft takes `delay_ms` longer."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

@@ -210,7 +210,7 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
 
 def latencies(done: Completion) -> dict[str, float | None]:
     """The latencies of a request, ms. If no chunk had tokens, TTFT is the time to the end."""
-    first_s, rest = done.first_token_s or done.seconds, done.num_tokens - 1
+    first_s, rest = next(iter(done.chunk_s), done.seconds), done.num_tokens - 1
     return {
         "ttft": 1e3 * first_s,
         "tpot": 1e3 * (done.seconds - first_s) / rest if rest else None,
