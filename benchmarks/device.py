@@ -80,12 +80,9 @@ def run(options: DeviceOptions, progress: Progress) -> Report:
 
 
 def measure(
-    module: Any,
-    info: ModelInfo,
-    options: DeviceOptions,
-    backend: DeviceBackend | None,
+    module: Any, info: ModelInfo, options: DeviceOptions, backend: DeviceBackend | None,
     progress: Progress,
-) -> Report:
+) -> Report:  # fmt: skip
     """Measures `module`, in which faster modules replace some of the modules."""
     device = module.device
     weight_bytes = _weight_bytes(module)
@@ -94,6 +91,7 @@ def measure(
     ideal_ms = weight_bytes / bytes_per_s * 1e3
     speed_up(module)
     progress("steps")
+    figures = _figures(module, info, options, backend)
     values = asdict(options) | {
         "model": info.name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -102,7 +100,8 @@ def measure(
         "weight_bytes": weight_bytes,
         "copy_gb_per_s": bytes_per_s / 1e9,
         "ideal_step_ms": ideal_ms,
-        **_figures(module, info, options, backend, ideal_ms),
+        "decode_over_ideal": figures["decode_step_ms"] / ideal_ms,
+        **figures,
     }
     progress("verdicts")
     values["verdict_ms"] = verdict_times(device, info.vocab_size)
@@ -120,7 +119,7 @@ def copy_speed(device: torch.device, num_bytes: int) -> float:
 def random_llama(
     device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
 ) -> tuple[Any, ModelInfo]:
-    """A Llama with random weights. `random-1b` has the shapes of Llama 3.2 1B, `random-7b` those of
+    """A Llama with random weights. `random-1b` has the shapes of Llama 3.2 1B, other names those of
     Llama 2 7B. `sizes` override these shapes."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -152,18 +151,16 @@ def _judge(questions: Sequence[Question], _: int) -> None:
 
 
 def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
-    noise = RoundNoise(index, rule, 100 + index)
-    places = range(VERDICT_TOKENS)
-    num = len(places)
-    drawn, _ = draw_from_logits(logits[:-1], [_FLATTER] * num, [noise] * num, places)
+    noise, num = RoundNoise(index, rule, 100 + index), VERDICT_TOKENS
+    drawn, _ = draw_from_logits(logits[:-1], [_FLATTER] * num, [noise] * num, range(num))
     q = tuple(q for _, q in drawn) if rule.needs_q else ()
     proposal = SealedProposal.of(Proposal(tuple(token_id for token_id, _ in drawn), q)).open()
     return Question(logits, _SAMPLED, NO_HISTORY, proposal, noise)
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes of all weights that a step reads. If the embedding is not tied to the LM head, the
-    embedding does not count, because a step reads only a few of its rows."""
+    """Bytes of all weights that a step reads. An embedding that is not tied to the LM head does not
+    count, because a step reads only a few of its rows."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())
@@ -171,11 +168,7 @@ def _weight_bytes(module: Any) -> int:
 
 
 def _figures(
-    module: Any,
-    info: ModelInfo,
-    options: DeviceOptions,
-    backend: DeviceBackend | None,
-    ideal_ms: float,
+    module: Any, info: ModelInfo, options: DeviceOptions, backend: DeviceBackend | None
 ) -> dict[str, float]:
     engine = PagedEngine(
         module, info, max_num_seqs=2, kv_cache_memory_bytes=_KV_CACHE_BYTES, backend=backend
@@ -197,13 +190,8 @@ def _figures(
         drafter.extend([drafter.begin(request)])
 
     works = (partial(step, ids[:1]), partial(step, ids[:1] * (k + 1)), draft)
-    decode, verify, drafted = medians_ms(works, REPETITIONS, partial(engine.keep, _NAME, length))
-    return {
-        "decode_step_ms": decode,
-        "decode_over_ideal": decode / ideal_ms,
-        "verify_step_ms": verify,
-        "draft_steps_ms": drafted,
-    }
+    times = medians_ms(works, REPETITIONS, partial(engine.keep, _NAME, length))
+    return dict(zip(("decode_step_ms", "verify_step_ms", "draft_steps_ms"), times, strict=True))
 
 
 if __name__ == "__main__":

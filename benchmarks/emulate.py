@@ -33,10 +33,9 @@ from .processes import running_pair
 from .report import Report, table
 
 TOKENS_MAX = 8_000
-"""Maximum of `--tokens`. Prompt and answer must fit into the context of the emulated models."""
+"""Prompt and answer must fit into the context of the emulated models."""
 SPARE_TOKENS = 16
-"""This many tokens at the end of a session are not measured, because the last rounds draft fewer
-tokens."""
+"""Tokens at the end of a session that are not measured, because the last rounds draft fewer."""
 WARM_UP_TOKENS = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
@@ -50,7 +49,7 @@ LAW = {
 """Parameters of `EmulatedSpec` for the distributions of the emulated models."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
 """Chance by rule that a draft token is accepted, given that all earlier draft tokens were accepted.
-`LAW` determines these chances."""
+It follows from `LAW`."""
 
 
 class Run(NamedTuple):
@@ -58,7 +57,7 @@ class Run(NamedTuple):
     rule: Rule
     num_draft_tokens: int
     round_trip_ms: float = 0.0
-    """Time added to each round trip between coordinator and draft."""
+    """Added between coordinator and draft."""
 
 
 RUNS = (

@@ -16,8 +16,7 @@ All figures are medians. Prompts are random tokens. In the part `sessions`, each
 prompt of 256 tokens and decodes 128 tokens greedily, ignoring EOS. The time runs from the first
 request to the last token, so it includes prefill. A gap is the time between two successive tokens
 of a session at the client. A message of n tokens counts as n gaps, each 1/n of the time until the
-next message.
-"""
+next message."""
 
 import asyncio
 import time
@@ -59,12 +58,11 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 RUNNING_TOKENS = 256
 SETTLING_GAPS = 16
-"""This many gaps at the start of a session are not measured, because other sessions are still
-starting."""
+"""Gaps at the start of a session that are not measured, because other sessions are starting."""
 GAPS_BEFORE = 64
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the answer to the long prompt. Gaps that overlap the prefill end in this time."""
+"""Gaps that overlap the prefill end in this time after the answer to the long prompt."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -78,8 +76,7 @@ LENGTHS = {
 """Tokens of the longest sequence of each part."""
 
 Prompts = Callable[[int, int], list[tuple[int, ...]]]
-"""Called with a number of prompts and their length in tokens. Returns new random prompts, so that
-no prefix of a prompt is cached."""
+"""Called with a number of prompts and their length in tokens. Returns new random prompts."""
 
 
 async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
@@ -129,7 +126,7 @@ async def _rates(
             progress(f"repetition {index + 1}: {number} sessions")
             served, alone = (prompts(number, PROMPT_TOKENS) for _ in range(2))
             served_s = await _decode(client, served, NEW_TOKENS)
-            alone_s = decode_with_engine(engine, alone, NEW_TOKENS)
+            alone_s = decode_with_engine(engine, alone)
             num_tokens = number * NEW_TOKENS
             if index >= 0:
                 found[number].append((num_tokens / served_s, num_tokens / alone_s))
@@ -141,11 +138,9 @@ async def _rates(
     }
 
 
-def decode_with_engine(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int
-) -> float:
+def decode_with_engine(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> float:
     started = time.perf_counter()
-    asked = [Answer("", 0, prompt, num_tokens) for prompt in prompts]
+    asked = [Answer("", 0, prompt, NEW_TOKENS) for prompt in prompts]
     for _ in decode(engine, asked, GREEDY, Rule.GREEDY, ()):
         pass
     return time.perf_counter() - started
@@ -195,8 +190,8 @@ async def _beside_a_long_prompt(client: Client, prompts: Prompts) -> float:
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """All gaps, s, that overlap the time from `start` to `end`. `arrivals` has the times at which
-    the tokens of each session arrived."""
+    """All gaps, s, that overlap the time from `start` to `end`. `arrivals` has the times of arrival
+    of each session's tokens."""
     return [
         (after - before) / num_tokens
         for own in arrivals

@@ -1,8 +1,7 @@
 """Other inference libraries, and the target's engine alone, for comparison in benchmarks.
 
 `make peers` installs each library in a virtual environment of its own. A *sweep* tries a few
-settings of a library, and stores the fastest ones in the library's environment.
-"""
+settings of a library, and stores the fastest ones in the library's environment."""
 
 from __future__ import annotations
 
@@ -34,10 +33,7 @@ SWEEP_PROMPTS = 6
 SPARE_TOKENS = 16
 """Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of this number of tokens, because some caches hold only whole
-blocks."""
-_PROGRAM = Path(__file__).with_name("library_process.py")
-
+"""A context is a multiple of this number of tokens, because some caches hold only whole blocks."""
 
 Setting = Mapping[str, Any]
 """Options of a library's class in `library_process`."""
@@ -50,25 +46,17 @@ class TargetInputs:
     setup: Mapping[str, Any]
     """What each library's process gets first: tokens of a context (`context_tokens`), prompts at a
     time (`batch`), a `directory` with the target's safetensors, and settings of the target
-    (`target`). `gguf` is a GGUF file with the same weights as float16. If the target is not from a
-    GGUF file, `gguf` is empty."""
+    (`target`). `gguf` is a GGUF file with the same weights as float16; empty if there is none."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
-    """Token ids of each prompt, by the prompt's text. Without `--raw`, they include the chat
-    template."""
+    """Token ids of each prompt, by the prompt's text."""
     environments: Path = Path()
 
     @classmethod
     def load(
-        cls,
-        target: TargetConfig,
-        prompts: Sequence[BenchPrompt],
-        options: PromptOptions,
-        *,
-        gguf: str = "",
-        batch: int = 1,
-        environments: Path = Path(),
-    ) -> TargetInputs:
+        cls, target: TargetConfig, prompts: Sequence[BenchPrompt], options: PromptOptions, *,
+        gguf: str = "", batch: int = 1, environments: Path = Path(),
+    ) -> TargetInputs:  # fmt: skip
         """Tokenizes the prompts as Outrider does. `target.directory` must have safetensors."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.tokenizer import TokenizerText
@@ -97,19 +85,17 @@ def sweep_prompts() -> tuple[BenchPrompt, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     name: str
-    """Name of the library, of its virtual environment, of its file in `peer_environments`, and of
-    its class in `library_process.DECODERS`."""
+    """Also the name of its virtual environment, of its file in `peer_environments`, and of its
+    class in `library_process.DECODERS`."""
     is_ours: bool = False
-    """Whether the library runs in Outrider's environment. Such a library runs one request at a
-    time."""
+    """Whether the library runs in Outrider's environment, one request at a time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = ({},)
     """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode, in addition to the fastest of
-    `bindings`."""
+    """Settings that a sweep tries for the speculative mode, with the fastest of `bindings`."""
     preloads: tuple[str, ...] = ()
     """Shared objects that the library's manual asks to preload: names of files in the virtual
     environment, or names for the system's linker."""
@@ -139,11 +125,9 @@ _VLLM = Library(
 )
 ENGINE = Library(name="engine", is_ours=True)
 TRANSFORMERS = Library(
-    name="transformers",
-    is_ours=True,
-    speculative="prompt lookup",
+    name="transformers", is_ours=True, speculative="prompt lookup",
     drafting=({"prompt_lookup_num_tokens": 10},),
-)
+)  # fmt: skip
 PEERS = (
     _VLLM,
     replace(_VLLM, name="vllm-pace"),
@@ -177,7 +161,7 @@ class LibraryProcess(Process, BenchClient):
         if not library.is_ours:
             python = inputs.environments.absolute() / library.name / "bin" / "python"
             # With -I, this Python ignores PYTHONPATH and the modules of this repository.
-            command = [str(python), "-I", str(_PROGRAM)]
+            command = [str(python), "-I", str(Path(__file__).with_name("library_process.py"))]
         setup = {"library": library.name, "options": setting, **inputs.setup}
         super().__init__(command, library.name, setup, library.environment(inputs.environments))
 
@@ -212,9 +196,9 @@ async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
     """Returns the fastest setting of each mode, from the stored result of a sweep with the same
-    model and number of threads. If there is no stored result, or `again` is set, runs a sweep and
-    stores the result. If no setting of the speculative mode works, this mode is omitted. Raises
-    `Unavailable` if plain decoding does not work."""
+    model and number of threads. If there is none, or `again` is set, runs a sweep and stores the
+    result. Omits the speculative mode if no setting works. Raises `Unavailable` if plain decoding
+    does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -232,12 +216,11 @@ async def fastest_settings(
             setting = {**found.get(PLAIN, {}), **each}
             try:
                 rate = await _rate(library, setting, inputs)
+                by_rate[rate] = setting
+                progress(f"{library.name} {mode}: {rate:.1f} tokens/s with {setting}")
             except (ConfigError, Unavailable) as error:
                 failure = f"{mode} does not work: {error.message}"
                 progress(f"{library.name} {failure}")
-            else:
-                by_rate[rate] = setting
-                progress(f"{library.name} {mode}: {rate:.1f} tokens/s with {setting}")
         if by_rate:
             found[mode] = by_rate[max(by_rate)]
         elif mode == PLAIN:
@@ -254,10 +237,10 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """Returns a cached copy of `gguf`. Its weights are rounded to bfloat16, like the weights of the
-    target. The copy stores matrices as float16, because not every library reads bfloat16. Only
-    numbers below 2**-17 in magnitude lose bits in float16. The copy stores vectors as float32,
-    because llama.cpp needs float32 vectors. Metadata, names, shapes and the order of rows stay."""
+    """Returns a cached copy of `gguf`, whose weights are rounded to bfloat16, like the target's.
+    The copy stores matrices as float16, because not every library reads bfloat16. Only numbers
+    below 2**-17 in magnitude lose bits in float16. The copy stores vectors as float32, because
+    llama.cpp needs float32 vectors. Metadata, names, shapes and the order of rows stay."""
     from outrider.models.sources import cached_path, made_once
 
     path = cached_path(gguf, cache, ".f16.gguf")

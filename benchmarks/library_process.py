@@ -5,8 +5,7 @@ module imports Outrider only in `Engine` and `Transformers`, which run in Outrid
 
 The process reads JSON lines until its input ends, and answers each line. The first line says what
 to load, and the answer is `{}`. Each further line is a batch of prompts, and the answer is
-`{"completions": ...}`. After an error, the answer is `{"error": ...}`.
-"""
+`{"completions": ...}`. After an error, the answer is `{"error": ...}`."""
 
 import json
 import os
@@ -26,10 +25,10 @@ Emit = Callable[[int, list[int]], None]
 
 
 class Decoder(Protocol):
-    """A library with a loaded model. Methods raise the library's own exceptions."""
+    """A library with a loaded model."""
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """Decodes prompts, `request["concurrency"]` at a time."""
+        """Decodes prompts, `request["concurrency"]` at a time. Raises the library's exceptions."""
 
 
 class Vllm:
@@ -48,26 +47,20 @@ class Vllm:
         from vllm import LLM
 
         self._engine = LLM(
-            model=setup["directory"],
-            dtype="bfloat16",
-            max_model_len=setup["context_tokens"],
-            max_num_seqs=setup["batch"],
-            kv_cache_memory_bytes=CACHE_GIB * 2**30,
-            enable_prefix_caching=False,
-            **options,
-        ).llm_engine
+            model=setup["directory"], dtype="bfloat16", max_model_len=setup["context_tokens"],
+            max_num_seqs=setup["batch"], kv_cache_memory_bytes=CACHE_GIB * 2**30,
+            enable_prefix_caching=False, **options,
+        ).llm_engine  # fmt: skip
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=request["temperature"],
-            max_tokens=request["max_tokens"],
-            stop_token_ids=request["eos_token_ids"],
-            detokenize=False,
+            temperature=request["temperature"], max_tokens=request["max_tokens"],
+            stop_token_ids=request["eos_token_ids"], detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-        )
+        )  # fmt: skip
         waiting, num_running = list(enumerate(prompts))[::-1], 0
         while waiting or num_running:
             while waiting and num_running < request["concurrency"]:
@@ -159,15 +152,11 @@ class LlamaCpp:
         self, token_ids: list[int], request: dict[str, Any], emit: Callable[[list[int]], None]
     ) -> None:
         body = {
-            "prompt": token_ids,
-            "max_tokens": request["max_tokens"],
-            "temperature": request["temperature"],
-            "samplers": ["temperature"],
-            "cache_prompt": False,
-            "stream": True,
+            "prompt": token_ids, "max_tokens": request["max_tokens"],
+            "temperature": request["temperature"], "samplers": ["temperature"],
+            "cache_prompt": False, "stream": True, "return_tokens": True,
             "verbose": True,  # Only verbose chunks have token ids.
-            "return_tokens": True,
-        }
+        }  # fmt: skip
         failures: list[object] = []
 
         def take(chunk: dict[str, Any]) -> None:
@@ -187,8 +176,7 @@ class Streamer:
     """Takes tokens from the `generate` of transformers. The first call of `put` has the prompt."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
-        self._emit = emit
-        self._is_prompt = True
+        self._emit, self._is_prompt = emit, True
 
     def put(self, token_ids: Any) -> None:
         if not self._is_prompt:
@@ -221,15 +209,10 @@ class Transformers:
             ids = torch.tensor([token_ids], device=self._module.device)
             with torch.inference_mode():
                 self._module.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=request["max_tokens"],
-                    eos_token_id=eos or None,
-                    pad_token_id=eos[0] if eos else 0,
-                    streamer=Streamer(partial(emit, index)),
-                    **sampling,
-                    **self._options,
-                )
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_tokens"],
+                    eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0,
+                    streamer=Streamer(partial(emit, index)), **sampling, **self._options,
+                )  # fmt: skip
 
 
 class Engine:

@@ -14,15 +14,8 @@ from outrider.errors import ConfigError, OutriderError, SettingError, Unavailabl
 from outrider.models.sources import cache_dir, gguf_file
 from outrider.settings import checked
 
-from .libraries import (
-    PEERS,
-    PLAIN,
-    TRANSFORMERS,
-    LibraryProcess,
-    TargetInputs,
-    bfloat16_gguf,
-    fastest_settings,
-)
+from . import libraries
+from .libraries import PEERS, PLAIN, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
@@ -33,20 +26,18 @@ Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
-"""Pause between two sides (see `measurement.py`), because vLLM's OpenMP threads spin for 0.2 s
-after their work. Without the pause, they would take cores from the next side."""
+"""Pause between two sides, because vLLM's OpenMP threads spin for 0.2 s after their work, and would
+take cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a
-subject for speculative decoding. In a new deployment, the two subjects share no prefix cache."""
+subject for speculative decoding. In a new deployment, the two share no prefix cache."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 
 
 @checked()
 class PeersOptions(DecodingOptions):
-    """Options of `bench peers`."""
-
     num_prompts: NumPrompts = 16
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
@@ -112,7 +103,7 @@ async def start_peers(
     gguf = gguf_file(subject.model)
     inputs = TargetInputs.load(
         subject.target, prompts, options, batch=max(options.concurrency),
-        gguf=str(bfloat16_gguf(gguf, cache_dir())) if gguf else "",
+        gguf=str(libraries.bfloat16_gguf(gguf, cache_dir())) if gguf else "",
         environments=options.environments,
     )  # fmt: skip
     clients: dict[str, BenchClient] = {}
@@ -125,13 +116,12 @@ async def start_peers(
                 raise Unavailable("not installed; `make peers` installs it")
             if peer.needs_gguf and not gguf:
                 raise Unavailable("the target does not come from a GGUF file")
-            found = await fastest_settings(peer, inputs, progress, again=options.sweep)
+            again = options.sweep
+            found = await libraries.fastest_settings(peer, inputs, progress, again=again)
             for mode, setting in found.items():
-                side = f"{peer.name} {mode}"
+                side, process = f"{peer.name} {mode}", LibraryProcess(peer, setting, inputs)
                 progress(f"loading the model once more: {side}")
-                clients[side] = await stack.enter_async_context(
-                    LibraryProcess(peer, setting, inputs)
-                )
+                clients[side] = await stack.enter_async_context(process)
         except (ConfigError, Unavailable) as error:
             missing[peer.name] = error.message
     return clients, missing
@@ -141,8 +131,8 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     """The figures of sides that decoded the same prompts. A rate is the number of all tokens,
     divided by the wall time including prefill. The time to the first token is a median, or None if
     several requests run at a time. `same_tokens` counts the answers that equal those of Outrider's
-    plain decoding. At temperatures above 0, `same_tokens` is None. At temperature 0, two answers
-    should begin to differ only where two tokens are almost equally likely."""
+    plain decoding, or is None at temperatures above 0. At temperature 0, two answers should begin
+    to differ only where two tokens are almost equally likely."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:

@@ -85,16 +85,14 @@ class ServeOptions(PromptOptions):
     @property
     def goals(self) -> dict[str, float]:
         """The goals in `goodput`, ms, by metric."""
-        pairs = (text.split(":") for text in self.goodput)
-        return {name: float(ms) for name, ms in pairs}
+        return {name: float(ms) for name, ms in (text.split(":") for text in self.goodput)}
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
         """The options for the JSON object. `server` is HOST:PORT."""
-        values = asdict(self) | {"goodput": self.goals}
-        named = {"backend": backend, "server": server, "model_id": model}
-        return named | {
+        values = {"backend": backend, "server": server, "model_id": model, **asdict(self)}
+        return {
             name: str(value) if value == math.inf or isinstance(value, Path) else value
-            for name, value in values.items()
+            for name, value in (values | {"goodput": self.goals}).items()
         }
 
 
@@ -115,11 +113,11 @@ class Load:
 
 
 def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
-    """An endless sequence of arrival times in seconds.
+    """An endless sequence of arrival times, s.
 
     Gaps have the distribution Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`.
-    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. vLLM
-    also rescales the times, so that the last time equals its mean. This function does not."""
+    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. Unlike
+    vLLM, this function does not rescale the times so that the last one equals its mean."""
     generator = random.Random(0)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
@@ -164,17 +162,14 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
-    """The figures, with vLLM's names and units; None = not measured. Rates count only requests that
-    did not fail. `settings` are from `ServeOptions.settings`."""
+    """The figures, with vLLM's names and units; None = not measured. Rates do not count requests
+    that failed. `settings` are from `ServeOptions.settings`."""
     done = load.completed
     seconds = load.duration_s or math.inf
+    counted = "prompt_tokens num_tokens num_rounds num_draft_tokens num_accepted_draft_tokens"
     inputs, outputs, steps, drafted, accepted = (
-        sum(getattr(one, name) for one in done)
-        for name in (
-            "prompt_tokens", "num_tokens", "num_rounds", "num_draft_tokens",
-            "num_accepted_draft_tokens",
-        )
-    )  # fmt: skip
+        sum(getattr(one, name) for one in done) for name in counted.split()
+    )
     goals = options.goals
     figures: dict[str, Any] = {
         "duration": load.duration_s,
@@ -198,12 +193,9 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         for metric, ms in samples(done).items()
         for name, of in STATISTICS.items()
     }
-    warnings = []
-    if load.errors:
-        reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
-        warnings.append(
-            f"warning: {load.errors.total()} of {len(load.answers)} requests failed: {reasons}"
-        )
+    reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
+    failed = f"{load.errors.total()} of {len(load.answers)} requests failed: {reasons}"
+    warnings = [f"warning: {failed}"] if reasons else []
     title = f"{settings['model_id']} by {settings['backend']}"
     return Report({**settings, **figures}, Report.of(title, figures).shown, warnings)
 

@@ -52,19 +52,16 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The target's configuration, with which references and peers load the same model; None = the
-    target's files are not on this machine."""
+    """With this configuration, references and peers load the same model; None = the target's files
+    are not on this machine."""
 
     def setup(self, drafted: GenerateRequest) -> dict[str, Any]:
         """Fields of the JSON report that describe the deployment and the decoding."""
         return {
-            "model": self.model,
-            "draft_model": self.draft_model,
-            "dtype": self.dtype,
+            "model": self.model, "draft_model": self.draft_model, "dtype": self.dtype,
             "threads": self.target and self.target.num_threads,
-            "num_draft_tokens": drafted.num_draft_tokens,
-            "max_tokens": drafted.max_tokens,
-        }
+            "num_draft_tokens": drafted.num_draft_tokens, "max_tokens": drafted.max_tokens,
+        }  # fmt: skip
 
 
 async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Report:
@@ -105,8 +102,8 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """A side's completions of one category. The result's `seconds` is the sum of the times of
-    requests, because requests of several categories may run at the same time."""
+    """A side's completions of one category. `seconds` is the sum of the times of requests, because
+    requests of several categories may run at the same time."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
     return SideResult(done, sum(one.seconds for one in done))
@@ -115,9 +112,9 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. A rate is the number of tokens, divided by the
     wall time including prefill. If `several` requests ran at a time, `speedup` is the ratio of the
-    total rates. Otherwise `speedup` is the median of each prompt's ratio of rates. `num_identical`
-    counts the answers with the same tokens on both sides. At temperature 0, two answers should
-    begin to differ only where two tokens are almost equally likely."""
+    total rates, otherwise the median of each prompt's ratio of rates. `num_identical` counts the
+    answers with the same tokens on both sides. At temperature 0, two answers should begin to differ
+    only where two tokens are almost equally likely."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:
