@@ -33,7 +33,7 @@ from outrider.limits import (
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller that an API key identifies. Contains no secret."""
+    """The caller that an API key identifies."""
 
     name: str = ""
     """Name of the API key; empty if the server needs no key. Rate limits count by this name."""
@@ -66,7 +66,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 def key_hash(key: str) -> str:
-    """Hashes a key. Accepts any text."""
+    """Hashes any text."""
     return f"sha256:{hashlib.sha256(key.encode(errors='surrogatepass')).hexdigest()}"
 
 
@@ -85,8 +85,8 @@ def check_key_name(name: str) -> str:
 
 def given_keys(text: str) -> dict[str, Caller]:
     """Parses the setting `api_key`: keys or hashes, separated by commas. Maps the hash of each key
-    to a caller without limits. Each caller has its own tenant, so it cannot see the sessions of
-    others. If a key is wrong, raises a `ConfigError` with the key's number, but not its text."""
+    to a caller without limits, with a tenant of its own. If a key is wrong, raises a `ConfigError`
+    with the key's number, but not its text."""
     found = {}
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -125,8 +125,8 @@ _FILE = TypeAdapter(dict[_KeyName, _StoredKey])
 
 
 def read_key_file(path: Path) -> dict[str, Caller]:
-    """Reads a key file. Maps the hash of each key to the key's caller. If the file is invalid,
-    raises a `ConfigError` that names the file and the wrong field, but quotes no hash."""
+    """Reads a key file. Maps the hash of each key to its caller. The `ConfigError` for an invalid
+    file names the file and the wrong field, but quotes no hash."""
     stored = _read(path)
     callers = {}
     for name, key in stored.items():

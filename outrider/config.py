@@ -1,8 +1,7 @@
 """Configurations: one frozen dataclass of settings for each service, and one for a deployment.
 
 Each field is a setting with a flag, an `OUTRIDER_*` variable, a YAML key and a row in
-`docs/settings.md`, except the `Internal` fields. The code that starts a service sets `Internal`
-fields."""
+`docs/settings.md`, except the `Internal` fields, which the code that starts a service sets."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -72,17 +71,15 @@ class ServerConfig:
     """Let servers without keys and TLS bind an address other than loopback."""
     internal_tls_dir: str = ""
     """Directory of the certificates that `outrider certs` made. Every machine needs a copy at the
-    same path. Coordinators, targets and drafts authenticate each other by these certificates. Empty
-    = these services call each other without TLS and without authentication."""
+    same path. Coordinators, targets and drafts authenticate each other by these certificates;
+    empty = without TLS and authentication."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
     comma between them; empty = nowhere. The coordinator serves its metrics on PORT, the target on
     PORT + 1, the draft on PORT + 2. Each further replica of a role on the same machine uses a port
     that is 3 higher. A coordinator with HTTP always serves its own metrics by `GET /metrics`."""
-
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves."""
-
     role: ClassVar[Role]
     membership: Internal[Membership | None] = None
     """None = the replica does not announce itself."""
@@ -102,8 +99,7 @@ class ServerConfig:
 
     @property
     def metrics_host(self) -> str:
-        """Address on which metrics are served to Prometheus. Without `insecure`, this is a loopback
-        address, because metrics are served without authentication."""
+        """Address on which metrics are served to Prometheus, without authentication."""
         return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
 
     def __post_init__(self) -> None:
@@ -122,7 +118,7 @@ HERMES = "hermes"
 AUTO_ENGINE = "auto"
 VLLM = "vllm"
 EMULATED = "emulated:"
-"""An `engine` with this prefix is emulated: it simulates step times and runs no model."""
+"""Prefix of the `engine` if it simulates step times and runs no model."""
 NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -152,10 +148,10 @@ class ModelServerConfig(ServerConfig):
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
     """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
-    """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
-    GPU, the fraction applies to each replica's share of the memory."""
+    """Fraction of GPU memory that a replica uses for weights, keys and values; of its share if
+    replicas share a GPU."""
     max_num_batched_tokens: Annotated[int | None, between(limits.BATCHED_TOKENS_MIN, 2**20)] = None
-    """Largest number of tokens in one step; if unset, 2048 with vLLM and 512 with other engines.
+    """Largest number of tokens in one step; unset = 2048 with vLLM and 512 with other engines.
     Longer prompts are prefilled in several steps. A larger number raises throughput, but requests
     wait longer for other prompts."""
     deterministic: bool = False
@@ -180,8 +176,8 @@ class ModelServerConfig(ServerConfig):
     port: Port = 0
     """The replica's gRPC port, for firewalls that admit only some ports; 0 = any free port."""
     num_cpus: Cpus = 0.5
-    """CPUs that Ray reserves for a replica. The number limits how many replicas Ray places on a
-    machine, not how many cores a replica uses."""
+    """CPUs that Ray reserves for a replica. They limit how many replicas Ray places on a machine,
+    not how many cores a replica uses."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
     """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica. If unset, Ray
     reserves an equal share of the cluster's GPUs, at most one GPU, for each rank of a model."""
@@ -247,8 +243,8 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs: on the target, or on draft replicas. For a head on draft
-    replicas, the target sends a row of hidden states for each token."""
+    """Where an EAGLE-3 head runs. To a head on draft replicas, the target sends a row of hidden
+    states for each token."""
     ngram_min: Annotated[int, between(1, NGRAM_MAX)] = 1
     """Shortest match of prompt lookup, in tokens."""
     ngram_max: Annotated[int, between(1, NGRAM_MAX)] = 16
@@ -260,8 +256,7 @@ class DraftConfig(ModelServerConfig):
     Suffix decoding adds no token that would lower the probability below this bound."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
-    token takes about 200 bytes. For all tenants together, suffix decoding keeps at most four times
-    this number."""
+    token takes about 200 bytes. All tenants together have room for four times this number."""
     hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_SCORE_MIN
     )
@@ -270,8 +265,7 @@ class DraftConfig(ModelServerConfig):
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
-    """Largest number of tokens that a hybrid drafter's model or head drafts in a round. The
-    hybrid's look-up may draft more."""
+    """Largest number of tokens that a hybrid drafter's model or head drafts in a round."""
     target: Internal[str] = ""
     """Name of the target for which the drafter was trained; empty = for no single target."""
     target_directory: Internal[str] = ""
@@ -328,7 +322,6 @@ class CoordinatorConfig(ServerConfig):
     """Certificate authorities, in PEM. Each caller's certificate must be signed by one of these
     authorities. Empty = callers need no certificate."""
     role = "coordinator"
-
     served_model_name: str = ""
     """Name of the model in requests; empty = the target's name."""
     grpc_port: Port = 50_051
@@ -338,8 +331,8 @@ class CoordinatorConfig(ServerConfig):
     port: Port = 8_000
     """The coordinator's HTTP port; 0 = any free port."""
     chat_template: str = ""
-    """Chat template to use instead of the model's: a file, or `hermes`. The template `hermes` adds
-    tool calls to models that use ChatML."""
+    """Chat template to use instead of the model's: a file, or `hermes`, which adds tool calls to
+    models that use ChatML."""
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "none"] = "auto"
     """Format of the model's tool calls; `auto` = the format of the chat template, `none` = leave
     tool calls in the text."""
@@ -352,11 +345,11 @@ class CoordinatorConfig(ServerConfig):
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the
     primary must store it. A failover cannot lose tokens that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, limits.NUM_DRAFT_TOKENS_MAX)] = 8
-    """Number of draft tokens in a round, for requests that do not set this number; 0 = plain
-    decoding. With `length_control`, rounds may have fewer draft tokens."""
+    """Number of draft tokens in a round, for requests that do not set it; 0 = plain decoding. With
+    `length_control`, rounds may have fewer draft tokens."""
     length_control: bool = True
-    """Choose the number of draft tokens of each round from the expected acceptance and the time of
-    drafting. The number that the request allows is the upper limit."""
+    """Choose the number of draft tokens of each round, up to the number that the request allows,
+    from the expected acceptance and the time of drafting."""
     unseeded_rule: Literal["token", "block"] = "block"
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
@@ -373,11 +366,10 @@ class CoordinatorConfig(ServerConfig):
     """Deadline of requests that set no deadline, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
     """If a session's stream breaks, a client may resume the session within this time, ms. Meanwhile
-    the session does not decode. A session that is not resumed in time is cancelled."""
+    the session does not decode. If it is not resumed in time, it is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens drawn so
-    far. If drafting for this time would not pay, length control sets a shorter limit.
-    """
+    far. If drafting for this time would not pay, length control sets a shorter limit."""
     target_gone_ms: WaitMs = 60_000
     """A request fails if its target cannot be reached for this time, ms."""
     seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
@@ -409,8 +401,8 @@ class CoordinatorConfig(ServerConfig):
     draft_address: Internal[str] = ""
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig] = DraftConfig(model="model")
-    """Configuration of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a
-    hybrid, prompt lookup only replaces missing proposals."""
+    """Of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a hybrid,
+    prompt lookup only replaces missing proposals."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -485,10 +477,8 @@ class AutoscaleConfig:
                 continue
             least, most = map(int, text.split(":"))
             if not LEAST[role] <= least <= most <= limits.REPLICAS_MAX:
-                allowed = (
-                    f"LEAST:MOST within {LEAST[role]}:{limits.REPLICAS_MAX}, the smaller first"
-                )
-                raise SettingError(key, f"{text!r} is wrong; it must be {allowed}")
+                within = f"{LEAST[role]}:{limits.REPLICAS_MAX}, the smaller first"
+                raise SettingError(key, f"{text!r} is wrong; it must be LEAST:MOST within {within}")
             found[role] = least, most
         return found
 
@@ -504,14 +494,13 @@ class DeploymentConfig:
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of target replicas at the start. `outrider scale` changes the number later."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Number of draft replicas at the start. If the target drafts for itself, or a look-up drafts
-    alone, there are no draft replicas."""
+    """Number of draft replicas at the start. Look-ups alone and heads on the target have none."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of coordinators at the start. On one machine, the ports of each further coordinator
     are 1 higher."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
-    separated by commas. Ray places a rank only on a machine that has these resources."""
+    separated by commas."""
     draft_resources: str = ""
     """Ray resources that each rank of a draft needs, in the format of `target_resources`."""
     coordinator_resources: str = ""
@@ -557,16 +546,10 @@ class DeploymentConfig:
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
         """All settings by key, with or without secrets."""
+        front = self.coordinator
         return {
             found.key: getattr(part, name)
-            for part in (
-                self.target,
-                self.draft,
-                self.coordinator,
-                self.coordinator.redis,
-                self.autoscale,
-                self,
-            )
+            for part in (self.target, self.draft, front, front.redis, self.autoscale, self)
             for name, found in settings_of(type(part)).items()
             if secrets or not found.secret
         }
@@ -598,7 +581,7 @@ def merge(
 ) -> dict[str, Value]:
     """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
-    `ConfigError` for a bad value, even if the value is overridden. The error names its source."""
+    `ConfigError`, which names the source, for a bad value, even if the value is overridden."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, ""):
@@ -617,8 +600,8 @@ def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
     """The settings of all layers, in increasing precedence (see `layers`). In each layer, the
-    settings that a `speculative_config` stands for replace the `speculative_config`. Raises
-    `ConfigError` if the layer also sets one of them directly."""
+    settings that a `speculative_config` stands for replace it. Raises `ConfigError` if the layer
+    also sets one of them directly."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
@@ -642,8 +625,8 @@ def load_config(
 
 
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
-    """The deployment with these values of settings, by key. Other settings keep their defaults.
-    Raises `SettingError` for values that contradict each other."""
+    """The deployment with these values of settings, by key. Raises `SettingError` for values that
+    contradict each other."""
     coordinator = build(CoordinatorConfig, values, redis=build(RedisAddress, values))
     inner = dict(values)
     is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")

@@ -134,8 +134,8 @@ def check(condition: bool, message: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The hint `; did you mean X?`, for the end of an error about an unknown word. Empty if no
-    `known` word is similar. Ignores case. `difflib.get_close_matches` explains `cutoff`."""
+    """The hint `; did you mean X?`, for the end of an error about an unknown word; empty if no
+    `known` word is similar. Ignores case. `cutoff` is that of `difflib.get_close_matches`."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""

@@ -21,9 +21,8 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Locks a file, and creates the file if it is missing. The lock lasts until this process and
-    its children have closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock
-    is taken."""
+    """Locks a file, which is created if missing. The lock lasts until this process and its children
+    have closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock is taken."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
@@ -79,9 +78,9 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """Returns the contents. Reads again if a file has changed. While a file is missing, does
-        not read, because the file is probably being replaced. If `read` fails, logs the error once,
-        keeps the earlier contents, and reads again at the next check."""
+        """Returns the contents. Reads again if a file has changed, but not while one is missing,
+        because it is probably being replaced. If `read` fails, logs the error once, keeps the
+        earlier contents, and reads again at the next check."""
         now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -44,14 +44,13 @@ class RoundHead:
     rule: Rule
     seed: int
     sampling: SamplingParams | None
-    """None = the parameters that this stream has sent before with the same `sampling_hash`."""
+    """None = this stream has sent the parameters before with the same `sampling_hash`."""
     sampling_hash: int
     deadline_ms: int = 0
     """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """None if the completion has no constraint, or if this stream has sent the constraint before
-    with the same `constraint_hash`."""
+    """None = no constraint, or this stream has sent it before with the same `constraint_hash`."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
@@ -111,7 +110,7 @@ class VerifyItem:
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False
-    """Whether to audit the proposal, which is then a part of the answer of an ended session."""
+    """Whether to audit the proposal, which is a part of the answer of an ended session."""
 
     @property
     def num_rows(self) -> int:
@@ -135,12 +134,12 @@ class DraftItem:
     head: RoundHead
     num_draft_tokens: int
     look_ahead: int = 0
-    """Largest number of outcomes of this round that the draft may predict. For each predicted
-    outcome, the draft sends a proposal of up to `num_draft_tokens` tokens for the next round."""
+    """Largest number of outcomes of this round to predict. For each, the draft sends a proposal of
+    up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
     """The round's proposal, in an item that asks only for look-ahead; None in other items."""
     features: Features | None = None
-    """Features that the draft may lack; None = no features."""
+    """Features that the draft may lack."""
     budget_us: int = field(default=0, compare=False)
     """Time limit for drafting, counted from the item's arrival; 0 = no limit."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
@@ -194,7 +193,7 @@ class VerdictReply:
     """Features of the tokens from `VerifyItem.features_from` on, as many as fit in a message. The
     last token that this verdict commits has no features yet, because the target has not run it."""
     audit: AuditSums | None = None
-    """Result of the audit; None if the item did not ask for an audit."""
+    """None if the item did not ask for an audit."""
 
 
 @value(frozen=True, slots=True)
@@ -224,8 +223,8 @@ class ProposalReply:
 @dataclass(frozen=True, slots=True)
 class Resync:
     """The replica lacks a part of the stated prefix, for example after an eviction, a restart, or a
-    move of the session. `prefix_digest` is the digest of the `cached_length` tokens that the
-    replica holds. The coordinator then sends the missing tokens."""
+    move of the session. `prefix_digest` is the digest of the `cached_length` tokens that it
+    holds. The coordinator then sends the missing tokens."""
 
     key: ReplyKey
     cached_length: int
@@ -253,7 +252,7 @@ class ReplicaDescription:
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
-    """Empty if the replica does not depend on a tokenizer (n-gram drafting)."""
+    """Empty if the replica does not depend on a tokenizer."""
     vocab_size: int
     """Width of the logits, padding included; 0 if the replica computes no logits."""
     dtype: str
@@ -262,7 +261,7 @@ class ReplicaDescription:
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     step_costs: StepCosts | None = None
-    """Times of the replica's steps; None if the replica has not measured them."""
+    """None if the replica has not measured them."""
     drafts_itself: bool = False
     """Whether the replica is a target that sends proposals for the next round with its verdicts."""
     shows_features: bool = False
@@ -270,8 +269,8 @@ class ReplicaDescription:
     reads_features: bool = False
     """Whether the replica is a draft that needs the target's features."""
     features: str = ""
-    """Identifies the target's weights and the head. A target and a draft can exchange features only
-    if both have the same value."""
+    """Identifies the target's weights and the head. To exchange features, target and draft must
+    have the same value."""
     numerics: str = ""
     """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
     bit-identical logits. Empty if a token's logits depend on the other tokens in the same step."""

@@ -29,8 +29,7 @@ Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request to generate. A field that is None gets the coordinator's default. The limits of the
-    fields are in `outrider.limits`."""
+    """A request to generate, with limits in `outrider.limits`. None = the coordinator's default."""
 
     prompt: Prompt
     model: str = ""
@@ -50,7 +49,7 @@ class GenerateRequest:
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round. A draft then returns the tokens drawn so far."""
     constraint: Constraint | None = None
-    """The completion must match the constraint, and ends when no further token can match."""
+    """The completion ends when no further token can match."""
     # Only HTTP requests set the following fields. gRPC does not send them.
     prompt_logprobs: int | None = None
     """Like `logprobs`, but for the prompt. If this field is set, `max_tokens` may be 0."""
@@ -71,7 +70,7 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has. These tokens are not sent again."""
+    """Number of completion tokens that the client has, which are not sent again."""
     num_characters: int | None = None
     """Number of characters (code points) that the client has; None = the text of its tokens."""
     deadline_ms: int | None = None
@@ -79,8 +78,7 @@ class ResumeRequest:
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Numbers of tokens after which events end. If set, all tokens are sent again. gRPC does not
-    send this field."""
+    """Numbers of tokens after which events end. If set, all tokens are sent again. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +155,12 @@ class Metrics:
     def of(
         cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
     ) -> Self:
-        """Returns the metrics of a session with these counters."""
-        accepted = counters.num_accepted_draft_tokens
+        """The metrics of a session with these counters."""
+        rounds, accepted = counters.num_rounds, counters.num_accepted_draft_tokens
         return cls(
-            num_rounds=counters.num_rounds,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_draft_tokens=accepted,
-            mean_acceptance_length=1 + accepted / max(1, counters.num_rounds),
-            time_to_first_token_ms=time_to_first_token_ms,
-            tokens_per_second=tokens_per_second,
-        )
+            rounds, counters.num_draft_tokens, accepted, 1 + accepted / max(1, rounds),
+            time_to_first_token_ms, tokens_per_second,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

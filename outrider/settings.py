@@ -25,8 +25,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
-    is the alias of its field. Without an alias, the key is the field's name. For a field in
-    `fields`, `prefix` comes before the name."""
+    is the alias of its field, or else the field's name, with `prefix` if `fields` has it."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -88,8 +87,7 @@ class Setting:
     @property
     def choices(self) -> Sequence[str]:
         """The allowed values if the type lists them, otherwise empty."""
-        found: Sequence[str] = self.schema.get("enum", ())
-        return found
+        return self.schema.get("enum", ())  # type: ignore[no-any-return]
 
     @property
     def metavar(self) -> str:
@@ -108,14 +106,13 @@ class Setting:
     def allowed(self) -> str:
         if self.choices:
             return "one of " + ", ".join(choice or "(empty)" for choice in self.choices)
-        words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
-        if "pattern" in bounds:
-            words = bounds["title"]
-        elif "maximum" in bounds:
-            words += f" from {bounds['minimum']} to {bounds['maximum']}"
-        elif "minimum" in bounds:
-            words += f", at least {bounds['minimum']}"
-        return words
+        schema = self.schema
+        if "pattern" in schema:
+            return str(schema["title"])
+        words = _KIND_NAMES[schema["type"]]
+        if "maximum" in schema:
+            return f"{words} from {schema['minimum']} to {schema['maximum']}"
+        return f"{words}, at least {schema['minimum']}" if "minimum" in schema else words
 
     def parse(self, raw: object, source: str) -> Value:
         """Converts `raw`, a text or a value from YAML, to the setting's value. The text of a list
@@ -168,8 +165,7 @@ def by_its_keys(config: type) -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        found = settings_of(config).get(error.key)
-        if found is None:
+        if (found := settings_of(config).get(error.key)) is None:
             raise
         raise SettingError(found.key, error.reason) from error
 
@@ -194,14 +190,13 @@ def layers(
     maps the key of each setting to the setting, its raw value, and the source to name in errors.
     Raises `ConfigError` for an unknown key."""
     in_file = {} if file is None else _read_yaml(file)
-    variables = [
-        (variable, text)
-        for variable, text in environment.items()
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_SETTINGS
-    ]
     for given in (
         [(key, raw, f"{file}: {key}") for key, raw in in_file.items()],
-        [(one.removeprefix(ENVIRONMENT_PREFIX).lower(), raw, one) for one, raw in variables],
+        [
+            (name.removeprefix(ENVIRONMENT_PREFIX).lower(), raw, name)
+            for name, raw in environment.items()
+            if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS
+        ],
         [(key, raw, "--" + key.replace("_", "-")) for key, raw in flags.items()],
     ):
         layer = {}

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 class SharedCalls(Generic[Key, Result]):
     """Runs one call for each key, and gives the result to all callers of this key. If all callers
-    of a key stop waiting, cancels the call. A call that already runs on a thread cannot be stopped.
-    Must be used on the event loop's thread only."""
+    of a key stop waiting, cancels the call, unless it already runs on a thread. Must be used on the
+    event loop's thread only."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
         """At most `num_threads` calls from `result` run at the same time. Further calls wait."""
@@ -28,8 +28,7 @@ class SharedCalls(Generic[Key, Result]):
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """Runs `call` on a thread, and returns its result. If a call with this key runs already,
-        returns the result of that call instead."""
+        """Runs `call` on a thread, or awaits the running call of this key. Returns its result."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 

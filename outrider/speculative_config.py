@@ -57,7 +57,7 @@ _ALLOWED: dict[str, tuple[Value, ...]] = {
     _RULE: (*_RULES, _SYNTHETIC),
     "suffix_decoding_max_cached_requests": (0,),
 }
-"""Key of vLLM -> allowed values. All keys also allow null and false."""
+"""Key of vLLM -> allowed values. All known keys also allow null and false."""
 _KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED, *_RATES)))
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_TOKENS = 5
@@ -68,8 +68,8 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
     """Yields the name, the unchecked value and the origin of each setting that follows from a
     `speculative_config`. The origin is `source`, with vLLM's key if one key gave the value. `raw`
     is JSON, or a value from YAML. With synthetic acceptance, the value of the setting
-    `speculative_config` is the `acceptance_rates` of the emulated engine. If a key is wrong, raises
-    a `ConfigError` that names `source` and the key."""
+    `speculative_config` is the `acceptance_rates` of the emulated engine. The `ConfigError` for a
+    wrong key names `source` and the key."""
     if raw == "":
         return
     values = _values(raw, source)
@@ -132,18 +132,18 @@ def _values(raw: object, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: {raw!r} is not JSON: {error}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"{source}: {found!r} is wrong; it must be a JSON object")
-    values = {
-        str(name).replace("-", "_"): value
-        for name, value in found.items()
-        if value is not None and value is not False
-    }
-    for key, value in values.items():
+    values = {}
+    for name, value in found.items():
+        key = str(name).replace("-", "_")
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"; known are {', '.join(_KEYS)}"
             raise ConfigError(f"{source}: {key}: {value!r} given, but this key is unknown{hint}")
+        if value is None or value is False:
+            continue
         allowed = _ALLOWED.get(key, (value,))
         if value not in allowed:
             hint = did_you_mean(str(value), map(str, allowed))
             one = ", ".join(map(json.dumps, allowed))
             raise ConfigError(f"{source}: {key}: {value!r} is wrong; it must be one of {one}{hint}")
+        values[key] = value
     return values

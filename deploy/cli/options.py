@@ -169,7 +169,7 @@ def given_settings(arguments: Arguments) -> dict[str, Value]:
 
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
-    return config.configuration(given_settings(arguments))
+    return config.load_config(arguments.settings, os.environ, arguments.config)
 
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:

@@ -17,7 +17,7 @@ SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"
     [
         (
             {"method": "ngram", "num-speculative-tokens": 5, "prompt_lookup_max": 4,
-             "prompt_lookup_min": 2, "quantization": None, "parallel_drafting": False},
+             "prompt_lookup_min": 2, "max_model_len": None, "parallel_drafting": False},
             {"draft_model": "ngram", "num_draft_tokens": 5, "ngram_min": 2, "ngram_max": 4},
         ),
         ({"model": "[ngram]"}, {"draft_model": "ngram", "ngram_min": 5, "ngram_max": 5}),
@@ -75,6 +75,7 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
     [
         ({"methode": 1}, "methode: 1 given, but this key is unknown; did you mean method?"),
         ({"revision": "main"}, "revision: 'main' given, but this key is unknown; known are method"),
+        ({"method": "suffix", "revision": None}, "revision: None given, but this key is unknown"),
         ({"method": "medusa", "model": "a/b"}, 'method: \'medusa\' is wrong; it must be one of "'),
         ({"method": "mtp", "model": "ngram"}, "model: 'ngram' given, but mtp takes no model"),
         ({"method": "eagle3"}, "model: is missing; the method eagle3 needs a model's name"),
