@@ -18,15 +18,7 @@ from made_certificates import Made
 from session_model import IDS, OWNERS, end_of, new_session, next_append
 from stack import until
 
-from outrider.errors import (
-    ConfigError,
-    DataLoss,
-    InvariantError,
-    NotFound,
-    StaleEpoch,
-    StoreUnavailable,
-    Unavailable,
-)
+from outrider import errors
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX, SOCKET_PATH_BYTES_MAX
 from outrider.sessions import redis_store
 from outrider.sessions.embedded import EmbeddedRedis
@@ -58,9 +50,9 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     await store.finish(end_of(Session(new_session(IDS[1]))))
     await until(lambda: not admin.keys("ttl:*"))
     for session_id in IDS[:2]:
-        with pytest.raises(NotFound):
+        with pytest.raises(errors.NotFound):
             await store.load(session_id)
-    assert isinstance(await appended(store, Session(new_session()), 1), DataLoss)
+    assert isinstance(await appended(store, Session(new_session()), 1), errors.DataLoss)
     assert not admin.keys("ttl:*")
     await store.close()
 
@@ -76,14 +68,14 @@ async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Red
     renew_until = time.monotonic() + 0.6
     while time.monotonic() < renew_until:
         await store.hold_lease(OWNERS[0])
-        with pytest.raises(Unavailable) as refused:
+        with pytest.raises(errors.Unavailable) as refused:
             await store.take_over(seen, OWNERS[1])
         assert 0 < refused.value.retry_after_ms <= 300
     assert not [name for name in admin.hgetall(f"lease:session:{{{IDS[0]}}}") if b"ms" in name]
     await asyncio.sleep(refused.value.retry_after_ms / 1000 + 0.05)
     record = await store.take_over(seen, OWNERS[1])
     assert (record.epoch, record.owner) == (2, OWNERS[1])
-    assert isinstance(await appended(store, Session(new_session()), 7), StaleEpoch)
+    assert isinstance(await appended(store, Session(new_session()), 7), errors.StaleEpoch)
     await store.close()
 
 
@@ -100,7 +92,7 @@ async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis
     try:
         await store.hold_lease(OWNERS[0])
         assert 0 < admin.pttl(lease) < 100_000 - 10_000
-        with pytest.raises(Unavailable, match="has an owner"):
+        with pytest.raises(errors.Unavailable, match="has an owner"):
             await store.take_over(seen, OWNERS[1])
     finally:
         admin.config_set("maxmemory", 0)
@@ -116,8 +108,8 @@ async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.R
     admin.lpush(broken, "something else")
     first, damaged, last = await store.append([next_append(s) for s in sessions])
     assert (first, last) == (4, 4)
-    assert isinstance(damaged, DataLoss)
-    with pytest.raises(DataLoss):
+    assert isinstance(damaged, errors.DataLoss)
+    with pytest.raises(errors.DataLoss):
         await store.finish(end_of(sessions[1]))
 
 
@@ -130,7 +122,7 @@ async def test_many_sessions_are_opened_at_once(store: RedisStore, admin: redis.
     opening[0].cancel()
     answers = await asyncio.gather(*opening, return_exceptions=True)
     assert isinstance(answers[0], asyncio.CancelledError)
-    assert isinstance(answers[5], InvariantError)
+    assert isinstance(answers[5], errors.InvariantError)
     assert all(answer is None for i, answer in enumerate(answers) if i not in (0, 5))
     for session_id in (ids[1], ids[-1]):
         assert (await store.load(session_id)).owner == OWNERS[0]
@@ -179,7 +171,7 @@ async def test_a_long_record_is_read_in_parts(
     assert replaced.token_ids == tuple(session.tokens.ids)
     assert (replaced.logprobs, replaced.epoch) == (others, record.epoch + 1)
     num_parts = 0
-    with pytest.raises(Unavailable, match="while it was read; try again"):
+    with pytest.raises(errors.Unavailable, match="while it was read; try again"):
         await store.take_over(replaced, OWNERS[0])
 
 
@@ -194,7 +186,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
             admin.execute_command("BGREWRITEAOF")
             await until(lambda: not admin.info("persistence")["aof_rewrite_in_progress"])
         os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(errors.StoreUnavailable):
             await appended(store, session, 2)
         server.stop()
         assert not server.running
@@ -235,7 +227,7 @@ async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> No
         os.kill(server.pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(errors.StoreUnavailable):
                 await store.load(IDS[0])
             assert time.monotonic() - start < 3
         finally:
@@ -249,7 +241,7 @@ def test_a_directory_has_one_server_for_its_user_alone(tmp_path: Path) -> None:
     long = tmp_path / ("d" * SOCKET_PATH_BYTES_MAX)
     for directory in (tmp_path, long):
         with EmbeddedRedis(directory) as server:
-            with pytest.raises(ConfigError, match="another Redis"):
+            with pytest.raises(errors.ConfigError, match="another Redis"):
                 EmbeddedRedis(directory).start()
             socket = Path(server.url.removeprefix("unix://"))
             for private in (directory, socket.parent):
@@ -264,11 +256,11 @@ def test_a_server_that_cannot_be_started_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "appendonly.aof").write_text("this is no append-only file")
-    with pytest.raises(ConfigError, match=r"redis\.log"):
+    with pytest.raises(errors.ConfigError, match=r"redis\.log"):
         EmbeddedRedis(tmp_path).start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="redis-server"):
+    with pytest.raises(errors.ConfigError, match="redis-server"):
         EmbeddedRedis(tmp_path / "data").start()
 
 
@@ -293,7 +285,7 @@ def starts(directory: Path) -> bool:
     try:
         with EmbeddedRedis(directory):
             return True
-    except ConfigError:
+    except errors.ConfigError:
         return False
 
 
@@ -314,7 +306,7 @@ async def test_tls_is_checked_against_the_given_authority(
         store = await connected(url, ca_file=str(made.file))
         await store.open(new_session("e" * 32))
         await store.close()
-        with pytest.raises(ConfigError, match="cannot be reached"):
+        with pytest.raises(errors.ConfigError, match="cannot be reached"):
             await connected(url)
-        with pytest.raises(ConfigError, match="cannot be reached"):
+        with pytest.raises(errors.ConfigError, match="cannot be reached"):
             await connected(url.replace("localhost", "127.0.0.1"), ca_file=str(made.file))

@@ -18,16 +18,8 @@ from deploy.cli.main import main, parse
 from deploy.cli.options import connected, deployment_config, refuse_other_settings
 from deploy.cli.output import program
 from deploy.cli.serve import PRINTS, _until_it_fails, endpoints_text, status_table
+from deploy.fleet import local_state
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.local_state import (
-    FILE_NAME,
-    LOG_NAME,
-    DeploymentRecord,
-    publish,
-    running_deployment,
-    state_directory,
-    withdraw,
-)
 from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
@@ -36,7 +28,7 @@ from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 @pytest.fixture
 def state() -> Path:
-    return state_directory(os.environ)
+    return local_state.state_directory(os.environ)
 
 
 def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> None:
@@ -79,7 +71,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
 
     async def tell(
         *replicas: tuple[Role, str, str], hopeless: Role | None = None
-    ) -> DeploymentRecord:
+    ) -> local_state.DeploymentRecord:
         views = [
             ReplicaView(f"{role}-{age}", role, address, http_address=http)
             for age, (role, address, http) in enumerate(replicas)
@@ -87,7 +79,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
         deployment.overview = Overview({"draft": 1}, tuple(views), hopeless)
         deployment._changed.set()
         await asyncio.sleep(0.01)
-        found = running_deployment(state)
+        found = local_state.running_deployment(state)
         assert found is not None
         return found
 
@@ -111,36 +103,38 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
 async def test_commands_ask_the_record_where_coordinators_are_by_now(state: Path) -> None:
     run_here(state, record())
     async with connected(parse(["chat"])) as known:
-        publish(state, record(grpc_address="h:9"))
+        local_state.publish(state, record(grpc_address="h:9"))
         async with known.client() as client:
             assert client.address == known.find() == "h:9"
-        withdraw(state)
+        local_state.withdraw(state)
         assert known.find() == ""
 
 
 def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    (state / LOG_NAME).write_text("outrider: stopping\n", "utf-8")
+    (state / local_state.LOG_NAME).write_text("outrider: stopping\n", "utf-8")
     assert main(["stop"]) == 0
     assert capsys.readouterr().err == "nothing runs\n"
-    (state / LOG_NAME).write_text("outrider: error: the coordinator actor died\n", "utf-8")
+    (state / local_state.LOG_NAME).write_text(
+        "outrider: error: the coordinator actor died\n", "utf-8"
+    )
     assert main(["stop"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("nothing runs: ")
     assert "ended by itself: the coordinator actor died" in said
-    assert str(state / LOG_NAME) in said
+    assert str(state / local_state.LOG_NAME) in said
 
 
 def test_a_record_without_a_process_is_told_and_removed(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    publish(state, record(pid=7, grpc_address="127.0.0.1:50051"))
+    local_state.publish(state, record(pid=7, grpc_address="127.0.0.1:50051"))
     assert main(["stop"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("nothing runs: the deployment at 127.0.0.1:50051 (pid 7)")
-    assert str(state / FILE_NAME) in said
-    assert not (state / FILE_NAME).exists()
+    assert str(state / local_state.FILE_NAME) in said
+    assert not (state / local_state.FILE_NAME).exists()
 
 
 def test_a_deployment_that_is_starting_is_stopped(
