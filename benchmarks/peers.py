@@ -38,6 +38,8 @@ Level = Mapping[str, Any]
 
 @checked()
 class PeersOptions(DecodingOptions):
+    """Options of `bench peers`."""
+
     num_prompts: NumPrompts = 16
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)

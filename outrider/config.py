@@ -257,14 +257,10 @@ class DraftConfig(ModelServerConfig):
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. All tenants together have room for four times this number."""
-    hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = (
-        limits.HYBRID_SCORE_MIN
-    )
+    hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = 0.6
     """If the look-up of a hybrid drafter expects at least this number of accepted tokens, the
     hybrid uses the look-up, otherwise its model or head."""
-    hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
-        limits.HYBRID_MODEL_TOKENS
-    )
+    hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = 1
     """Largest number of tokens that a hybrid drafter's model or head drafts in a round."""
     target: Internal[str] = ""
     """Name of the target for which the drafter was trained; empty = for no single target."""
@@ -358,9 +354,7 @@ class CoordinatorConfig(ServerConfig):
     device, otherwise 0."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Largest number of plain rounds that a target may run without waiting for the coordinator."""
-    max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
-        limits.SESSIONS_PER_COORDINATOR_MAX
-    )
+    max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = 4096
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
     """Deadline of requests that set no deadline, ms."""

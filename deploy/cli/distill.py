@@ -150,5 +150,5 @@ def _prompts(
 
 
 def _report(stage: str, part: float, loss: float | None) -> None:
-    progress.begin(stage)
-    progress.update(f"{stage}: {part:.0%}" + ("" if loss is None else f" loss {loss:.3f}"))
+    told = "" if loss is None else f" loss {loss:.3f}"
+    progress.update(f"{stage}: {part:.0%}{told}", stage)

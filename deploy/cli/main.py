@@ -42,7 +42,6 @@ _MODULES = {
     "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
-"""Modules of the commands that have no module of their own name."""
 
 
 def _load(name: str) -> Command:

@@ -40,8 +40,7 @@ OF_CALLERS = ("api_key",)
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings that `generate`, `chat` and `bench` do not take. Their options of the same names set
-fields of the request."""
+"""Settings whose options set fields of the request in `generate`, `chat` and `bench`."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
@@ -215,8 +214,8 @@ def _setting_name(key: str, arguments: Arguments) -> str:
 
 
 def _field_name(field: str, arguments: Arguments) -> str:
-    """The option that sets a request's field: `--top-p` for `sampling.top_p`, `--stop (number 2)`
-    for `stop[1]`."""
+    """The option of a request's field: `--top-p` for `sampling.top_p`, `--stop (number 2)` for
+    `stop[1]`."""
     names = re.findall(r"[a-z]\w*", field)
     if names and names[0] in _PROMPT_FIELDS and hasattr(arguments, "prompt"):
         return "PROMPT"
@@ -312,9 +311,9 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """Yields the deployment at `--server`, or the deployment on this machine. If no deployment
-    runs, starts a temporary deployment, and stops it when the context ends. Raises `ConfigError` if
-    flags contradict the settings of a running deployment."""
+    """Yields the deployment at `--server`, or that of this machine, or a temporary one, which stops
+    when the context ends. Raises `ConfigError` if flags contradict the settings of a running
+    deployment."""
     state = local_state.state_directory(os.environ)
     if arguments.server:
         if given := arguments.settings.keys() - set(OF_CALLERS):
@@ -356,8 +355,8 @@ def caller_key(arguments: Arguments) -> str:
 
 
 def own_config(arguments: Arguments) -> DeploymentConfig:
-    """The configuration of a temporary deployment. Two defaults differ from those of `serve`: gRPC
-    takes any free port, and HTTP is off if `port` is not set."""
+    """The configuration of a temporary deployment. By default, gRPC takes any free port, and HTTP
+    is off if `port` is not set."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
     return config.configuration(own | given)

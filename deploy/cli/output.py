@@ -52,11 +52,6 @@ class Progress:
                     self._thread = threading.Thread(target=self._repeat, daemon=True)
                     self._thread.start()
 
-    def begin(self, stage: str) -> None:
-        """Begins the work `stage`, unless the current line already begins with `stage`."""
-        if not self._doing.startswith(stage):
-            self(stage)
-
     def relay(self, line: str) -> None:
         """Prints a line of another Outrider process if the line is progress or a warning."""
         text = line.removeprefix(PREFIX)
@@ -65,8 +60,11 @@ class Progress:
         if text.startswith(_WARNING) or not self.quiet:
             note(text)
 
-    def update(self, line: str) -> None:
-        """Replaces the line of the current work. The new line appears at the next repetition."""
+    def update(self, line: str, stage: str = "") -> None:
+        """Replaces the line of the current work. The new line appears at the next repetition. First
+        begins the work `stage`, unless the current line already begins with `stage`."""
+        if not self._doing.startswith(stage):
+            self(stage)
         with self._changed:
             if self._doing:
                 self._doing = line

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import Report
@@ -118,15 +118,12 @@ class SimulationOptions(Options):
         given = {role: getattr(self, f"{role}s") for role in ROLES}
         if not pair.has_drafts:
             given["draft"] = 0
-        scenario = Scenario(
-            pair=pair,
-            fleet={role: 1 if number is None else number for role, number in given.items()},
-            **{name: getattr(self, name) for name in LOAD},
-            config=config,
-            coordinator_s=self.coordinator_ms / 1e3,
-            seconds=self.simulated_seconds,
-        )
         free = [role for role, number in given.items() if number is None]
+        scenario = Scenario(
+            pair=pair, fleet=given | dict.fromkeys(free, 1), config=config,
+            coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
+            **{name: getattr(self, name) for name in LOAD},
+        )  # fmt: skip
         return simulated(scenario, self.tpot_ms, free, progress)
 
 
@@ -149,8 +146,8 @@ def plan(arguments: Arguments) -> int:
     if not arguments.simulate:
         _refuse(arguments, _SIMULATION, "needs --simulate")
     config = deployment_config(arguments)
-    is_saved = simulation.from_report is not None
-    knows_pair = arguments.simulate and (is_saved or config.target.emulated is not None)
+    is_known = simulation.from_report is not None or config.target.emulated is not None
+    knows_pair = arguments.simulate and is_known
     if knows_pair or "devices" in arguments.given:
         others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
         _refuse(arguments, others, "cannot be used, because no model runs")
@@ -161,7 +158,6 @@ def plan(arguments: Arguments) -> int:
         for key in (*arguments.settings, *arguments.given & {"config"}):
             raise SettingError(key, "cannot be used, because no model runs")
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
-    values: dict[str, Any]
     shown: list[RenderableType] = []
     if knows_pair:
         pair = _known_pair(simulation, options, config)
@@ -194,8 +190,8 @@ def _known_pair(
     if simulation.from_report is not None:
         pair = read_report(simulation.from_report)
     else:
-        seats = config.target.max_num_seqs, config.draft.max_num_seqs
-        pair = of_emulated(config.target.emulated or "", *seats)
+        target, draft = config.target, config.draft
+        pair = of_emulated(target.emulated or "", target.max_num_seqs, draft.max_num_seqs)
     if options.round_trip_ms:
         pair = replace(pair, times=replace(pair.times, round_trip_s=options.round_trip_ms / 1e3))
     return pair
@@ -234,14 +230,10 @@ def _plan(options: PlanOptions, config: DeploymentConfig) -> PlanReport:
         round_trip_s=options.round_trip_ms / 1e3,
     ))  # fmt: skip
     return PlanReport(
-        model=config.target.model,
-        draft_model=config.draft.model,
-        num_prompts=len(samples[0].texts),
-        max_tokens=options.max_tokens,
-        concurrency=options.concurrency,
-        round_trip_ms=options.round_trip_ms,
-        plans=plans,
-    )
+        model=config.target.model, draft_model=config.draft.model,
+        num_prompts=len(samples[0].texts), max_tokens=options.max_tokens,
+        concurrency=options.concurrency, round_trip_ms=options.round_trip_ms, plans=plans,
+    )  # fmt: skip
 
 
 def _shares_device(config: DeploymentConfig) -> bool:

@@ -165,8 +165,8 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
-    """Waits until the detached process serves or ends. Returns the deployment's record, or the exit
-    code. Meanwhile prints the progress lines of the log."""
+    """Waits until the detached process serves or ends, and prints the progress lines of its log.
+    Returns the deployment's record, or the exit code."""
     with (state / local_state.LOG_NAME).open("rb") as log:
         said = b""
         while True:
@@ -182,8 +182,7 @@ def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
 
 
 def _detach(log: LogFile) -> None:
-    """Makes this process the leader of a new session of the operating system, with the log as
-    standard output and error."""
+    """Makes this process lead a new session, with the log as standard output and error."""
     os.setsid()
     progress.quiet = False  # All lines go to the log. The parent decides which lines it prints.
     log.take_over()
@@ -203,7 +202,7 @@ def _detach(log: LogFile) -> None:
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Ends the deployment's process. If no deployment runs, says why, and also returns 0."""
+    """Ends the deployment's process. Also returns 0 if no deployment runs, and says why."""
     state = state_directory(os.environ)
     record, holder = local_state.recorded_deployment(state), local_state.lock_holder(state)
     if holder is None:
