@@ -1,8 +1,8 @@
 """Makes a drafter for a target, from the corpus to the model card.
 
-Each stage keeps its results in a folder of `$OUTRIDER_CACHE/distillation/<target>/`. So a killed
-run can be resumed, and later runs reuse the results. A folder's name has a hash of everything that
-its content depends on.
+Each stage keeps its results in a folder of `$OUTRIDER_CACHE/distillation/<target>/`, so that a
+killed run can be resumed and later runs reuse the results. A folder's name has a hash of everything
+that its content depends on.
 
 measured-<hash>     the answers that the target wrote to the prompts of `--measure`
 written-<hash>      the texts that the target wrote for training
@@ -25,18 +25,11 @@ from outrider.models.sources import resolve_model
 from outrider.replica.process_setup import build_engine, load_options
 from outrider.settings import blaming
 
-from .card import render_card
 from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
 from .learners import LEARNERS, use_plain_attention
-from .measuring import (
-    MEASURED_PROMPT_TOKENS_MAX,
-    MEASURED_TEMPERATURES,
-    MEASURED_TOKENS_MAX,
-    Measured,
-    measure,
-)
+from .measuring import Measured, measure, render_card
 from .options import DRAFT_VOCAB, DistillOptions
-from .storage import CARD_FILE, alone_in, filled, folder_name
+from .storage import alone_in, filled, folder_name
 from .teacher import Dataset, Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
@@ -48,6 +41,15 @@ READING_SHARE = 0.15
 this share is larger by half of `WRITING_SHARE`."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Training gets the remaining time, but at least this share."""
+MEASURED_TEMPERATURES = (0.0, 1.0)
+"""The target answers each prompt of `--measure` once at each of these temperatures."""
+MEASURED_TOKENS_MAX = 128
+"""Largest number of tokens in an answer to a prompt of `--measure`. `outrider bench acceptance` has
+the same default."""
+MEASURED_PROMPT_TOKENS_MAX = 4096
+"""Largest number of tokens in a prompt of `--measure`. One pass reads the prompt and its answer.
+For T tokens, attention then holds up to three tensors [heads, T, T]. With 9 heads in half
+precision, each tensor takes 0.3 GB."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
 """Number of conversations that are written side by side."""
 _GPU_SHARE = 0.6
@@ -55,14 +57,14 @@ _GPU_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The result of `distill`."""
+    """The result of `distill`. `seconds` is the time of all stages except measuring, including
+    earlier parts of the same run."""
 
     out: Path
     measured: Sequence[Measured]
     """The acceptance in held-out texts, and in the answers to the prompts of `--measure`."""
     num_steps: int
     seconds: float
-    """Time of all stages except measuring, including earlier parts of the same run."""
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
@@ -85,8 +87,7 @@ class _Run:
         check_head(module)
         use_plain_attention(module)
         self._learner = LEARNERS[options.kind](options, module)
-        self._start = ""
-        """The fingerprint of the drafter that is trained further."""
+        self._start = ""  # the fingerprint of the drafter that is trained further
         if options.start_from is not None:
             with blaming("start_from"):
                 trust = target.config.trust_remote_code
@@ -130,11 +131,11 @@ class _Run:
             "the target's answers": cache.spent.seconds,
             "training": trainer.spent.seconds,
         }
-        whose = (self._target.name, fingerprint)
-        card = render_card(options, *whose, trainer, dataset, spent, measured)
+        name = self._target.name
+        card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
-            (directory / CARD_FILE).write_text(card, encoding="utf-8")
+            (directory / "README.md").write_text(card, encoding="utf-8")
         num_steps = trainer.progress.num_steps
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
@@ -161,7 +162,6 @@ class _Run:
         tokens_max: int,
         **options: Any,
     ) -> WrittenCorpus:
-        """Lets the target write the missing texts. `options` are those of `WrittenCorpus`."""
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
@@ -185,8 +185,8 @@ class _Run:
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """Asks the target for its distributions along the written and the given texts. Holds out
-        conversations whose prompt is also a prompt of `--measure`."""
+        """Asks the target about the written and the given texts. Holds out conversations whose
+        prompt is also a prompt of `--measure`."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)

@@ -34,24 +34,22 @@ class Template:
     before: tuple[int, ...]
     """The beginning of a conversation. For a model without a template, the beginning of a text."""
     after: tuple[int, ...]
-    """The tokens between the turn and the answer. Empty for a model without a template."""
+    """Empty for a model without a template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or a piece of a text. Tokens from index `first` on are learned. Earlier tokens are
-    only read."""
+    """A text, or a piece of a text. Tokens from index `first` on are learned."""
 
     token_ids: Array
     first: int
     """At least 1, because nothing predicts the first token of a text."""
     answer_first: int
-    """Acceptance is measured from this token on. In a conversation, this is the first token of the
-    answer. In other texts, it is `first`."""
+    """Acceptance is measured from this token on: the answer's first token, or `first` in texts that
+    are no conversation."""
     temperature: float | None
     """Temperature of the target's answer. None for a text from `--corpus`."""
     is_held_out: bool = False
-    """Whether the document is used to measure drafters and not to train them."""
 
     @property
     def num_learned(self) -> int:
@@ -63,16 +61,16 @@ class Document:
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out. A keyed hash of the tokens decides, because each
-    run must hold out the same texts: a drafter may be trained further in a later run."""
+    """Whether a text of these tokens is held out. A keyed hash decides, so that a drafter that is
+    trained further in a later run never learns a text that was held out."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """Returns the documents in a random order that depends only on their number. If there is no
-    time to read all documents, the first documents are thus a fair sample."""
+    """Returns the documents in a random order that depends only on their number. So the documents
+    that the target reads in a limited time are a fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 

@@ -1,9 +1,8 @@
 """Drafters in training: small models (students) and EAGLE-3 heads.
 
-A drafter drafts chains of tokens along a text. A student drafts one token after every position. An
-EAGLE-3 head drafts `NUM_DEPTHS` tokens after every position but the first. Each draft token is
-compared with the target's answer at the token's position. In place of its earlier draft tokens, the
-drafter reads the text's tokens (teacher forcing).
+A student drafts one token after every position of a text. An EAGLE-3 head drafts `NUM_DEPTHS`
+tokens after every position but the first. In place of its earlier draft tokens, it reads the text's
+tokens (teacher forcing). Each draft token is compared with the target's answer at its position.
 """
 
 import copy
@@ -44,17 +43,15 @@ from .teacher import Batch, Target
 NUM_DEPTHS = 3
 """Length of the chains that train and measure an EAGLE-3 head."""
 _LAYERS_WITH_TAPS = 7
-"""An EAGLE-3 head needs at least this many layers of the target. With fewer layers, two of the
-three `Eagle3.taps` would be equal."""
+"""With fewer layers of the target, two of the three `Eagle3.taps` would be equal."""
 _FIRST_SCALE = 0.25
 """The last norm of a new EAGLE-3 head begins with the weight of the target's last norm times this
 factor. Without the factor, predictions are far too confident, because the target's norm was trained
-for the last layer's output, and the head reads earlier layers. (Cross-entropy of the target's norm
-and head after layer 6 of the demo target: 15.2 with factor 1, 6.7 with 0.3.)"""
+for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc", "o_proj", "down_proj")
 _QUIET_DEVIATION = 1e-3
-"""Initial standard deviation of the weights of the linear layers `_QUIET`. An identity is added to
-`fc`. So a new EAGLE-3 head passes its input on almost unchanged."""
+"""Initial standard deviation of the weights of the linear layers `_QUIET`, so that a new EAGLE-3
+head passes its input on almost unchanged. An identity is added to `fc`."""
 
 
 class Depth(NamedTuple):
@@ -71,7 +68,7 @@ class Learner:
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
-    """Layers of the target, counted from 0. The drafter reads the inputs of these layers."""
+    """The target's layers, counted from 0, whose inputs the drafter reads."""
     num_depths: int | None = None
     """Number of tokens of the chains that `draft` returns. None = one token, so acceptance is
     measured as if consecutive tokens of the text were a chain."""
@@ -79,6 +76,7 @@ class Learner:
     """The sentences of the model card about the stored weights."""
     module: Any
     weights: dict[str, nn.Parameter]
+    """The trained weights: all except embeddings and head."""
     token_ids: Array
     """[N], ascending: the tokens of the columns of the drafter's logits."""
 
@@ -90,7 +88,7 @@ class Learner:
 
     @property
     def head(self) -> Tensor:
-        """[N, D]: the rows of the target's head for `token_ids`. These rows are not trained."""
+        """[N, D]: the rows of the target's head for `token_ids`."""
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
@@ -123,11 +121,10 @@ class Learner:
 
     def _train(self, module: Any, token_ids: Array) -> None:
         self.module, self.token_ids = module.requires_grad_(False), token_ids
-        shared = {weight.data_ptr() for weight in (self._embeddings, self.head)}
+        embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+        fixed = {id(weight) for weight in (self.head, *embeddings)}
         self.weights = {
-            name: weight
-            for name, weight in module.named_parameters()
-            if weight.data_ptr() not in shared
+            name: weight for name, weight in module.named_parameters() if id(weight) not in fixed
         }
         for weight in self.weights.values():
             weight.requires_grad_(True)
@@ -197,7 +194,7 @@ class Eagle3(Learner):
 
     def _make(self, token_ids: Tensor) -> Any:
         """Returns a new head. Before training, the head passes on the input of the target's
-        third-last layer. Each tap is normalised, because training need then not learn its scale."""
+        third-last layer. Each tap is normalised, so that training need not learn its scale."""
         sizes, width = self._target.config.get_text_config(), self._embeddings.shape[1]
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -238,12 +235,6 @@ class Eagle3(Learner):
                 values = deviation * torch.randn(linear.weight.shape, generator=generator)
                 linear.weight = nn.Parameter(values.to(self._embeddings))
 
-    def _train(self, module: Any, token_ids: Array) -> None:
-        super()._train(module, token_ids)
-        # A loaded head may have its own embeddings. They are not trained.
-        if (embeddings := self.weights.pop("embed_tokens.weight", None)) is not None:
-            embeddings.requires_grad_(False)
-
 
 class Student(Learner):
     """A small model of the target's architecture, with copies of some of the target's layers.
@@ -282,47 +273,39 @@ class Student(Learner):
     def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
         options = load_options(target.config) | {"name": self._options.start_from}
         module, info = load_student(start, target.directory, target=target.name, **options)
-        student: Any = module
-        # A copy of the target's embeddings would be trained but not stored.
-        student.get_input_embeddings().weight = self._embeddings
-        return student, info.logit_token_ids
+        use_plain_attention(module)
+        return module, info.logit_token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
-        rows = self._target.get_output_embeddings().weight.detach()
-        # The copy of the module shares the target's parameters.
-        student = copy.deepcopy(self._target, {id(one): one for one in self._target.parameters()})
-        layers: Any = layers_of(student)
-        for index in reversed(range(len(layers))):
-            if index not in self._layers:
-                del layers[index]
+        rows = self._target.get_output_embeddings().weight
+        layers = layers_of(self._target)
+        dropped = [layer for index, layer in enumerate(layers) if index not in self._layers]
+        # These are not copied.
+        shared = [self._embeddings, rows, *dropped]
+        student = copy.deepcopy(self._target, {id(one): one for one in shared})
+        layers = nn.ModuleList(layer for layer in layers_of(student) if layer not in dropped)
+        student.base_model.layers = layers
         for index, layer in enumerate(layers):
             for part in layer.modules():
                 if hasattr(part, "layer_idx"):
                     part.layer_idx = index
-        narrow = nn.Parameter(rows[token_ids.to(rows.device)])
+        narrow = nn.Parameter(rows.detach()[token_ids.to(rows.device)])
         narrow_head(student, len(token_ids)).weight = narrow
-        for part in student.modules():
-            for name, weight in part.named_parameters(recurse=False):
-                if weight is not self._embeddings:
-                    setattr(part, name, nn.Parameter(weight.detach().clone()))
         config = student.config.get_text_config()
         config.num_hidden_layers = len(layers)
         if kinds := getattr(config, "layer_types", None):
             config.layer_types = [kinds[index] for index in self._layers]
         student.config.tie_word_embeddings = config.tie_word_embeddings = False
+        use_plain_attention(student)
         return student.eval()
-
-    def _train(self, module: Any, token_ids: Array) -> None:
-        super()._train(module, token_ids)
-        use_plain_attention(module)
 
 
 LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Student, Eagle3)}
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """[D]: the factors of an RMS or layer norm. This function measures the factors, because model
-    families store them in different ways (Gemma stores the factor minus 1)."""
+    """Measures the factors [D] of an RMS or layer norm, because model families store them in
+    different ways (Gemma stores the factor minus 1)."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
@@ -337,8 +320,6 @@ def use_plain_attention(module: Any) -> None:
         module.set_attn_implementation("eager")
 
 
-_LAYERS_TO_COPY = 4
-"""A student with fewer layers than this number gets no copying layers."""
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
 _SCORE_MIN = 0.2
 """A copying head gives at least this share of its attention to the token that it looks for."""
@@ -349,13 +330,12 @@ def kept_layers(
 ) -> list[int]:
     """Returns the layers of the target that a student gets, ascending. If more than one layer is
     wanted, the last layer is kept. If at least four are wanted, the two `copying` layers are kept.
-    All other kept layers are the target's first layers. (For the demo target, layers spread evenly,
-    or two from each end, gave less acceptance.) Raises `SettingError` if the target has too few
-    layers."""
+    All other kept layers are the target's first layers. Raises `SettingError` if the target has too
+    few layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
-    if copying is not None and num_wanted >= _LAYERS_TO_COPY:
+    if copying is not None and num_wanted >= 4:
         kept |= set(copying)
     firsts = [layer for layer in range(num_layers) if layer not in kept]
     return sorted([*kept, *firsts[: num_wanted - len(kept)]])
@@ -376,9 +356,9 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 
 
 def _scores(target: Any) -> tuple[list[float], list[float]]:
-    """Returns two scores of each layer. The first is the largest share of attention that a head
-    gives to the previous token. The second is the largest share that a head gives to the token that
-    followed the current token's earlier occurrence. Shares are means over repeated random texts."""
+    """For each layer, returns the largest share of attention that a head gives to the previous
+    token, and to the token that followed the current token's earlier occurrence. Shares are means
+    over repeated random texts."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
@@ -394,7 +374,6 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
     def most(columns: Tensor, rows: Tensor) -> list[float]:
-        """Averages each head's attention over texts and positions. Returns each layer's maximum."""
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]
 

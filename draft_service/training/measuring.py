@@ -1,5 +1,6 @@
-"""Measures how many draft tokens would be accepted in the answers of held-out documents."""
+"""Measures how many draft tokens would be accepted in held-out texts, and writes the model card."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,19 +10,12 @@ from torch import Tensor
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
 
-from .documents import Array
+from .documents import HELD_OUT_EVERY, Array
 from .learners import Learner
+from .options import DistillOptions, draft_model
 from .teacher import Batch, Dataset
+from .training import Trainer
 
-MEASURED_TEMPERATURES = (0.0, 1.0)
-"""The target answers each prompt of `--measure` once at each of these temperatures."""
-MEASURED_TOKENS_MAX = 128
-"""Largest number of tokens in an answer to a prompt of `--measure`. `outrider bench acceptance` has
-the same default."""
-MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Largest number of tokens in a prompt of `--measure`. One pass reads the prompt and its answer.
-For T tokens, attention then holds up to three tensors [heads, T, T]. With 9 heads in half
-precision, each tensor takes 0.3 GB."""
 _ROWS_OF_A_BLOCK = 512
 _TOKENS_OF_A_PASS = 4096
 
@@ -49,7 +43,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
-        depths = _read(learner, dataset.batch(chosen))
+        depths = _drafted(learner, dataset.batch(chosen))
         first = 0
         for document in (dataset.cache.documents[index] for index in chosen):
             start = first + document.answer_first - document.first
@@ -74,11 +68,9 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
     return Measured(len(everything), greedy, sampled, positions)
 
 
-_Depth = tuple[Array, Array]
-"""For one draft token of each of C chains: its row in the batch [C], and its `_scores` [C, 3]."""
-
-
-def _read(learner: Learner, batch: Batch) -> list[_Depth]:
+def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
+    """Returns, for each draft token of C chains, its rows in the batch [C] and its `_scores`
+    [C, 3]."""
     found = []
     with torch.inference_mode():
         for depth in learner.draft(batch):
@@ -102,3 +94,76 @@ def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
     ratio = (drafted / batch.written[rows].exp()).clamp(max=1.0)
     is_same = kept.indices[:, 0] == batch.likeliest[rows]
     return torch.stack([is_same, overlap, ratio], dim=1)
+
+
+def render_card(
+    options: DistillOptions,
+    target: str,
+    fingerprint: str,
+    trainer: Trainer,
+    dataset: Dataset,
+    seconds: Mapping[str, float],
+    measured: Mapping[str, Measured],
+) -> str:
+    """Returns the model card. `fingerprint` is that of the target's tensors. `seconds` are by
+    stage. `measured` is by the name of the texts."""
+    learner, now = trainer.learner, trainer.progress
+    times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
+    start = ""
+    if options.start_from is not None:
+        start = (
+            f"\n- Training began with the drafter `{options.start_from}`. "
+            "The texts that it was trained with are not listed here. They may contain texts that "
+            "are held out here."
+        )
+    num_own = sum(weight.numel() for weight in learner.weights.values())
+    return f"""# A drafter for {target}
+
+Made by `outrider distill` for speculative decoding of the target {target} with tensors
+`{fingerprint}`, and for no other. Serve it with
+`outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
+
+- Of the kind `{options.kind}`, with {num_own / 1e6:.1f} million parameters of its own. It can
+  propose {len(learner.token_ids):,} different tokens.
+- {learner.stored_form}
+- {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included. Seed {options.seed};
+  {times}.{start}
+
+| written by | documents to learn from | tokens of these | documents held out |
+| --- | --- | --- | --- |
+{_data(dataset)}
+
+About one text in {HELD_OUT_EVERY} is held out. A hash of its tokens decides, so every run holds out
+the same texts. For a conversation, only the prompt is hashed. If a conversation has no user's turn,
+the beginning of the answer is also hashed.
+
+## Acceptance
+
+| in | places | greedy | sampled | by position |
+| --- | --- | --- | --- | --- |
+{_acceptance(measured)}
+
+The drafter was measured in answers of conversations and in whole texts of the corpus, with its
+weights as they are stored. `greedy`: the share of places where target and drafter have the same
+likeliest token. `sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the
+probability at temperature 1 that draft token 1, 2, .. is accepted if all earlier ones are.
+"""
+
+
+def _data(dataset: Dataset) -> str:
+    rows = []
+    for name, is_given in (("the target", False), ("others (--corpus)", True)):
+        own = [one for one in dataset.cache.known if (one.temperature is None) == is_given]
+        kept = [one.num_learned for one in own if not one.is_held_out]
+        if own:
+            rows.append(f"| {name} | {len(kept):,} | {sum(kept):,} | {len(own) - len(kept):,} |")
+    return "\n".join(rows)
+
+
+def _acceptance(measured: Mapping[str, Measured]) -> str:
+    rows = []
+    for name, found in measured.items():
+        positions = ", ".join("-" if p is None else f"{p:.3f}" for p in found.by_position)
+        rates = f"{found.greedy:.3f} | {found.sampled:.3f}"
+        rows.append(f"| {name} | {found.num_tokens:,} | {rates} | {positions} |")
+    return "\n".join(rows)

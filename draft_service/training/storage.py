@@ -12,15 +12,13 @@ from pathlib import Path
 from outrider.errors import ConfigError, SettingError
 from outrider.files import locked
 
-CARD_FILE = "README.md"
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 """Increment this number if the format of folders changes. Older folders are then ignored."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path at which the caller must write a file. Then renames the complete file to
-    `path`. So `path` never has an incomplete file."""
+    """Yields a path for a new file, which is renamed to `path` when the caller has written it."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -30,7 +28,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keeps other runs out of the directory. Raises `ConfigError` if another run is using it."""
+    """Raises `ConfigError` if another run is using the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with locked(directory / "lock", wait=False):
@@ -43,14 +41,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """Returns the name of a folder whose content depends only on `parts`. The name has a hash of
-    the `repr` of `parts`."""
+    """Returns the name of a folder whose content depends only on the `repr` of `parts`."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 
 
 class Stopwatch:
-    """Counts the seconds of a stage, including earlier runs. Stores the number in `directory`."""
+    """Counts the seconds of a stage, including those of earlier runs."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -93,8 +90,8 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """Yields an empty directory, which the caller fills. Renames the filled directory to `out`.
-    Raises `SettingError` if a file cannot be written."""
+    """Yields an empty directory, which is renamed to `out` when the caller has filled it. Raises
+    `SettingError` if a file cannot be written."""
     try:
         with _beside(out) as work:
             new = Path(work, "new")

@@ -1,15 +1,12 @@
 """Asks the target about every learned token, and keeps the answers on disk.
 
-For the R learned tokens of some documents, in order, the answers are these arrays:
+The answers about a document with R learned tokens are these arrays:
 
 ids         [R, 64]: the target's likeliest tokens, likeliest first; uint16 or uint32
 logprobs    [R, 64]: their log-probabilities at temperature 1; float16
 written     [R]: the log-probability of the learned token itself; float16
-
-For an EAGLE-3 head, the answers also have a row for each of the T tokens of the documents:
-
-features    [T, W]: the inputs of some of the target's layers at this token, side by side, as the
-            bits of bfloat16
+features    [T, W]: for an EAGLE-3 head, the inputs of some of the target's layers at each of the T
+            tokens, side by side, as the bits of bfloat16
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ _TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
 ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
 """Number of rows of logits that are computed at once."""
 _DOCUMENTS_OF_A_FILE = 64
-_FEATURES = "features"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,8 @@ class TeacherCache:
     def __init__(
         self, place: Path, documents: Sequence[Document], module: Any, taps: Sequence[int] = ()
     ) -> None:
-        """The folder of the files is in `place`. `module` is the target's module. The inputs of its
-        layers `taps`, counted from 0, are kept as features."""
+        """`module` is the target's module. The inputs of its layers `taps`, counted from 0, are
+        kept as features."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
@@ -79,10 +75,7 @@ class TeacherCache:
         self.vocab_size = len(module.get_input_embeddings().weight)
         self.device: torch.device = module.device
         self._module = module
-        self._taps = taps
-        sizes = [(one.num_learned, len(one.token_ids)) for one in self.documents]
-        self._starts = np.cumsum([(0, 0), *sizes], axis=0, dtype=np.int64)
-        """The number of learned tokens, and the number of all tokens, before each document."""
+        self.taps = taps
         self._files: list[Any] = []
         while self._path.exists():
             self._open()
@@ -92,19 +85,12 @@ class TeacherCache:
         """The documents whose answers are kept. These are the first of `documents`."""
         return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
-    def answers(self, indices: Iterable[int]) -> dict[str, Array]:
-        """Returns the answers about these documents, joined in this order."""
-        return _joined(self._answer(index) for index in indices)
-
-    def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        number = index // _DOCUMENTS_OF_A_FILE
-        first = self._starts[number * _DOCUMENTS_OF_A_FILE]
-        learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
-        file = self._files[number]
-        return {
-            name: file.get_slice(name)[whole if name == _FEATURES else learned]
-            for name in names or file.keys()
-        }
+    def answers(self, name: str, indices: Iterable[int]) -> list[Array]:
+        """Returns the arrays `name` of these documents."""
+        return [
+            self._files[index // _DOCUMENTS_OF_A_FILE].get_tensor(f"{name} {index}")
+            for index in indices
+        ]
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
         """Divides documents into batches of similar length. A batch has at most `size` tokens,
@@ -119,7 +105,7 @@ class TeacherCache:
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
         """Asks the target about further documents, until all answers are known or the time is over.
-        The `seconds` include earlier runs. The first file is always filled."""
+        The `seconds` include earlier runs. Always asks about the documents of the first file."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
@@ -127,14 +113,17 @@ class TeacherCache:
             ):
                 pool = range(start, min(start + _DOCUMENTS_OF_A_FILE, len(self.documents)))
                 by_time = self.spent.seconds / max(seconds, 1e-9) if self._files else 0.0
-                answers, num_asked = [], start
+                answers: dict[str, Array] = {}
+                num_asked = start
                 for batch in self.batches(pool, size):
                     progress(min(1.0, max(by_time, num_asked / len(self.documents))))
                     documents = [self.documents[index] for index in batch]
-                    answers.append(ask(self._module, documents, self._taps))
+                    for name, arrays in ask(self._module, documents, self.taps).items():
+                        for index, array in zip(batch, arrays, strict=True):
+                            answers[f"{name} {index}"] = array
                     num_asked += len(batch)
                 with replacing(self._path) as partial:
-                    save_file(_joined(answers), partial)
+                    save_file(answers, partial)
                 self._open()
                 self.spent.save()
 
@@ -144,9 +133,9 @@ class TeacherCache:
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
-                answer = self._answer(index, ("ids", "logprobs"))
-                weights = np.exp(answer["logprobs"].astype(np.float32)).ravel()
-                mass += np.bincount(answer["ids"].ravel(), weights, minlength=self.vocab_size)
+                [ids], [logprobs] = (self.answers(name, [index]) for name in ("ids", "logprobs"))
+                weights = np.exp(logprobs.astype(np.float32)).ravel()
+                mass += np.bincount(ids.ravel(), weights, minlength=self.vocab_size)
         return np.sort(np.argsort(-mass, kind="stable")[:num_wanted])
 
     @property
@@ -165,13 +154,8 @@ def _fingerprint(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
-    found = [*parts]
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
-
-
-def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, Array]:
-    """Returns the target's answers about the learned tokens of `documents`, as arrays by name."""
+def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, list[Array]]:
+    """Returns the target's answers. Maps the name of an array to the arrays of `documents`."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), watched_layers(module, taps) as watched:
@@ -184,13 +168,16 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
         torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
     )
     is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
-    answers = {"ids": tokens.astype(np.uint16 if is_small else np.uint32), "logprobs": logprobs,
-               "written": written}  # fmt: skip
+    tokens = tokens.astype(np.uint16 if is_small else np.uint32)
+    ends = np.cumsum([document.num_learned for document in documents])[:-1]
+    joined = {"ids": tokens, "logprobs": logprobs, "written": written}
+    answers = {name: np.split(values, ends) for name, values in joined.items()}
     if taps:
         features = torch.cat([layer.read for layer in watched], -1)
-        lengths = torch.tensor([len(document.token_ids) for document in documents])
-        is_token = (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)
-        answers[_FEATURES] = features.bfloat16().view(torch.int16)[is_token].cpu().numpy()
+        texts = features.bfloat16().view(torch.int16).cpu().numpy()
+        answers["features"] = [
+            text[: len(document.token_ids)] for text, document in zip(texts, documents, strict=True)
+        ]
     return answers
 
 
@@ -220,7 +207,7 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` for a model whose logits differ from the output of its head. Drafters
+    """Raises `ConfigError` unless the model's logits are the output of its head, because drafters
     compute logits by the head alone."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
@@ -244,7 +231,7 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor
-    """[B, T], padded with zeros. A causal model does not read the padding after a text."""
+    """[B, T], padded with zeros."""
     rows: Tensor
     """[R]: the indices of the positions before learned tokens, among all B * T positions."""
     following: Tensor
@@ -261,7 +248,7 @@ class Batch:
     behind: Tensor
     """[R]: how many later rows belong to the same document."""
     features: Tensor
-    """[B, T, W], bfloat16: the features of every token. W is 0 if the cache has no features."""
+    """[B, T, W], bfloat16: the features of every token. Empty if the cache has no features."""
 
 
 class Dataset:
@@ -288,25 +275,29 @@ class Dataset:
     def batch(self, indices: Sequence[int]) -> Batch:
         documents = [self.cache.documents[index] for index in indices]
         ids, rows, following = packed(documents)
-        answers = self.cache.answers(indices)
+        likeliest, logprobs, written = (
+            np.concatenate(self.cache.answers(name, indices))
+            for name in ("ids", "logprobs", "written")
+        )
         sizes = [document.num_learned for document in documents]
-        columns = self._columns[answers["ids"]]
-        mass = np.where(columns < 0, 0.0, np.exp(answers["logprobs"].astype(np.float32)))
+        columns = self._columns[likeliest]
+        mass = np.where(columns < 0, 0.0, np.exp(logprobs.astype(np.float32)))
         return Batch(
             token_ids=self._put(ids),
             rows=self._put(rows),
             following=self._put(self._columns[following]),
-            written=self._put(answers["written"].astype(np.float32)),
+            written=self._put(written.astype(np.float32)),
             likeliest=self._put(columns[:, 0]),
             columns=self._put(columns.clip(0)),
             mass=self._put(mass.astype(np.float32)),
             behind=self._put(np.concatenate([np.arange(size)[::-1] for size in sizes])),
-            features=self._features(answers, [len(document.token_ids) for document in documents]),
+            features=self._features(indices) if self.cache.taps else torch.empty(0),
         )
 
-    def _features(self, answers: dict[str, Array], lengths: list[int]) -> Tensor:
-        flat = self._put(answers.get(_FEATURES, np.zeros((sum(lengths), 0), np.int16)))
-        return pad_sequence([*torch.split(flat.view(torch.bfloat16), lengths)], batch_first=True)
+    def _features(self, indices: Sequence[int]) -> Tensor:
+        texts = map(torch.from_numpy, self.cache.answers("features", indices))
+        padded = pad_sequence([*texts], batch_first=True)
+        return padded.view(torch.bfloat16).to(self.cache.device)
 
     def _put(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)

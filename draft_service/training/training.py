@@ -25,15 +25,15 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
 """Number of tokens in a batch at the end of training, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (used share of the budget, share of `BATCH_TOKENS`). The batches of an epoch have the share
-of the first pair whose used share is not yet reached. At first, many small steps gain most. Later,
-steps with less noise gain more."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). Until the used share is reached, new
+epochs have smaller batches. At first, many small steps gain most. Later, steps with less noise gain
+more."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
 """The peak learning rate is `_PEAK_RATE_BY_WIDTH` divided by the model's width, but at most
 `_PEAK_RATE_MAX`."""
 _TRAINED_RATE = 0.5
-"""If a drafter is trained further, the learning rate is multiplied by this factor."""
+"""Factor of the learning rate if a drafter is trained further."""
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
 _LIKELIHOOD_UP_TO = 0.5
@@ -41,8 +41,8 @@ _LIKELIHOOD_SHARE = 0.9
 """While the used share of the budget grows from `_LIKELIHOOD_FROM` to `_LIKELIHOOD_UP_TO`, the
 weight of -log(acceptance) in the loss grows linearly from 0 to `_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
-"""Weight of a draft token in the loss, divided by the weight of the previous draft token. This
-ratio is below 1, because later draft tokens are accepted less often."""
+"""Weight of a draft token in the loss, divided by the weight of the previous draft token. Later
+draft tokens count less, because they are accepted less often."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
@@ -53,20 +53,18 @@ Report = Callable[[str, float, float | None], None]
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
-    """Returns the learning rate when the share `part` of the budget is used. The rate rises
-    linearly until `_WARM_UP`, and then falls linearly to 0."""
+    """`part` is the used share of the budget. The rate rises linearly until `_WARM_UP`, and then
+    falls linearly to 0."""
     peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
 
 def batch_tokens(part: float, most: int) -> int:
-    """Returns the number of tokens in a batch of an epoch that begins at `part` of the budget."""
     shares = (share for until, share in _BATCH_PARTS if part < until)
     return int(most * next(shares, 1.0))
 
 
 def likelihood_share(part: float, is_trained: bool) -> float:
-    """Returns the weight of -log(acceptance) in the loss."""
     if is_trained:
         return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
@@ -78,7 +76,7 @@ class Progress(BaseModel):
 
     num_steps: int = 0
     num_tokens: int = 0
-    """Number of tokens learned so far, repetitions included."""
+    """Includes repetitions."""
     epoch: int = 0
     done_of_epoch: int = 0
     """Number of finished batches of the current epoch."""
@@ -179,10 +177,10 @@ class Trainer:
         return torch.stack(losses).sum() / sum(weights)
 
     def _save(self) -> None:
-        tensors = {name: master.detach() for name, master in self._masters.items()}
+        tensors = {}
         for name, master in self._masters.items():
             moments = self._optimizer.state[master].items()
-            tensors |= {f"{name}:{key}": values for key, values in moments}
+            tensors |= {name: master.detach()} | {f"{name}:{key}": value for key, value in moments}
         with replacing(self._path) as partial:
             save_file(tensors, partial, metadata={"progress": self.progress.model_dump_json()})
         self.spent.save()
@@ -209,9 +207,8 @@ def overlap_loss(
 ) -> Tensor:
     """Returns the mean loss over R rows, with a gradient for `hidden` [R, D]. `head` [N, D] has the
     same dtype. `columns` and `mass` [R, M] are those of a `Batch`. -log(acceptance) has the weight
-    `likelihood_share`, and cross-entropy has the remaining weight. For the gradient, the logits of
-    each block of rows are computed again, because the logits of all blocks would take too much
-    memory."""
+    `likelihood_share`, and cross-entropy has the remaining weight. To save memory, the gradient
+    computes the logits of each block of rows again."""
     size = ROWS_OF_A_BLOCK[hidden.device.type]
     blocks = (torch.split(part, size) for part in (hidden, columns, mass))
     losses = [

@@ -23,8 +23,7 @@ from .storage import Stopwatch
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures of the answers. Conversations use them in turn."""
 _TURN = SamplingParams(temperature=1.0, min_p=0.03)
-"""Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense and
-still differ."""
+"""Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
@@ -34,8 +33,7 @@ _BEGINNING = 16
 class WrittenCorpus:
     """Conversations in a file, one in each line. The target first answers the given prompts, and
     then writes whole conversations. Apart from rounding in the target's steps, a conversation
-    depends only on seed, index and target. If a kill cuts off a line, the target writes the
-    conversation of this line again."""
+    depends only on seed, index and target."""
 
     def __init__(
         self,
@@ -64,21 +62,20 @@ class WrittenCorpus:
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
         self._num_first = self._first_tokens = 0
-        """`_num_first` conversations precede the first missing conversation. Their answers have
-        `_first_tokens` tokens."""
+        """Numbers of conversations and answer tokens before the first missing conversation."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
-            # Truncates the file in place. A kill during a rewrite of the file would lose all lines.
+            # A kill may have cut off the last line. A rewrite of the file could lose all lines.
             os.truncate(self._path, len(whole))
             for line in whole.splitlines():
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
         """Returns the written conversations. With `tokens`, returns the first conversations whose
-        answers have this many tokens together. Answers to the same prompt are alike, so all of
-        them or none must be held out. Therefore a hash of the prompt decides. All texts without a
-        user's turn have the same prompt, so their hash includes the beginning of the answer."""
+        answers have this many tokens together. A hash of the prompt decides whether a conversation
+        is held out, because answers to the same prompt are alike. All texts without a user's turn
+        have the same prompt, so their hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -107,10 +104,9 @@ class WrittenCorpus:
 
     @torch.inference_mode()
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
-        """Lets the target write the missing conversations, up to `num_together` at a time. If the
-        time is over, keeps unfinished conversations whose answers have at least `_BEGINNING`
-        tokens. In a shorter answer, a missing token could decide whether the conversation is held
-        out."""
+        """Lets the target write the missing conversations, up to `num_together` at a time. When the
+        time is over, keeps unfinished conversations only if their answers have `_BEGINNING` tokens,
+        because these tokens may decide whether a conversation is held out."""
         room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -176,7 +172,6 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        """Returns a question whose verdict has the next token, drawn from `logits` [1, V]."""
         params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))

@@ -39,9 +39,10 @@ def test_answers_are_the_targets_distribution(
     what a tapped layer read. Other documents in the batch change nothing."""
     cache = TeacherCache(tmp_path, documents, module, (1,))
     cache.fill(1e9, lambda part: None)
+    names = ("ids", "logprobs", "written", "features")
     assert sorted(map(id, cache.known)) == sorted(map(id, documents))
     for index, document in enumerate(cache.documents):
-        found = cache.answers([index])
+        found = {name: cache.answers(name, [index])[0] for name in names}
         ids = torch.from_numpy(document.token_ids.astype(np.int64))
         logprobs = module(ids[None]).logits[0, document.first - 1 : -1].log_softmax(1)
         top = logprobs.topk(64)
