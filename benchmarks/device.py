@@ -30,7 +30,7 @@ from outrider.engine.cuda.table_steps import DeviceBackend, find_backend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
-from outrider.models.loading import DTYPES, load_model, resolve_dtype, use_device
+from outrider.models.loading import DTYPES, load_model, use_device
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -64,8 +64,7 @@ def run(options: DeviceOptions, progress: Progress) -> Report:
     device = use_device(device=options.device)
     progress(f"loading {options.model} on {device}")
     if options.model in RANDOM_MODELS:
-        dtype = resolve_dtype(options.dtype)
-        dtype = DTYPES["bfloat16"] if isinstance(dtype, str) else dtype
+        dtype = DTYPES.get(options.dtype, torch.bfloat16)
         module, info = random_llama(device, dtype, options.model)
     else:
         path = resolve_model(options.model)

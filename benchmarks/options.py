@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from outrider.config import Device, Dtype
 from outrider.errors import SettingError
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
@@ -104,9 +105,9 @@ class EngineOptions(Options):
 class DeviceOptions(Options):
     model: str = RANDOM_MODELS[-1]
     """Model to load. `random-1b` and `random-7b` have random weights."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu` or `cuda[:N]`."""
-    dtype: str = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Data type of weights, keys and values."""
     context_tokens: Annotated[int, between(1, 1_000_000)] = 256
     """Tokens in the cache before each step."""

@@ -122,6 +122,9 @@ EMULATED = "emulated:"
 NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+Device = Annotated[
+    str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$", title="auto, cpu, cuda or cuda:N")
+]
 
 
 @checked()
@@ -140,9 +143,7 @@ class ModelServerConfig(ServerConfig):
     `emulated:KEY=VALUE,...` = toy models whose steps take the given times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and without CUDA graphs."""
-    device: Annotated[
-        str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$", title="auto, cpu, cuda or cuda:N")
-    ] = "auto"
+    device: Device = "auto"
     """Device of the models: `cpu`, `cuda`, `cuda:N`, or `auto` = `cuda` if the replica has a GPU,
     otherwise `cpu`."""
     max_num_seqs: Annotated[int, between(1, 4096)] = 64

@@ -25,18 +25,16 @@ _TRIAL_CHUNK = 13
 """The first step of the trial runs this many tokens of one sequence. The second step runs all other
 tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""The largest allowed relative difference between two results of the trial, by dtype. Rounding
-makes smaller differences. Attention to wrong slots or at wrong positions makes a difference of
-about 1. `_HALF_TOLERANCE` is for dtypes of 16 bits."""
-_HALF_TOLERANCE = 0.2
+_HALF_TOLERANCE = 0.2  # for dtypes of 16 bits
+"""The largest allowed relative difference between two results of the trial. Rounding makes smaller
+differences. Attention to wrong slots or at wrong positions makes a difference of about 1."""
 _LONG_TRIAL_TOKENS = 136
-"""`dependent_at` runs a sequence of this length. Attention with fixed shapes divides the slots of
-such a sequence into several splits (`SPLIT_SLOTS`)."""
+"""The length of the sequence of `dependent_at`. Attention with fixed shapes divides its slots into
+several splits (`SPLIT_SLOTS`)."""
 _ALONE_TOKENS = 5
-"""`dependent_at` first runs the sequence alone, with this many tokens in each step."""
+"""Number of tokens in each step that has no other sequence."""
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""`dependent_at` then runs the sequence in steps of these numbers of tokens, together with other
-sequences."""
+"""Numbers of tokens in the steps with other sequences."""
 CROWD_SLOTS = 1024
 """Slots of the cache for `dependent_at`. The sequences of the largest step fit into these slots,
 even if the last page of each sequence is partly empty."""
@@ -67,8 +65,8 @@ def check_supported(module: _Model, info: ModelInfo) -> None:
 
 
 def _unscaled_length(config: Any) -> int | None:
-    """Returns the length up to which the rotary embedding `longrope` uses fixed frequencies, or
-    None if the model has another rotary embedding."""
+    """Returns the length up to which the rotary embedding `longrope` has fixed frequencies. Returns
+    None for other rotary embeddings."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     lengths = [
@@ -80,7 +78,7 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """Returns the tokens of the trial."""
+    """The tokens of the trial."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 
@@ -108,36 +106,33 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
     if expected.shape[-1] == 0:
         return  # Only the leader of several ranks has logits.
     for answer in (torch.cat([*first, last]), other):
-        _check_close(
-            answer, expected,
-            "its logits with paged and with dense attention differ by {} of their norm",
-        )  # fmt: skip
+        _check_close(answer, expected, "logits")
 
 
 def check_features(engine: DraftingEngine, expected: Tensor) -> None:
     """Raises `ConfigError` if the features of the trial's last step differ from `expected` [T, D].
     Call this right after `check_answers`."""
-    what = "its features with paged and with dense attention differ by {} of their norm"
-    _check_close(engine.features()[-1], expected, what)
+    _check_close(engine.features()[-1], expected, "features")
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Compares the norm over all rows, because in 16 bits a single row may differ much. For
-    example, in bfloat16 the input of the demo target's layer 15 differs by 0.57 of its norm at the
-    trial's second token, but by at most 0.03 at all other tokens."""
+    """Compares the norm over all rows, because in 16 bits a single row may differ much."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
     if not difference <= tolerance:  # Also true if the difference is NaN.
-        raise ConfigError(f"{what.format(f'{difference:.2g}')}; {tolerance:g} is allowed")
+        raise ConfigError(
+            f"its {what} with paged and with dense attention differ by {difference:.2g} of their "
+            f"norm; {tolerance:g} is allowed"
+        )
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
     """Compares the logits of a sequence that runs alone with its logits in steps together with
     other sequences. Returns the number of tokens of the smallest step in which any bit differs, or
-    None if no bit differs. Does not try sizes for which the engine has too few pages. Runs all
-    steps even after a difference, because all ranks of a model must run the same steps. Afterwards
-    the engine holds no sequence."""
+    None if no bit differs. Skips sizes for which the engine has too few pages. Runs all steps even
+    after a difference, because all ranks of a model must run the same steps. Afterwards the engine
+    holds no sequence."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
@@ -153,8 +148,8 @@ def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
 ) -> Tensor:
     """Runs `ids` in parts of `part` tokens, one part in each step, and returns the logits [T, V].
-    In each step, other sequences precede the part, and fill the step up to `num_rows` tokens. If
-    the engine has too few pages for the other sequences, the part runs alone."""
+    Other sequences precede the part, and fill the step up to `num_rows` tokens. If the engine has
+    too few pages for them, the part runs alone."""
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]

@@ -10,22 +10,20 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Computes the attention of N pairs (see `DraftHead`). Each pair attends to itself and to all
-earlier pairs. Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv
-heads, value width]. Returns [N, heads, value width]."""
+"""Computes the attention of N pairs (see `DraftHead`) to themselves and all earlier pairs. Takes
+queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value width].
+Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""Name of an attention function that this module registers in transformers. The function calls its
-argument `attend`, an `Attend` for pairs [B, L]."""
+"""Name in transformers of the attention function that calls its argument `attend`, an `Attend` for
+pairs [B, L]."""
 OUTPUT = -1
-"""This entry of `DraftHead.layer_ids` means the output of the norm after the target's last
-layer."""
+"""In `DraftHead.layer_ids`: the output of the norm after the target's last layer."""
 
 
 class DraftHead(nn.Module):
     """A draft head of width D. Its input is a *pair*: the feature g of one token, and the id of the
     next token. The feature is computed from the *taps*, the inputs of some of the target's layers
-    at the feature's token. The output for a pair is the hidden state h. In shapes, `..` means any
-    leading sizes."""
+    at its token. The output for a pair is the hidden state h. In shapes, `..` means any sizes."""
 
     width: int
     num_kv_heads: int
@@ -33,15 +31,13 @@ class DraftHead(nn.Module):
     value_width: int
     scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
-    """The target's layers whose inputs are the taps, counted from 0. An entry that equals the
-    number of layers means the input of the norm after the last layer. If the only entry is
-    `OUTPUT`, the tap is the output of that norm."""
+    """The target's layers whose inputs are the taps, counted from 0. The number of layers means the
+    input of the norm after the last layer. `OUTPUT` is allowed as the only entry."""
     rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any
     carries_normed = True
-    """Whether the feature of a drafted pair is norm(h) of the previous pair. Otherwise the feature
-    is h of the previous pair."""
+    """Whether the feature of a drafted pair is norm(h), not h, of the previous pair."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Returns the ways in which this head may have been trained to read a target of
@@ -54,15 +50,15 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """Returns the feature g [.., D] of the taps [.., taps * D_t]. The taps are concatenated in
-        the order of `layer_ids`. D_t is the target's width."""
+        """Returns the feature g [.., D] of the taps [.., taps * target's width], concatenated in
+        the order of `layer_ids`."""
         raise NotImplementedError
 
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the rotated keys [.., kv heads, key width] and the values [.., kv heads, value
-        width] of the pairs of features [.., D] and token ids [..], at rotary positions [..]."""
+        width] of pairs of features [.., D] and token ids [..], at rotary positions [..]."""
         found: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -76,15 +72,14 @@ class DraftHead(nn.Module):
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Returns the hidden states h [.., D] of pairs. The pairs are given as for
+        """Returns the hidden states h [.., D] of pairs, which are given as for
         `keys_and_values`."""
         raise NotImplementedError
 
     def _attended(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Runs the layer up to and including its attention. The pairs are given as for
-        `keys_and_values`."""
+        """Runs the layer up to and including its attention."""
         raise NotImplementedError
 
     def _call(self, block: Any, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -108,16 +103,15 @@ class DraftHead(nn.Module):
         return carried
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [.., draft vocabulary], in float32, from h [.., D]."""
+        """Returns logits [.., draft vocabulary] in float32."""
         logits: Tensor = self.lm_head(self.norm(hidden)).float()
         return logits
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
         """Runs a chain of `num_depths` pairs from each of L places of B texts. Yields h [B, L, D]
-        of each depth, with gradients. `features` [B, L, D] are the features at the places. The
-        token after place i is `token_ids[:, i]`, with `token_ids` [B, L + num_depths - 1]. A pair
-        attends to the text's pairs up to the chain's start, and to the chain's pairs up to
-        itself."""
+        of each depth, with gradients. `features` [B, L, D] are those at the places, and `token_ids`
+        [B, L + num_depths - 1] are the tokens after the places. A pair attends to the text's pairs
+        up to the chain's start, and to the chain's pairs up to itself."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -135,7 +129,7 @@ class DraftHead(nn.Module):
 
 @dataclass(frozen=True)
 class LoadedDraftHead:
-    """A draft head that is loaded for one target."""
+    """A draft head for one target."""
 
     module: DraftHead
     token_ids: tuple[int, ...]
@@ -157,12 +151,11 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Returns the attention output [B, L, heads, E] of the newest query of each chain. The
-    `queries` are scaled already. The first of `pairs` has the keys and values [B, L, kv heads, E]
+    `queries` are already scaled. The first of `pairs` has the keys and values [B, L, kv heads, E]
     of the text, which a chain sees up to its start. Each further entry has one key and one value of
     every chain."""
 
     def by_head(vectors: Tensor) -> Tensor:
-        """[B, heads, L, E]"""
         heads = queries.shape[2] // vectors.shape[2]
         return vectors.repeat_interleave(heads, 2).transpose(1, 2)
 

@@ -3,7 +3,7 @@
 A head's files may count the target's layers in another way, or not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
 At each place the head's likeliest token is compared with the target's, once after the text itself
-and once after one drafted pair. The check compares several ways to read the target:
+and once after one drafted pair, for several ways to read the target:
 
 way                    feature of the pair that ends at token j
 stated                 inputs of the stated layers at token j - 1
@@ -35,8 +35,7 @@ AGREEMENT_MIN = 0.2
 """The check warns if a head agrees with its target at a smaller share of places. Published heads
 agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way is chosen only if its agreement (share of places) is at least this much higher than
-the agreement of the stated way. Smaller differences may be chance."""
+"""Another way is chosen only if it agrees at a share of places that is larger by this number."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -62,10 +61,10 @@ DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHe
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """Chooses a way to read (see `_GAIN_MIN`), and returns the head set to this way. If the way is
-    not the stated way, or the head agrees with its target too rarely, the result has a `note` about
-    the head `name`. All ranks must run the target for the leader's `Reading`, so a rank without a
-    head passes None for `loaded`."""
+    """Chooses a way to read, and returns the head set to this way. If the way is not the stated
+    way, or the head agrees with its target too rarely, the result has a `note` about the head
+    `name`. All ranks must run the target for the leader's `Reading`, so a rank without a head
+    passes None for `loaded`."""
     note = ""
     try:
         with torch.inference_mode():
@@ -84,8 +83,7 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """Returns a prompt in the target's chat format, on which heads are trained. If the target has
-    no chat format, returns a plain text."""
+    """Returns a prompt in the target's chat format, on which heads are trained, if it has one."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)
@@ -117,13 +115,12 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     best = stated = next(iter(ways))
     try:
         found = {way: agreement(way) for way in ways}
-        one_off = agreement(stated, 1)
+        shares = found | {"pairs one off": agreement(stated, 1)}
         highest = max(ways, key=lambda way: found[way])
         if found[highest] >= found[stated] + _GAIN_MIN:
             best = highest
     finally:
         head.read_as(ways[best])
-    shares = found | {"pairs one off": one_off}
     tried = "; ".join(f"{way}: {share:.0%}" for way, share in shares.items())
     summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({tried})"
     _log.info("agreement of the head with its target, %s", summary)
@@ -142,8 +139,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
 
 
 def read_library(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
-    """A `Reader` of a transformers module with its own attention. `ranks` are the ranks among which
-    the module is divided."""
+    """A `Reader` of a transformers module, which may be divided among `ranks`."""
     new = torch.tensor([prompt], device=next(target.parameters()).device)
     text, cache = [new], None
     for _ in range(TOKENS_WRITTEN):
@@ -159,8 +155,8 @@ def read_library(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Rea
 
 
 def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
-    """Returns the likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has
-    logits. The other ranks get the leader's tokens."""
+    """Returns the likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader needs
+    logits."""
     if ranks is None:
         return logits.argmax(-1)
     return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

@@ -29,12 +29,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from outrider.models.draft_head import ATTENTION, Attend, DraftHead, LoadedDraftHead
@@ -59,10 +54,7 @@ _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
 """If files have biases only for queries, keys and values, this bias is zero."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-"""Tensors with these suffixes are ignored. Some checkpoints have such tensors, but no head uses
-them."""
-_SPECULATORS_VERSION = "0.9.0"
-"""`save_speculators` writes the form of this version of speculators."""
+"""Suffixes of tensors that some checkpoints have, but no head uses."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -88,25 +80,19 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
         """Does nothing. The base class would raise an error for other widths."""
 
 
-def _attention(config: LlamaConfig, qk_norm: bool) -> nn.Module:
-    """Returns attention that reads x of the formulas above. x has twice the layer's width."""
-    config._attn_implementation = ATTENTION
-    attention: nn.Module = (Qwen3Attention if qk_norm else LlamaAttention)(config, layer_idx=0)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        rows, bias = getattr(attention, name).out_features, config.attention_bias
-        setattr(attention, name, nn.Linear(2 * config.hidden_size, rows, bias=bias))
-    return attention
-
-
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = LlamaRMSNorm(width, eps)
-        self.hidden_norm = LlamaRMSNorm(width, eps)
-        self.self_attn = _attention(config, qk_norm)
-        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
-        self.mlp = LlamaMLP(config)
+        config._attn_implementation = ATTENTION
+        self.input_layernorm = llama.LlamaRMSNorm(width, eps)
+        self.hidden_norm = llama.LlamaRMSNorm(width, eps)
+        self.self_attn = (Qwen3Attention if qk_norm else llama.LlamaAttention)(config, layer_idx=0)
+        self.post_attention_layernorm = llama.LlamaRMSNorm(width, eps)
+        self.mlp = llama.LlamaMLP(config)
+        for name in ("q_proj", "k_proj", "v_proj"):  # They read x, which has twice the width.
+            rows, bias = getattr(self.self_attn, name).out_features, config.attention_bias
+            setattr(self.self_attn, name, nn.Linear(2 * width, rows, bias=bias))
 
 
 class Eagle3Head(DraftHead):
@@ -120,26 +106,23 @@ class Eagle3Head(DraftHead):
         self.config = config
         self.layer_ids, self.carries_normed = config.layer_ids, config.norm_output
         self.width = width
-        self.num_heads: int = layer.num_attention_heads
         self.num_kv_heads: int = layer.num_key_value_heads
-        self.head_dim: int = layer.head_dim
-        self.key_width = self.value_width = self.head_dim
-        self.scaling = self.head_dim**-0.5
+        self.key_width = self.value_width = layer.head_dim
+        self.scaling = self.key_width**-0.5
         self.embed_tokens = nn.Embedding(layer.vocab_size, width)
-        self.input_norm = LlamaRMSNorm(taps_width, eps) if config.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(LlamaRMSNorm(config.target_width, eps) for _ in range(num_taps))
-            if config.fc_norm
-            else None
-        )
+        self.input_norm = self.fc_norm = None
+        if config.norm_before_fc:
+            self.input_norm = llama.LlamaRMSNorm(taps_width, eps)
+        if config.fc_norm:
+            norms = (llama.LlamaRMSNorm(config.target_width, eps) for _ in range(num_taps))
+            self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(taps_width, width, bias=False)
         self.layers = nn.ModuleList([_Layer(layer, config.qk_norm)])
-        self.norm = LlamaRMSNorm(width, eps)
+        self.norm = llama.LlamaRMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(layer)
+        self.rotary_emb = llama.LlamaRotaryEmbedding(layer)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The ways are the stated layers, the layers one higher, and the layers one lower."""
         found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
         return {
             f"layers {', '.join(map(str, layer_ids))}": layer_ids
@@ -178,7 +161,6 @@ class Eagle3Head(DraftHead):
     def _attended(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Returns y [.., D] of the formulas above."""
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(features)
         x = torch.cat([layer.input_layernorm(self.embed_tokens(token_ids)), normed], -1)
@@ -194,9 +176,8 @@ class LoadedEagle3(LoadedDraftHead):
 
 
 def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:
-    """Loads the head in `path` for the module `target`. The head gets the dtype and device of the
-    target's embeddings. Raises `ConfigError` if the files are broken, or if they do not fit the
-    target."""
+    """Loads the head in `path` for the module `target`, in the dtype and on the device of the
+    target's embeddings. Raises `ConfigError` if the files are broken or do not fit the target."""
     like = target.get_input_embeddings().weight
     with refusing(f"drafter {name}:"):
         tensors = {
@@ -223,9 +204,8 @@ def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
 def _draft_vocabulary(
     tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the token ids [N] of the head's logits, in ascending order, and the weights. The rows
-    of `lm_head` have the order of the ids. If the files lack `lm_head` or `embed_tokens`, takes
-    those of the target."""
+    """Returns the token ids [N] of the head's logits, in ascending order, and the weights. If the
+    files lack `lm_head` or `embed_tokens`, takes those of the target."""
     weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
     weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)
     rows = target.get_output_embeddings().weight
@@ -237,11 +217,8 @@ def _draft_vocabulary(
         bounds = (int(token_ids.min()), int(token_ids.max()))
         allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
         _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: token range", bounds, allowed)
-        num_distinct = len({*token_ids.tolist()})
-        _require(
-            num_distinct == len(d2t), "d2t: number of distinct tokens", num_distinct,
-            f"its {len(d2t)} rows must mean different tokens",
-        )  # fmt: skip
+        num, distinct = len(token_ids.unique()), f"its {len(d2t)} rows must mean different tokens"
+        _require(num == len(d2t), "d2t: number of distinct tokens", num, distinct)
     own = weights.get(_HEAD)
     if own is None:
         own, order = rows, token_ids.sort().values
@@ -270,23 +247,19 @@ def _head_config(
             _require(factor in (None, 1), key, factor, "only 1 is served")
     num_rows, num_tokens = len(tensors[_HEAD]), len(target.get_output_embeddings().weight)
     of_target, size = f"the target {target_name} has", stated_layer.get("vocab_size")
-    has_size = size in (None, sizes.vocab_size, num_tokens)
+    has_size, shape = size in (None, sizes.vocab_size, num_tokens), [*tensors[_EMBEDDINGS].shape]
     _require(has_size, "vocab_size", size, f"{of_target} {sizes.vocab_size}")
-    _require(
-        len(tensors[_EMBEDDINGS]) >= num_tokens, _EMBEDDINGS, [*tensors[_EMBEDDINGS].shape],
-        f"{of_target} {num_tokens} tokens",
-    )  # fmt: skip
-    _require(
-        find("use_aux_hidden_state") is not False, "use_aux_hidden_state", False,
-        "only heads that read several layers of the target are served",
-    )  # fmt: skip
+    _require(shape[0] >= num_tokens, _EMBEDDINGS, shape, f"{of_target} {num_tokens} tokens")
+    if find("use_aux_hidden_state") is False:
+        raise ValueError(
+            "use_aux_hidden_state is False; only heads that read several layers of the target are "
+            "served"
+        )
     num_layers = sizes.num_hidden_layers
     ids_key = next((key for key in _LAYER_IDS if find(key)), _LAYER_IDS[0])
     taps = find(ids_key) or [2, num_layers // 2, num_layers - 3]
-    _require(
-        len({*taps} & {*range(num_layers)}) == len(taps), ids_key, taps,
-        f"it must list different layers of {target_name}, from 0 to {num_layers - 1}",
-    )  # fmt: skip
+    allowed = f"it must list different layers of {target_name}, from 0 to {num_layers - 1}"
+    _require(len({*taps} & {*range(num_layers)}) == len(taps), ids_key, taps, allowed)
     # In the raw form, ids that begin with 1 mean the outputs of layers, not their inputs.
     if _LAYER not in stated and taps[0] == 1 and max(taps) + 1 < num_layers:
         taps = [index + 1 for index in taps]
@@ -307,9 +280,8 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     divides = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0
     _require(divides, "num_key_value_heads", kv_heads, f"only divisors of {heads} are served")
     kinds = stated.get("layer_types") or []
-    _require(
-        "sliding_attention" not in kinds, "layer_types", kinds, "only full_attention is served"
-    )
+    is_full = "sliding_attention" not in kinds
+    _require(is_full, "layer_types", kinds, "only full_attention is served")
     window = None if kinds else stated.get("sliding_window")
     is_full = window is None or stated.get("use_sliding_window") is False
     _require(is_full, "sliding_window", window, "only attention without a window is served")
@@ -324,11 +296,9 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     values["vocab_size"] = len(tensors[_EMBEDDINGS])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    flat = not any(isinstance(value, dict) for value in rope.values())
-    _require(
-        kind in _ROPE_TYPES and flat, "rope_scaling", rope,
-        f"only {', '.join(_ROPE_TYPES)} are served, one for the whole head",
-    )  # fmt: skip
+    is_one = not any(isinstance(value, dict) for value in rope.values())
+    allowed = f"only {', '.join(_ROPE_TYPES)} are served, one for the whole head"
+    _require(kind in _ROPE_TYPES and is_one, "rope_scaling", rope, allowed)
     return Eagle3LayerConfig(**values)
 
 
@@ -341,16 +311,16 @@ def save_speculators(
     architectures: Sequence[str],
     num_draft_tokens: int,
 ) -> None:
-    """Writes a head in the speculators form. `architectures` are those of the target, and
-    `token_ids` are the tokens of the head's logits. `num_draft_tokens` is the default number of
-    draft tokens of a round. The files have embeddings even if these are the target's, because
-    speculators 0.9.0 would leave missing embeddings unset."""
+    """Writes a head in the form of speculators 0.9. `architectures` are those of the target,
+    `token_ids` are the tokens of the head's logits, and `num_draft_tokens` is the default for a
+    round. The files have embeddings even if these are the target's, because speculators would leave
+    missing embeddings unset."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     stated = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "speculators_version": _SPECULATORS_VERSION,
+        "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],

@@ -22,12 +22,10 @@ _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
 """The safetensors format allows no larger header."""
 PICKLED_FILE = "pytorch_model.bin"
-"""Many published EAGLE-3 heads are stored in a file of this name, in PyTorch's own format. If there
-are no safetensors, Outrider reads the tensors of this file."""
+"""The file, in PyTorch's own format, of published EAGLE-3 heads that have no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
-"""Entries of `torch.cpu.get_capabilities` that the fingerprint ignores. All other entries describe
-instructions or caches."""
+"""The entries of `torch.cpu.get_capabilities` that describe neither instructions nor caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
@@ -51,7 +49,7 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 
 def file_fingerprint(path: Path) -> str:
     """Returns a fingerprint of a file's size and of some blocks that are spread evenly over the
-    file. Files of any size take little time, but a forged file can have the same fingerprint."""
+    file. A forged file can have the same fingerprint."""
     digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -69,9 +67,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. The
-    result depends neither on the configuration nor on the division of the tensors among files. If
-    there are no safetensors, returns the fingerprint of the file `PICKLED_FILE`."""
+    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors,
+    whatever their division among files. If there are no safetensors, returns the fingerprint of
+    `PICKLED_FILE`."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -118,12 +116,12 @@ TokenizerTable = dict[str, str]
 """The meaning of a tokenizer's ids. "id N" maps to the spelling of token N, which may be an added
 or special token. "merge N" maps to the N-th pair that a byte-pair encoding merges.
 
-The table does not say which tokens begin, end or pad a text, because a base model may draft for its
-instruction-tuned variant. The variant may end texts with another token."""
+The table lacks the tokens' roles, because a base model may draft for its instruction-tuned variant,
+which may end texts with another token."""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:
-    """Returns the table of a tokenizer of the transformers library."""
+    """Returns the table of a tokenizer of transformers."""
     tokens = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     merges: list[Any] = []
@@ -145,10 +143,8 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str:
 def compare_tokenizers(
     target_name: str, target: TokenizerTable | None, draft_name: str, draft: TokenizerTable | None
 ) -> None:
-    """If the tables differ, raises `ConfigError` with both names and one difference.
-
-    The models' logits may have different widths, because the table lacks columns that only pad the
-    vocabulary. Two models without tokenizers (None) are accepted."""
+    """If the tables differ, raises `ConfigError` with both names and one difference. None = the
+    model has no tokenizer."""
     if target == draft:
         return
     introduction = f"draft model {draft_name} does not share the tokenizer of target {target_name}"

@@ -5,8 +5,7 @@ eagle3   `speculators_model_type`; or a tensor `fc` and a layer with a `hidden_n
 mtp      `speculators_model_type`; or tensors of MTP layers without tensors of a layer 0
 pard     `pard_token` in the configuration of a causal language model
 
-Drafters of other known kinds are refused. If no kind is recognised, the directory may hold a
-model."""
+Drafters of other known kinds are refused."""
 
 import json
 import re
@@ -39,10 +38,9 @@ SERVED = (
 _UNSERVED = re.compile(
     "dflash|dspark|eagle(?!3|_)|medusa|mlpspeculator|pard2|ptd_token|mask_hidden", re.IGNORECASE
 )
-"""A drafter is not served if this expression matches a part of its architecture's name, of a key in
-`config.json` or of a tensor's name."""
+"""Searched for in the architecture's name, the keys of `config.json` and the names of tensors."""
 _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
-"""Maps a match of `_UNSERVED` to the name of the kind. Other matches are the names themselves."""
+"""The names of kinds that a match of `_UNSERVED` does not name itself."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
@@ -52,7 +50,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
-        stated, names = read_config(directory), tensor_names(directory)
+        stated, names = read_config(directory), _tensor_names(directory)
         if unserved := _unserved_kind(stated, names):
             raise ValueError(f"it is of the kind {unserved}, which is not served; {SERVED}")
     if declared := stated.get("speculators_model_type"):
@@ -86,8 +84,7 @@ def _has_mtp_layers(names: set[str]) -> bool:
 
 
 def _is_model(names: set[str]) -> bool:
-    """Whether the tensors include layer 0 of a model, under any prefix, as in
-    `model.language_model.layers.0`."""
+    """Whether the tensors include layer 0 of a model, under any prefix."""
     return any("layers.0." in name and not name.startswith("mtp.") for name in names)
 
 
@@ -101,23 +98,20 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Returns every tensor of a published drafter by name. Reads safetensors. If there are no
-    safetensors, reads the tensors in `PICKLED_FILE`, and runs no code of this file. Raises
-    `ValueError` or an error of the libraries."""
+    """Returns every tensor of a published drafter by name, from safetensors or `PICKLED_FILE`. Runs
+    no code of `PICKLED_FILE`. Raises `ValueError` or an error of the libraries."""
     pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:
         found = load_state_dict(pickled)
-    # If the file contains code, the unpickler raises errors of its own.
-    except Exception as error:
+    except Exception as error:  # If the file contains code, the unpickler raises its own errors.
         raise ValueError(f"{pickled} cannot be read as tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError(f"{pickled} holds no table of tensors")
     return found
 
 
-def tensor_names(path: Path) -> set[str]:
-    """Returns the names of a published drafter's tensors. Raises the errors of `read_tensors`."""
+def _tensor_names(path: Path) -> set[str]:
     with open_weights(path) as files:
         return set(files or read_tensors(path))

@@ -25,21 +25,9 @@ from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, check
+from outrider.models import loading
 from outrider.models.fingerprint import tensors_fingerprint, tokenizer_fingerprint
-from outrider.models.loading import (
-    DTYPES,
-    WEIGHTS_FILE,
-    LoadOptions,
-    describe,
-    empty_model,
-    load_tokenizer,
-    open_weights,
-    put_weights,
-    read_weights,
-    refusing,
-    stored_names,
-    use_device,
-)
+from outrider.models.loading import WEIGHTS_FILE, LoadOptions, refusing
 
 DESCRIPTION_FILE = "drafter.json"
 _TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
@@ -49,8 +37,7 @@ _INT8_MAX = 127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentDescription:
-    """The content of `drafter.json`. The files of older students have further fields, which are
-    ignored."""
+    """The content of `drafter.json`. Files of older students also have other fields."""
 
     target: str
     target_fingerprint: str
@@ -81,16 +68,15 @@ def check_target(directory: Path, *, name: str, target_directory: Path, target_n
 def load_student(
     path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """Loads the student in `path` as `load_model` loads a model, with embeddings and head of the
-    target in `target_directory`. The student's logits are [.., N], for the N `logit_token_ids` of
-    the returned description. Raises `ConfigError`."""
+    """Like `load_model`, for a student in `path` of the target in `target_directory`. The student's
+    logits are [.., N], for the N `logit_token_ids` of the returned description."""
     name = options.get("name", str(path))
     check_target(path, name=name, target_directory=target_directory, target_name=target)
-    where = use_device(**options)
-    module = empty_model(path, **options)
-    info = describe(module, path, **options)
+    where = loading.use_device(**options)
+    module = loading.empty_model(path, **options)
+    info = loading.describe(module, path, **options)
     with refusing(f"drafter {name}:"):
-        tensors = read_weights(path)
+        tensors = loading.read_weights(path)
         token_ids = tensors[_TOKEN_IDS].long()
         logit_ids = tuple(token_ids.tolist())
         if not logit_ids or any(a >= b for a, b in pairwise([-1, *logit_ids, info.vocab_size])):
@@ -104,8 +90,8 @@ def load_student(
         }
         embeddings, rows = _target_weights(module, target_directory)
         shared = zip(_shared_with_target(module), (embeddings, rows[token_ids]), strict=True)
-        put_weights(module, weights | dict(shared), where)
-    tokenizer = load_tokenizer(
+        loading.put_weights(module, weights | dict(shared), where)
+    tokenizer = loading.load_tokenizer(
         target_directory, trust_remote_code=options.get("trust_remote_code", False)
     )
     fingerprint = tokenizer_fingerprint(tokenizer)
@@ -114,8 +100,8 @@ def load_student(
 
 
 def narrow_head(module: Any, num_rows: int) -> nn.Linear:
-    """Replaces the model's head by a new head with `num_rows` rows, which have no values yet.
-    Returns the new head."""
+    """Replaces the model's head by a head with `num_rows` rows, which have no values yet, and
+    returns it."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a student is a linear layer")
     weight: Tensor = head.weight
@@ -129,8 +115,8 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
 def save_student(
     directory: Path, module: Any, token_ids: Tensor, description: StudentDescription
 ) -> None:
-    """Writes the configuration, description and weights of a student, without embeddings and head.
-    The student's head must have the target's rows of `token_ids` [N]."""
+    """Writes the files of a student, without embeddings and head. The student's head must have the
+    target's rows of `token_ids` [N]."""
     module.config.save_pretrained(directory)
     tensors, shared = {_TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
     for name, values in module.state_dict().items():
@@ -143,12 +129,11 @@ def save_student(
 
 
 def as_stored(values: Tensor) -> Tensor:
-    """Returns the values that a weight has after it is stored and loaded, in the weight's dtype."""
+    """Returns the values that a weight has after it is stored and loaded."""
     return _restored("", _stored("", values)).to(values.dtype)
 
 
 def _stored(name: str, values: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors that store a weight. A matrix becomes int8, with a scale for each row."""
     if values.dim() != 2:
         return {name: values.contiguous()}
     rows = values.float()
@@ -157,7 +142,6 @@ def _stored(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Inverts `_stored`. Raises `ValueError` if the number of scales is wrong."""
     values = tensors[name]
     if values.dtype != torch.int8:
         return values
@@ -168,38 +152,38 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """Loads the model in `directory` with values only for embeddings and head. `drafter` is the
-    name of the drafter that needs the model. Raises `ConfigError`."""
-    where = use_device(**options)
-    empty = empty_model(directory, takes_quantised=True, **options)
+    """Loads the model in `directory` with values only for embeddings and head. Errors name the
+    drafter `drafter`. Raises `ConfigError`."""
+    where = loading.use_device(**options)
+    empty = loading.empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
+    ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
     with refusing(f"drafter {drafter}:"):
-        ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
-        weights = _target_weights(empty, directory)
-        for end, values in zip(ends, weights, strict=True):
+        for end, values in zip(ends, _target_weights(empty, directory), strict=True):
             end.weight = nn.Parameter(values.to(where, empty.dtype), requires_grad=False)
     return empty
 
 
 def _target_weights(module: Any, target_directory: Path) -> tuple[Tensor, Tensor]:
     """Returns embeddings [V, D] and head [V, D] from the target's files. `module` is the target or
-    a student, whose parameters need no values. Raises `ValueError`."""
+    a student, and may be empty. Raises `ValueError`."""
     embeddings, head = _shared_with_target(module)
-    with open_weights(target_directory) as files:
-        names = stored_names(module, dict(module.named_parameters()), files)
+    with loading.open_weights(target_directory) as files:
+        names = loading.stored_names(module, dict(module.named_parameters()), files)
         has_head = any(key.startswith(head.removesuffix("weight")) for key in names)
+        found = []
         # If the files hold no head, the target uses its embeddings as the head.
-        found = (embeddings, head if has_head else embeddings)
-        if lacking := [key for key in found if key not in names]:
-            raise ValueError(f"the target's files lack the weights {lacking[0]}")
-        values = {key: files[names[key]].get_tensor(names[key]) for key in found}
-    for key, tensor in values.items():
-        if tensor.dtype not in DTYPES.values():
-            raise ValueError(
-                f"the target's files have {key} as {tensor.dtype}; a drafter needs floating point "
-                "of 16 bits or more"
-            )
-    return values[found[0]], values[found[1]]
+        for key in (embeddings, head if has_head else embeddings):
+            if key not in names:
+                raise ValueError(f"the target's files lack the weights {key}")
+            values = files[names[key]].get_tensor(names[key])
+            if values.dtype not in loading.DTYPES.values():
+                raise ValueError(
+                    f"the target's files have {key} as {values.dtype}; a drafter needs floating "
+                    "point of 16 bits or more"
+                )
+            found.append(values)
+    return found[0], found[1]
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:

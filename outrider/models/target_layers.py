@@ -27,17 +27,16 @@ def last_norm(module: Any) -> nn.Module:
 
 
 class Watched(nn.Module):
-    """Wraps a module and keeps the input of the last call."""
+    """Wraps a module and keeps the first argument of the last call."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.read: Any = None  # the first argument of the last call
+        self.read: Any = None
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the inner module, because a base model may read attributes of its
-        layers."""
+        """Base models may read attributes of their layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -49,7 +48,7 @@ class Watched(nn.Module):
         return found
 
     def rows_read(self) -> Tensor:
-        """Returns the input [T, D] of the last call, which had one sequence [1, T, D]. Raises
+        """Returns the input [T, D] of the last call, if it was one sequence [1, T, D]. Raises
         `ConfigError` if there was no call with a positional argument."""
         if self.read is None:
             kind = type(self.inner).__name__
@@ -62,13 +61,8 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
     """Wraps the layers with these indices. An index equal to the number of layers means the norm
     after the last layer. Raises `ConfigError` if the model lacks one of these layers, or the norm.
     """
-    num_layers = len(layers_of(module))
-    wrong = [index for index in indices if not 0 <= index <= num_layers]
-    if wrong:
-        raise ConfigError(f"it has no layer {wrong[0]}, only {num_layers} counted from 0")
     watched = []
-    for index in indices:
-        parent, name = _place_of(module, index)
+    for parent, name in [_place_of(module, index) for index in indices]:
         watched.append(Watched(getattr(parent, name)))
         setattr(parent, name, watched[-1])
     return watched
@@ -76,10 +70,12 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
     layers = layers_of(module)
-    if index < len(layers):
-        return layers, str(index)
-    last_norm(module)
-    return module.base_model, "norm"
+    if index == len(layers):
+        last_norm(module)
+        return module.base_model, "norm"
+    if not 0 <= index < len(layers):
+        raise ConfigError(f"it has no layer {index}, only {len(layers)} counted from 0")
+    return layers, str(index)
 
 
 @contextmanager

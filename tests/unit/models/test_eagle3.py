@@ -87,7 +87,7 @@ def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]])
         return weights[f"layers.0.{name}.weight"]
 
     def heads(projection: str, x: Tensor, normed: str = "") -> Tensor:
-        found = (of(f"self_attn.{projection}") @ x).view(-1, head.head_dim)
+        found = (of(f"self_attn.{projection}") @ x).view(-1, head.key_width)
         return norm(found, of(f"self_attn.{normed}")) if normed and config.qk_norm else found
 
     seen = []
@@ -101,10 +101,10 @@ def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]])
         residual = normed if config.norm_before_residual else feature
     mixed = []
     for index, query in enumerate(seen[-1][0]):
-        group = index * head.num_kv_heads // head.num_heads
+        group = index * head.num_kv_heads // head.config.layer.num_attention_heads
         scores = torch.stack([query @ keys[group] for _, keys, _ in seen])
         values = torch.stack([values[group] for *_, values in seen])
-        mixed.append((scores / math.sqrt(head.head_dim)).softmax(0) @ values)
+        mixed.append((scores / math.sqrt(head.key_width)).softmax(0) @ values)
     y = residual + of("self_attn.o_proj") @ torch.cat(mixed)
     z = norm(y, of("post_attention_layernorm"))
     inner = torch.nn.functional.silu(of("mlp.gate_proj") @ z) * (of("mlp.up_proj") @ z)

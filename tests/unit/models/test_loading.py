@@ -94,19 +94,9 @@ def test_load_model_tells_what_it_is(spoken: Path) -> None:
     assert info.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(spoken))
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ({"dtype": "int4"}, "dtype: 'int4' given; one of auto, bfloat16"),
-        ({"device": "tpu0"}, "device: 'tpu0'"),
-        ({"num_threads": 0}, "num_threads: 0"),
-        ({"max_model_len": 129}, "max_model_len: 129 given; .* allows 1..128"),
-        ({"max_model_len": 0}, "max_model_len: 0"),
-    ],
-)
-def test_a_bad_setting_is_named(tiny: Path, setting: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load_model(tiny, **{"device": "cpu", **setting})  # type: ignore[arg-type]
+def test_a_length_that_the_model_does_not_allow_is_named(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len: 129 given; .* allows 1..128"):
+        load_model(tiny, device="cpu", max_model_len=129)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -92,7 +92,7 @@ def test_published_heads_load(
     assert config.layer_ids == layer_ids
     assert config.norm_before_residual == norm_before_residual
     turn = loaded.module.rotary_emb.inv_freq[1].item()
-    assert turn == pytest.approx(theta ** (-2 / loaded.module.head_dim))
+    assert turn == pytest.approx(theta ** (-2 / loaded.module.key_width))
     assert loaded.module.norm.variance_epsilon == eps
     embeddings = (loaded.module.embed_tokens.weight, target.get_input_embeddings().weight)
     assert (embeddings[0] is not embeddings[1]) == owns_embeddings
