@@ -11,15 +11,12 @@ from transformers.activations import ACT2CLS
 from outrider.engine.cpu.kernels import PaceKernels
 
 _PACKED_FOR_ROWS = 16
-"""oneDNN chooses the layout of a weight for products with this number of rows. All numbers from 5
-to 64 give the same layout. With this layout, products of 1 to 256 rows take at most 2 % longer than
-with their best layout. With the layout for 1 row, larger products in float32 take up to twice as
-long."""
+"""oneDNN chooses the layout of a weight for products with this number of rows. With this layout,
+products of 1 to 256 rows take at most 2 % longer than with their best layout."""
 
 
 class InferenceLinear(nn.Module):
-    """A linear layer, [..., in] -> [..., out], without gradients and hooks. The output has the
-    dtype of the input."""
+    """A linear layer, [..., in] -> [..., out] in the same dtype, without gradients and hooks."""
 
     def __init_subclass__(cls) -> None:
         cls.__call__ = cls.forward  # type: ignore[method-assign]
@@ -32,16 +29,15 @@ class InferenceLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] in dense form, for the few models that read it."""
+        """The dense weight [out, in], for the few models that read it."""
         raise NotImplementedError
 
 
 class FusedLinear(InferenceLinear):
-    """Multiplies with fused CPU kernels. Inputs and outputs have the dtype of the kernels."""
+    """Multiplies with fused CPU kernels, in their dtype."""
 
     def __init__(self, kernels: PaceKernels, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` into the layout of the kernels. The shape of `weight` must satisfy
-        `kernels.can_pack`."""
+        """Copies `weight`, whose shape must satisfy `kernels.can_pack`."""
         super().__init__(weight, bias)
         self.kernels = kernels
         self.packed = kernels.pack(weight.detach().contiguous())
@@ -59,13 +55,11 @@ class FusedLinear(InferenceLinear):
 
 
 class PackedLinear(InferenceLinear):
-    """Multiplies with oneDNN on a CPU.
-
-    The first call with a new number of rows takes up to 0.7 ms longer, because oneDNN prepares a
-    kernel. oneDNN keeps up to 1,024 kernels in a process."""
+    """Multiplies with oneDNN on a CPU. The first call with a new number of rows takes up to 0.7 ms
+    longer, because oneDNN prepares a kernel. oneDNN keeps up to 1,024 kernels in a process."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` (bfloat16 or float32) into oneDNN's layout."""
+        """Copies `weight` (bfloat16 or float32)."""
         super().__init__(weight, bias)
         operators = torch.ops.mkldnn
         dense = weight.detach().contiguous()
@@ -82,15 +76,12 @@ class PackedLinear(InferenceLinear):
 
 
 _ROWS_MIN = 4
-"""`WidenedLinear` multiplies fewer rows than this without conversion."""
 _BLOCK_WEIGHTS = 2**20
-"""`WidenedLinear` converts at most this many weights at a time, or the weights of one output if
-these are more."""
 
 
 class WidenedLinear(InferenceLinear):
     """Multiplies in float32, for weights in bfloat16 on a CPU without bfloat16 instructions.
-    Converts one block of the weight at a time."""
+    Converts about `_BLOCK_WEIGHTS` weights at a time, and none for fewer rows than `_ROWS_MIN`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Shares the memory of `weight` if it is contiguous."""
@@ -113,8 +104,8 @@ class WidenedLinear(InferenceLinear):
 def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
-    """Returns the fastest layer on this machine for a weight [out, in]. Returns None if the layer
-    of transformers is the fastest. Uses the `kernels` if they can pack the weight."""
+    """Returns the fastest layer on this machine for a weight [out, in], or None if the layer of
+    transformers is the fastest. Uses the `kernels` if they can pack the weight."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -127,9 +118,8 @@ def quick(
 
 
 _BLOCK_ROWS = 16
-"""`BlockedLinear` multiplies at most this many rows at a time. With so few rows, a row's result
-does not depend on the other rows. In tests with more than 32 rows in bfloat16, oneDNN used AMX
-tiles, which round differently."""
+"""With this number of rows, a row's result does not depend on the other rows. In tests with more
+than 32 rows in bfloat16, oneDNN used AMX tiles, which round differently."""
 
 
 class BlockedLinear(nn.Module):
@@ -141,7 +131,7 @@ class BlockedLinear(nn.Module):
         self.linear = linear
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the weight or bias of the wrapped layer, for the few models that read them."""
+        """For the few models that read the weight or bias of their layers."""
         if name in ("weight", "bias"):
             return getattr(self.linear, name)
         return super().__getattr__(name)
@@ -173,9 +163,9 @@ _ELEMENT_WISE = (
 
 
 class AlignedActivation(nn.Module):
-    """An element-wise function, [...] -> [...], that runs on pieces of the input. Each piece runs
-    on one thread and is padded to whole vectors. So the result of an element does not depend on the
-    element's place."""
+    """An element-wise function, [...] -> [...], that runs on pieces of the input. A piece runs on
+    one thread and is padded to whole vectors, so the result of an element does not depend on its
+    place."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Probes that compare a module with its replacement by calling both.
 
 The names and shapes of a module's parts suggest a replacement, but only a call shows whether the
-module also clamps, adds an offset or rotates in another way. A probe calls module and replacement
-with a few random rows of different magnitudes. Large rows show a clamp, and small rows show an
-epsilon. A probe leaves out the last layer of a block, because the replacement uses the same layer,
-and because this layer may wait for other ranks."""
+module also clamps, adds an offset or rotates in another way. A probe calls both with a few random
+rows of different magnitudes. Large rows show a clamp, and small rows show an epsilon. A probe
+leaves out the last layer of a block, which the replacement shares, because it may wait for other
+ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,17 +19,15 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError
 """A module that cannot take a probe raises these errors."""
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
 _ROUNDINGS = 64
+_ROUNDINGS_SHORT = 8  # for dtypes under 32 bits, whose sums are computed in 32 bits
 """The largest allowed difference of two results, as a multiple of the machine epsilon times the
 row's largest value."""
-_ROUNDINGS_SHORT = 8
-"""The same limit for dtypes under 32 bits. The limit is smaller because sums are computed in 32
-bits, and only their results are rounded to the dtype."""
 _PROBE = "outrider_probe"
 
 
 def probe_rows(width: int, like: Tensor) -> Tensor:
-    """Returns random rows [1, 4, width] with magnitudes `_SIZES`, and with the dtype and device of
-    `like`. Calls with the same arguments return the same rows."""
+    """Returns the same random rows [1, 4, width] for the same arguments, with magnitudes `_SIZES`,
+    in the dtype and on the device of `like`."""
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
@@ -61,9 +59,9 @@ def same_rows(
 
 
 def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
-    """Whether a layer and its replacement connect their blocks in the same way. Replaces the blocks
-    by simple functions. With these functions, layer and replacement must return the same output and
-    pass the same arguments to attention."""
+    """Whether a layer and its replacement connect their blocks in the same way. With simple
+    functions as blocks, both must return the same output and pass the same arguments to
+    attention."""
     called: list[dict[str, Any]] = []
 
     def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -98,9 +96,9 @@ def call_attention(
     block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     """Runs a probe [1, 4, width] through an attention `block`, up to the layer `o_proj`. The first
-    `rotated` elements of each head get a rotary angle. Returns two values: the query, key and value
-    of the attention function with the input of `o_proj`, and the options that the block itself
-    passes to the attention function. Returns None if the block cannot be called like Llama's."""
+    `rotated` elements of each head get a rotary angle. Returns the query, key and value of the
+    attention function with the input of `o_proj`, and the options that the block itself passes to
+    the attention function. Returns None if the block cannot be called like Llama's."""
     rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}

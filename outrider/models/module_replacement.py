@@ -1,9 +1,9 @@
 """Replaces modules of a loaded model by faster modules with the same call signature, and the same
 result up to rounding. On a CPU, linear layers are also replaced (`linear_layers.py`).
 
-If a module is built in another way, or if its replacement fails a probe (`module_probes.py`), only
-the linear layers in the module are replaced. Nothing is replaced in a module with hooks, or with a
-`forward` that is set on the instance. In a replacement, `__call__` is `forward`. This saves a
+If a module is built in another way, or its replacement fails a probe (`module_probes.py`), only the
+linear layers in the module are replaced. Nothing is replaced in a module with hooks, or with a
+`forward` that is set on the instance. In a replacement, `__call__` is `forward`, which saves a
 millisecond in a step of 30 layers, but excludes hooks."""
 
 import inspect
@@ -32,10 +32,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 class NativeRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
-    float32: [..., D] -> [..., D].
-
-    Computes sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) / sqrt(D), because this needs only
-    five operators on a CPU. transformers' norm needs eight, and `functional.rms_norm` nine."""
+    float32: [..., D] -> [..., D]. Computes sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) /
+    sqrt(D), which takes five operators on a CPU. `functional.rms_norm` takes nine."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -61,7 +59,7 @@ class NativeRMSNorm(nn.Module):
 
 class FusedMLP(nn.Module):
     """A gated MLP, down(act(gate(x)) * up(x)): [..., D] -> [..., D]. Computes gate and up in one
-    product. Replaces the module `block` of transformers."""
+    product."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -79,19 +77,16 @@ class FusedMLP(nn.Module):
 
 
 class DirectLayer(nn.Module):
-    """A decoder layer with less overhead between its blocks: [..., D] -> [..., D].
-
-    With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with four norms (as
-    in Gemma) also norms the outputs of attention and MLP. The blocks and attributes are those of
-    the module `layer` of transformers."""
+    """A decoder layer with less overhead between its blocks, which are those of `layer`: [..., D]
+    -> [..., D]. With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with
+    four norms (as in Gemma) also norms the outputs of attention and MLP."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         vars(self).update(_own_attributes(layer))
         self.input_layernorm: Any = layer.input_layernorm
         self.self_attn: Any = layer.self_attn
-        self.attention_norm: Any = None
-        """The norm of attention's output. None if the layer has no such norm."""
+        self.attention_norm: Any = None  # the norm of attention's output
         self.mlp_input_norm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
         self.mlp_output_norm: Any = None
@@ -114,17 +109,16 @@ class DirectLayer(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention with rotary positions. Computes queries, keys and values in one product.
-
-    Keeps the attributes of the module `block` of transformers, because attention functions read
-    these attributes. `interface_options` are the options that the block passes to attention
-    functions. `eager` is the block's default attention function."""
+    """Attention with rotary positions. Computes queries, keys and values in one product. Has the
+    attributes of `block`, because attention functions read them."""
 
     config: Any
 
     def __init__(
         self, block: Any, eager: AttentionFunction, interface_options: dict[str, Any]
     ) -> None:
+        """`eager` is the block's default attention function. `interface_options` are the options
+        that the block passes to attention functions."""
         super().__init__()
         vars(self).update(_own_attributes(block))
         projections = (block.q_proj, block.k_proj, block.v_proj)
@@ -149,8 +143,8 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output [B, T, D] and the attention function's weights. `position_embeddings`
-        are cosines and sines, each [B or 1, T, head width]. There must be no `past_key_values`,
-        because the attention function stores keys and values."""
+        are cosines and sines, each [B or 1, T, head width]. `past_key_values` must be None, because
+        the attention function stores keys and values."""
         if past_key_values is not None:
             raise InvariantError("a model with replaced modules takes no cache of transformers")
         shape = hidden_states.shape[:-1]
@@ -210,14 +204,12 @@ _log = logging.getLogger(__name__)
 
 
 def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
-    """Replaces modules of a causal language model that is in evaluation mode. Afterwards the model
-    can only be used for inference. Linear layers use the `kernels` if the kernels can pack their
-    weights.
+    """Replaces modules of a causal language model that is in evaluation mode, for inference only.
+    Linear layers use the `kernels` if the kernels can pack their weights.
 
-    Replacements copy weights, and the old weights are freed block by block. So this function needs
-    memory for the model and one more block. If the head and the embedding share one weight, this
-    weight is in memory twice afterwards. Call `to` and `load_state_dict` before this function,
-    because they do not change the weights of replacements."""
+    Needs memory for the model and one more block, because weights are copied and freed block by
+    block. A weight that head and embedding share is copied for the head. Call `to` and
+    `load_state_dict` before, because they do not change the weights of replacements."""
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()
     with torch.no_grad():
@@ -323,7 +315,7 @@ def _joinable(*linears: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module is torch's own linear layer, with a weight that is not quantised."""
+    """Whether this is torch's own linear layer, and not quantised."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter
 
 

