@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from outrider.limits import FEATURES_BYTES_MAX, FEATURES_MAX
 
-BYTES_OF_A_NUMBER = 2
-"""Each number is a bfloat16, little-endian."""
+BYTES_OF_A_NUMBER = 2  # each number is a bfloat16, little-endian
 
 
 def rows_max(width: int) -> int:
@@ -18,10 +17,8 @@ def rows_max(width: int) -> int:
 class Features:
     """Hidden states of consecutive tokens, one row for each token."""
 
-    first: int
-    """The first token's position in the session."""
-    width: int
-    """Length of a row, in numbers."""
+    first: int  # the first token's position in the session
+    width: int  # length of a row, in numbers
     rows: bytes
 
     def __len__(self) -> int:

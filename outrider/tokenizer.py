@@ -20,13 +20,12 @@ _HELD_TOKENS_MAX = 8
 """Largest number of tokens that are held back because a character may be incomplete."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
-UNKNOWN_BYTES_MAX = 256
-"""A token for unknown words is assumed to stand for at most this many bytes of text."""
+_UNKNOWN_BYTES_MAX = 256
+"""Assumed largest number of bytes of text for which a token for unknown words stands."""
 
 
 class TokenizerText:
-    """The tokenizer of a model. It recognises special tokens in prompts. Decoded text has no
-    special tokens unless a caller asks for them."""
+    """The tokenizer of a model. It recognises special tokens in prompts."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -45,12 +44,12 @@ class TokenizerText:
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
-        """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
-        text with these tokens. Other tokenizers do not have them."""
+        """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id, if the tokenizer spells
+        unknown text with such tokens."""
         self._special_ids = {self.spell(token_id).decode(): token_id for token_id in self._special}
         longest = max((len(token.encode()) for token in vocabulary), default=0)
-        self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
-        """Largest number of bytes of text that one token stands for."""
+        self.token_bytes_max = max(longest, _UNKNOWN_BYTES_MAX)
+        """Largest number of bytes of text for which one token stands."""
 
     @classmethod
     def load(
@@ -71,8 +70,7 @@ class TokenizerText:
         return cls(tokenizer, name or str(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with or without the special tokens that the tokenizer adds.
-        Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
+        """Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
         _check_unicode("text", text)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -85,7 +83,7 @@ class TokenizerText:
         return found or ""
 
     def check_tools(self, field: str) -> None:
-        """Raises `BadRequest` for this field if the chat template does not support tools."""
+        """Raises `BadRequest` for `field` if the chat template does not support tools."""
         if self.chat_template and not self._knows_tools:
             raise BadRequest(
                 field,
@@ -108,7 +106,8 @@ class TokenizerText:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a conversation, which `encode_chat` converts to token ids."""
+        """The text of a conversation, up to the beginning of the answer. Raises the errors of
+        `encode_chat`."""
         if not self.chat_template:
             raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
         if wrong := variables.keys() & _not_for_templates():
@@ -135,9 +134,8 @@ class TokenizerText:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer. Each message has at
-        least `role` and `content`. The chat template gets `tools` and `variables`. Raises
-        `BadRequest` if the model has no chat template, or if its template fails or does not support
-        tools that the conversation needs."""
+        least `role` and `content`. Raises `BadRequest` if the model has no chat template, or its
+        template fails or does not support tools that the conversation needs."""
         if tools or any("tool_calls" in message for message in messages):
             self.check_tools("tools" if tools else "chat")
         rendered = self.render(messages, tools, variables)
@@ -149,7 +147,7 @@ class TokenizerText:
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
-        """The text of tokens. If `with_special`, the text includes special tokens by name."""
+        """The text of tokens, with the names of special tokens if `with_special` is set."""
         ids, skips = list(token_ids), not with_special
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skips))
@@ -161,9 +159,8 @@ class TokenizerText:
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
         """A converter of arriving tokens to text, in linear time. `push` takes a token and returns
-        the text that is now certain, which may be empty. Call `finish` once at the end. It returns
-        the remaining text, with U+FFFD for bytes that are not a character. The text includes the
-        special tokens named in `shown`."""
+        the text that is now certain. `finish` returns the remaining text, with U+FFFD for bytes
+        that are not a character. The text includes the special tokens named in `shown`."""
         marks = {self._special_ids[name]: name for name in shown if name in self._special_ids}
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
@@ -212,12 +209,9 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Converts tokens of any tokenizer. Decodes the pending tokens together with some shown tokens
-    before them, because the first token of a text may lose its leading space.
-
-        ids      ... | context: shown | pending: not yet shown |
-        decoded        `_shown`         what push returns
-    """
+    """Converts tokens of any tokenizer. Decodes the pending tokens together with the `_context`,
+    some tokens before them whose text `_shown` is known, because the first token of a text may lose
+    its leading space."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text
@@ -234,7 +228,12 @@ class _WindowStream:
         if self._splits_character():
             return ""
         decoded = self._text.decode(self._context + self._pending)
-        if self._may_split_character(decoded):
+        # Without byte tokens, the text tells whether a character may be incomplete.
+        if (
+            not self._text.fallback_bytes
+            and decoded.endswith(_REPLACEMENT)
+            and len(self._pending) < _HELD_TOKENS_MAX
+        ):
             return ""
         return self._show(decoded)
 
@@ -252,15 +251,6 @@ class _WindowStream:
         except UnicodeDecodeError:
             return False  # No further byte can complete the character.
 
-    def _may_split_character(self, decoded: str) -> bool:
-        """Whether the pending tokens may end within a character. For tokenizers without byte
-        tokens, this is a guess from the text."""
-        return (
-            not self._text.fallback_bytes
-            and decoded.endswith(_REPLACEMENT)
-            and len(self._pending) < _HELD_TOKENS_MAX
-        )
-
     def _show(self, decoded: str) -> str:
         delta = decoded[len(self._shown) :]
         self._context, self._pending = self._pending, []
@@ -270,7 +260,7 @@ class _WindowStream:
 
 @cache
 def _not_for_templates() -> frozenset[str]:
-    """Names that template variables must not have: parameters of the library's own function."""
+    """Names that template variables must not have: parameters of `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters

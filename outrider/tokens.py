@@ -19,7 +19,7 @@ def extend_digest(digest: int, token_id: int) -> int:
 
 
 class TokenSequence:
-    """Token ids with the digest of every prefix. Appending a token takes constant time."""
+    """Token ids with the digest of every prefix."""
 
     __slots__ = ("_digests", "_ids")
 
@@ -33,7 +33,7 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """The list of all ids, not a copy of it. Callers must not change the list."""
+        """The list itself, not a copy. Callers must not change it."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:

@@ -34,8 +34,7 @@ from .teacher import Dataset, Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
 
-WRITING_SHARE = 0.4
-"""Share of the time in which the target writes texts."""
+WRITING_SHARE = 0.4  # share of the time in which the target writes texts
 READING_SHARE = 0.15
 """Share of the time in which the target computes its distributions along texts. With `--tokens`,
 this share is larger by half of `WRITING_SHARE`."""
@@ -50,8 +49,7 @@ MEASURED_PROMPT_TOKENS_MAX = 4096
 """Largest number of tokens in a prompt of `--measure`. One pass reads the prompt and its answer.
 For T tokens, attention then holds up to three tensors [heads, T, T]. With 9 heads in half
 precision, each tensor takes 0.3 GB."""
-_TOGETHER = {"cpu": 96, "cuda": 512}
-"""Number of conversations that are written side by side."""
+_TOGETHER = {"cpu": 96, "cuda": 512}  # number of conversations that are written side by side
 _GPU_SHARE = 0.6
 
 

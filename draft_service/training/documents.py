@@ -19,8 +19,7 @@ from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
 _HELD_OUT_KEY = b"outrider distill: held out"
-DOCUMENT_TOKENS_MAX = 1024
-"""Longer texts are cut into pieces. Conversations are never longer."""
+DOCUMENT_TOKENS_MAX = 1024  # Longer texts are cut into pieces. Conversations are never longer.
 CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]
@@ -33,8 +32,7 @@ class Template:
 
     before: tuple[int, ...]
     """The beginning of a conversation. For a model without a template, the beginning of a text."""
-    after: tuple[int, ...]
-    """Empty for a model without a template."""
+    after: tuple[int, ...]  # empty for a model without a template
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,7 @@ class Document:
     """A text, or a piece of a text. Tokens from index `first` on are learned."""
 
     token_ids: Array
-    first: int
-    """At least 1, because nothing predicts the first token of a text."""
+    first: int  # at least 1, because nothing predicts the first token of a text
     answer_first: int
     """Acceptance is measured from this token on: the answer's first token, or `first` in texts that
     are no conversation."""

@@ -13,25 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.drafters.names import EAGLE3
 from outrider.errors import SettingError
-from outrider.models.eagle3 import (
-    Eagle3Config,
-    Eagle3Head,
-    Eagle3LayerConfig,
-    load_eagle3,
-    save_speculators,
-)
-from outrider.models.loading import parameters_on_meta
-from outrider.models.student import (
-    StudentDescription,
-    as_stored,
-    load_student,
-    narrow_head,
-    save_student,
-)
+from outrider.models import eagle3, student
 from outrider.models.target_layers import last_norm, layers_of
 from outrider.replica.process_setup import load_options
 from outrider.settings import blaming
@@ -40,15 +25,14 @@ from .documents import Array
 from .options import LAYERS, STUDENT, DistillOptions
 from .teacher import Batch, Target
 
-NUM_DEPTHS = 3
-"""Length of the chains that train and measure an EAGLE-3 head."""
+NUM_DEPTHS = 3  # length of the chains that train and measure an EAGLE-3 head
 _LAYERS_WITH_TAPS = 7
 """With fewer layers of the target, two of the three `Eagle3.taps` would be equal."""
 _FIRST_SCALE = 0.25
 """The last norm of a new EAGLE-3 head begins with the weight of the target's last norm times this
 factor. Without the factor, predictions are far too confident, because the target's norm was trained
 for the last layer's output, and the head reads earlier layers."""
-_QUIET = ("fc", "o_proj", "down_proj")
+_QUIET = ("fc", "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj")
 _QUIET_DEVIATION = 1e-3
 """Initial standard deviation of the weights of the linear layers `_QUIET`, so that a new EAGLE-3
 head passes its input on almost unchanged. An identity is added to `fc`."""
@@ -72,13 +56,10 @@ class Learner:
     num_depths: int | None = None
     """Number of tokens of the chains that `draft` returns. None = one token, so acceptance is
     measured as if consecutive tokens of the text were a chain."""
-    stored_form: ClassVar[str]
-    """The sentences of the model card about the stored weights."""
+    stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any
-    weights: dict[str, nn.Parameter]
-    """The trained weights: all except embeddings and head."""
-    token_ids: Array
-    """[N], ascending: the tokens of the columns of the drafter's logits."""
+    weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and head
+    token_ids: Array  # [N], ascending: the tokens of the columns of the drafter's logits
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         """Raises `SettingError` if the options do not fit the target's module `target`."""
@@ -180,7 +161,7 @@ class Eagle3(Learner):
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         is_id = "/" in target.name and not Path(target.name).exists()
-        save_speculators(
+        eagle3.save_speculators(
             directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
             target_name=target.name if is_id else str(target.directory),
             architectures=[type(self._target).__name__],
@@ -188,7 +169,7 @@ class Eagle3(Learner):
 
     def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
         name = str(self._options.start_from)
-        found = load_eagle3(start, self._target, name=name, target_name=target.name)
+        found = eagle3.load_eagle3(start, self._target, name=name, target_name=target.name)
         self.taps = found.module.layer_ids
         return found.module, found.token_ids
 
@@ -198,7 +179,7 @@ class Eagle3(Learner):
         sizes, width = self._target.config.get_text_config(), self._embeddings.shape[1]
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
-        layer = Eagle3LayerConfig(
+        layer = eagle3.Eagle3LayerConfig(
             vocab_size=len(self._embeddings), hidden_size=width,
             intermediate_size=4 * width, num_attention_heads=heads,
             num_key_value_heads=getattr(sizes, "num_key_value_heads", heads),
@@ -206,34 +187,24 @@ class Eagle3(Learner):
             rms_norm_eps=1e-5, rope_theta=rope.get("rope_theta", 10_000.0),
             max_position_embeddings=sizes.max_position_embeddings,
         )  # fmt: skip
-        with parameters_on_meta():
-            module = Eagle3Head(
-                Eagle3Config(
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._options.seed)
+            module = eagle3.Eagle3Head(
+                eagle3.Eagle3Config(
                     layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.taps,
                     target_width=width, norm_before_residual=True, fc_norm=True,
                 )
-            )  # fmt: skip
+            ).requires_grad_(False)  # fmt: skip
+            for name in _QUIET:
+                module.get_submodule(name).weight.normal_(0, _QUIET_DEVIATION)
+        module.fc.weight[:, -width:].diagonal().add_(1)
+        module.norm.weight.copy_(_FIRST_SCALE * _norm_weight(last_norm(self._target), width))
+        for weight in module.parameters():  # Buffers, such as rotary frequencies, keep float32.
+            weight.data = weight.to(self._embeddings)
         module.embed_tokens.weight = self._embeddings
         rows = self._target.get_output_embeddings().weight.detach()
         module.lm_head.weight = nn.Parameter(rows[token_ids.to(rows.device)], requires_grad=False)
-        self._fill(module)
-        module.fc.weight.data[:, -width:].diagonal().add_(1)
-        for part in module.modules():
-            if isinstance(part, LlamaRMSNorm):
-                part.weight = nn.Parameter(torch.ones(part.weight.shape).to(self._embeddings))
-        last = _FIRST_SCALE * _norm_weight(last_norm(self._target), width)
-        module.norm.weight = nn.Parameter(last.to(self._embeddings))
         return module.to(self._embeddings.device)
-
-    def _fill(self, module: nn.Module) -> None:
-        """Initialises linear layers. Layers outside `_QUIET` get torch's default variance."""
-        generator = torch.Generator().manual_seed(self._options.seed)
-        for name, linear in module.named_modules():
-            if isinstance(linear, nn.Linear) and linear.weight.is_meta:
-                is_quiet = name.rpartition(".")[2] in _QUIET
-                deviation = _QUIET_DEVIATION if is_quiet else (3 * linear.in_features) ** -0.5
-                values = deviation * torch.randn(linear.weight.shape, generator=generator)
-                linear.weight = nn.Parameter(values.to(self._embeddings))
 
 
 class Student(Learner):
@@ -264,15 +235,15 @@ class Student(Learner):
         return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        return as_stored(weight)
+        return student.as_stored(weight)
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        description = StudentDescription(target=target.name, target_fingerprint=fingerprint)
-        save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
+        description = student.StudentDescription(target=target.name, target_fingerprint=fingerprint)
+        student.save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
     def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
         options = load_options(target.config) | {"name": self._options.start_from}
-        module, info = load_student(start, target.directory, target=target.name, **options)
+        module, info = student.load_student(start, target.directory, target=target.name, **options)
         use_plain_attention(module)
         return module, info.logit_token_ids
 
@@ -280,24 +251,24 @@ class Student(Learner):
         rows = self._target.get_output_embeddings().weight
         layers = layers_of(self._target)
         dropped = [layer for index, layer in enumerate(layers) if index not in self._layers]
-        # These are not copied.
+        # The copy shares these.
         shared = [self._embeddings, rows, *dropped]
-        student = copy.deepcopy(self._target, {id(one): one for one in shared})
-        layers = nn.ModuleList(layer for layer in layers_of(student) if layer not in dropped)
-        student.base_model.layers = layers
+        module = copy.deepcopy(self._target, {id(one): one for one in shared})
+        layers = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)
+        module.base_model.layers = layers
         for index, layer in enumerate(layers):
             for part in layer.modules():
                 if hasattr(part, "layer_idx"):
                     part.layer_idx = index
         narrow = nn.Parameter(rows.detach()[token_ids.to(rows.device)])
-        narrow_head(student, len(token_ids)).weight = narrow
-        config = student.config.get_text_config()
+        student.narrow_head(module, len(token_ids)).weight = narrow
+        config = module.config.get_text_config()
         config.num_hidden_layers = len(layers)
         if kinds := getattr(config, "layer_types", None):
             config.layer_types = [kinds[index] for index in self._layers]
-        student.config.tie_word_embeddings = config.tie_word_embeddings = False
-        use_plain_attention(student)
-        return student.eval()
+        module.config.tie_word_embeddings = config.tie_word_embeddings = False
+        use_plain_attention(module)
+        return module.eval()
 
 
 LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Student, Eagle3)}

@@ -34,8 +34,7 @@ from .storage import Stopwatch, folder_name, replacing
 
 ENTRIES = 64
 _TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
-ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
-"""Number of rows of logits that are computed at once."""
+ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}  # number of rows of logits that are computed at once
 _DOCUMENTS_OF_A_FILE = 64
 
 
@@ -45,8 +44,7 @@ class Target:
 
     config: TargetConfig
     template: Template
-    encode: Encode | None
-    """None for a target without a tokenizer."""
+    encode: Encode | None  # None for a target without a tokenizer
 
     @property
     def name(self) -> str:
@@ -222,31 +220,26 @@ def check_head(module: Any) -> None:
         )
 
 
-_POOL = 1024
-"""Documents are sorted by length within groups of this size, to save padding."""
+_POOL = 1024  # documents are sorted by length within groups of this size
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """B documents side by side."""
 
-    token_ids: Tensor
-    """[B, T], padded with zeros."""
+    token_ids: Tensor  # [B, T], padded with zeros
     rows: Tensor
     """[R]: the indices of the positions before learned tokens, among all B * T positions."""
     following: Tensor
     """[R]: the column of each learned token in the drafter's head. -1 = no column."""
-    written: Tensor
-    """[R]: the target's log-probability of each learned token."""
-    likeliest: Tensor
-    """[R]: the column of the target's likeliest token. -1 = no column."""
+    written: Tensor  # [R]: the target's log-probability of each learned token
+    likeliest: Tensor  # [R]: the column of the target's likeliest token. -1 = no column.
     columns: Tensor
     """[R, M]: the column of each of the target's M likeliest tokens. Where `mass` is 0, the column
     is arbitrary."""
     mass: Tensor
     """[R, M], float32: p of the M likeliest tokens. A token without a column has mass 0."""
-    behind: Tensor
-    """[R]: how many later rows belong to the same document."""
+    behind: Tensor  # [R]: how many later rows belong to the same document
     features: Tensor
     """[B, T, W], bfloat16: the features of every token. Empty if the cache has no features."""
 

@@ -32,8 +32,7 @@ _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
 """The peak learning rate is `_PEAK_RATE_BY_WIDTH` divided by the model's width, but at most
 `_PEAK_RATE_MAX`."""
-_TRAINED_RATE = 0.5
-"""Factor of the learning rate if a drafter is trained further."""
+_TRAINED_RATE = 0.5  # factor of the learning rate if a drafter is trained further
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
 _LIKELIHOOD_UP_TO = 0.5
@@ -75,11 +74,9 @@ class Progress(BaseModel):
     """A checkpoint's content, except the weights and the optimizer's moments."""
 
     num_steps: int = 0
-    num_tokens: int = 0
-    """Includes repetitions."""
+    num_tokens: int = 0  # includes repetitions
     epoch: int = 0
-    done_of_epoch: int = 0
-    """Number of finished batches of the current epoch."""
+    done_of_epoch: int = 0  # number of finished batches of the current epoch
     batch_tokens: int = 0
 
 

@@ -20,8 +20,7 @@ from outrider.speculation.verification import Question, verdicts_from_logits
 from .documents import Document, Template, is_kept_back
 from .storage import Stopwatch
 
-TEMPERATURES = (0.0, 0.7, 1.0)
-"""Temperatures of the answers. Conversations use them in turn."""
+TEMPERATURES = (0.0, 0.7, 1.0)  # Temperatures of the answers. Conversations use them in turn.
 _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 """Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512

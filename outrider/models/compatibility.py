@@ -31,8 +31,7 @@ differences. Attention to wrong slots or at wrong positions makes a difference o
 _LONG_TRIAL_TOKENS = 136
 """The length of the sequence of `dependent_at`. Attention with fixed shapes divides its slots into
 several splits (`SPLIT_SLOTS`)."""
-_ALONE_TOKENS = 5
-"""Number of tokens in each step that has no other sequence."""
+_ALONE_TOKENS = 5  # number of tokens in each step that has no other sequence
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens in the steps with other sequences."""
 CROWD_SLOTS = 1024

@@ -16,8 +16,7 @@ Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
 """Name in transformers of the attention function that calls its argument `attend`, an `Attend` for
 pairs [B, L]."""
-OUTPUT = -1
-"""In `DraftHead.layer_ids`: the output of the norm after the target's last layer."""
+OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 
 class DraftHead(nn.Module):
@@ -134,8 +133,7 @@ class LoadedDraftHead:
     module: DraftHead
     token_ids: tuple[int, ...]
     """The target's token id of each logit [draft vocabulary], in ascending order."""
-    note: str = ""
-    """A warning about how the head reads its target; empty if there is no warning."""
+    note: str = ""  # a warning about how the head reads its target; empty if there is no warning
 
 
 def _attention(

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 4096
 _BLOCKS_PER_FILE = 64
 _BLOCKS_PER_TENSOR = 4
-_HEADER_BYTES_MAX = 100 * 2**20
-"""The safetensors format allows no larger header."""
+_HEADER_BYTES_MAX = 100 * 2**20  # the safetensors format allows no larger header
 PICKLED_FILE = "pytorch_model.bin"
 """The file, in PyTorch's own format, of published EAGLE-3 heads that have no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
