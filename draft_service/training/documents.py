@@ -28,11 +28,11 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The token ids around a user's turn."""
+    """The token ids before and after a user's turn. For a model without a template, `before` is the
+    beginning of a text, and `after` is empty."""
 
     before: tuple[int, ...]
-    """The beginning of a conversation. For a model without a template, the beginning of a text."""
-    after: tuple[int, ...]  # empty for a model without a template
+    after: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,8 @@ class Document:
 
     token_ids: Array
     first: int  # at least 1, because nothing predicts the first token of a text
-    answer_first: int
-    """Acceptance is measured from this token on: the answer's first token, or `first` in texts that
-    are no conversation."""
-    temperature: float | None
-    """Temperature of the target's answer. None for a text from `--corpus`."""
+    answer_first: int  # acceptance is measured from here on; `first` if there is no answer
+    temperature: float | None  # of the target's answer; None for a text from `--corpus`
     is_held_out: bool = False
 
     @property

@@ -32,10 +32,10 @@ _FIRST_SCALE = 0.25
 """The last norm of a new EAGLE-3 head begins with the weight of the target's last norm times this
 factor. Without the factor, predictions are far too confident, because the target's norm was trained
 for the last layer's output, and the head reads earlier layers."""
-_QUIET = ("fc", "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj")
+_QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
-"""Initial standard deviation of the weights of the linear layers `_QUIET`, so that a new EAGLE-3
-head passes its input on almost unchanged. An identity is added to `fc`."""
+"""Initial standard deviation of the weights `_QUIET`, so that a new head passes on its input
+almost unchanged. An identity is added to `fc`."""
 
 
 class Depth(NamedTuple):
@@ -196,7 +196,7 @@ class Eagle3(Learner):
                 )
             ).requires_grad_(False)  # fmt: skip
             for name in _QUIET:
-                module.get_submodule(name).weight.normal_(0, _QUIET_DEVIATION)
+                module.get_parameter(name).normal_(0, _QUIET_DEVIATION)
         module.fc.weight[:, -width:].diagonal().add_(1)
         module.norm.weight.copy_(_FIRST_SCALE * _norm_weight(last_norm(self._target), width))
         for weight in module.parameters():  # Buffers, such as rotary frequencies, keep float32.
@@ -249,12 +249,12 @@ class Student(Learner):
 
     def _make(self, token_ids: Tensor) -> Any:
         rows = self._target.get_output_embeddings().weight
-        layers = layers_of(self._target)
-        dropped = [layer for index, layer in enumerate(layers) if index not in self._layers]
+        all_layers = layers_of(self._target)
+        dropped = [layer for index, layer in enumerate(all_layers) if index not in self._layers]
         # The copy shares these.
         shared = [self._embeddings, rows, *dropped]
         module = copy.deepcopy(self._target, {id(one): one for one in shared})
-        layers = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)
+        layers: Any = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)
         module.base_model.layers = layers
         for index, layer in enumerate(layers):
             for part in layer.modules():

@@ -228,20 +228,14 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor  # [B, T], padded with zeros
-    rows: Tensor
-    """[R]: the indices of the positions before learned tokens, among all B * T positions."""
-    following: Tensor
-    """[R]: the column of each learned token in the drafter's head. -1 = no column."""
-    written: Tensor  # [R]: the target's log-probability of each learned token
-    likeliest: Tensor  # [R]: the column of the target's likeliest token. -1 = no column.
-    columns: Tensor
-    """[R, M]: the column of each of the target's M likeliest tokens. Where `mass` is 0, the column
-    is arbitrary."""
-    mass: Tensor
-    """[R, M], float32: p of the M likeliest tokens. A token without a column has mass 0."""
+    rows: Tensor  # [R]: the positions before learned tokens, as indices of all B * T positions
+    following: Tensor  # [R]: the learned tokens' columns in the drafter's head; -1 = no column
+    written: Tensor  # [R]: the target's log-probabilities of the learned tokens
+    likeliest: Tensor  # [R]: the columns of the target's likeliest tokens; -1 = no column
+    columns: Tensor  # [R, M]: the columns of the M likeliest tokens; arbitrary where `mass` is 0
+    mass: Tensor  # [R, M], float32: p of the M likeliest tokens; 0 for tokens without a column
     behind: Tensor  # [R]: how many later rows belong to the same document
-    features: Tensor
-    """[B, T, W], bfloat16: the features of every token. Empty if the cache has no features."""
+    features: Tensor  # [B, T, W], bfloat16: each token's features; empty if the cache has none
 
 
 class Dataset:

@@ -174,7 +174,7 @@ class Trainer:
         return torch.stack(losses).sum() / sum(weights)
 
     def _save(self) -> None:
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             moments = self._optimizer.state[master].items()
             tensors |= {name: master.detach()} | {f"{name}:{key}": value for key, value in moments}

@@ -217,48 +217,28 @@ def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
     assert kept_layers(5, 30, (0, 29)) == [0, 1, 2, 3, 29]
 
 
-class Looking:
-    """A model whose layers attend to the previous token, to the token after an earlier occurrence,
-    or to themselves."""
+def looking(*distances: int) -> Any:
+    """A model in whose layers each token attends to the token at a distance. The texts of the probe
+    are 64 tokens, twice, so at 63 tokens is the token after an earlier occurrence."""
+    config = SimpleNamespace(_attn_implementation="sdpa")
 
-    def __init__(self, *looks: str) -> None:
-        self.looks = looks
-        self.config = SimpleNamespace(_attn_implementation="sdpa")
+    def read(input_ids: torch.Tensor, **_: Any) -> Any:
+        assert config._attn_implementation == "eager"
+        assert torch.equal(*input_ids.split(64, 1))
+        weights = [torch.diag(torch.ones(128 - back), -back) for back in distances]
+        return SimpleNamespace(attentions=[torch.stack([torch.eye(128), w])[None] for w in weights])
 
-    def get_input_embeddings(self) -> torch.nn.Embedding:
-        return torch.nn.Embedding(1000, 1)
-
-    def set_attn_implementation(self, name: str) -> None:
-        self.config._attn_implementation = name
-
-    def base_model(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        assert self.config._attn_implementation == "eager"
-        return SimpleNamespace(
-            attentions=[
-                torch.stack([self._weights(text, look) for text in input_ids.tolist()])
-                for look in self.looks
-            ]
-        )
-
-    def _weights(self, ids: list[int], look: str) -> torch.Tensor:
-        """Attention weights of two heads. The first one attends to the token itself."""
-        own = list(range(len(ids)))
-        aims = {
-            "before": [max(0, place - 1) for place in own],
-            "itself": own,
-            "after": [
-                1 + max((i for i in range(place) if ids[i] == ids[place]), default=place - 1)
-                for place in own
-            ],
-        }
-        return torch.eye(len(ids))[torch.tensor([own, aims[look]])]
+    return SimpleNamespace(
+        config=config, base_model=read, get_input_embeddings=lambda: torch.nn.Embedding(1000, 1),
+        set_attn_implementation=lambda name: setattr(config, "_attn_implementation", name),
+    )  # fmt: skip
 
 
 def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
-    model = Looking("after", "before", "itself", "after", "itself")
+    model = looking(63, 1, 0, 63, 0)
     assert copying_layers(model) == (1, 3)
     assert model.config._attn_implementation == "sdpa"
-    assert copying_layers(Looking("after", "itself", "before")) is None
+    assert copying_layers(looking(63, 0, 1)) is None
 
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
