@@ -14,7 +14,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import Report
@@ -158,6 +158,7 @@ def plan(arguments: Arguments) -> int:
         for key in (*arguments.settings, *arguments.given & {"config"}):
             raise SettingError(key, "cannot be used, because no model runs")
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
+    values: dict[str, Any]
     shown: list[RenderableType] = []
     if knows_pair:
         pair = _known_pair(simulation, options, config)
