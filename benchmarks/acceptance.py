@@ -39,11 +39,9 @@ from .report import Report
 SAMPLED = SamplingParams(temperature=1.0)
 SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
-"""For each number n, `--hits` reports how often a round's outcome is among the n outcomes that the
-draft finds likeliest."""
+"""Numbers of predicted outcomes for which `--hits` reports the hit rate."""
 AT_ONCE = 8
-"""Number of prompts decoded together. More prompts need more memory, because p [V] of every answer
-token is kept until the draft reads the answer."""
+"""Prompts decoded together, few because p [V] of every answer token is kept in memory."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -76,8 +74,8 @@ class Answer:
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i of each array is the total weight of the tokens that were the draft's guess number i,
-    from 0. The last entry has the weight of all other tokens."""
+    Entry i of each array is the total weight of the tokens that were the draft's guess number i.
+    The last entry has the weight of all other tokens."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -249,14 +247,9 @@ class Reading:
     """Lets the draft read the target's answers to prompts."""
 
     def __init__(
-        self,
-        target: Engine,
-        reader: ModelReader | LookupReader,
-        name: str,
-        prompts: Sequence[BenchPrompt],
-        encode: Callable[[str], Sequence[int]],
-        max_tokens: int,
-    ) -> None:
+        self, target: Engine, reader: ModelReader | LookupReader, name: str,
+        prompts: Sequence[BenchPrompt], encode: Callable[[str], Sequence[int]], max_tokens: int,
+    ) -> None:  # fmt: skip
         """`name` is the draft's name. Raises `SettingError` for empty or too long prompts."""
         self.target, self.reader, self.name = target, reader, name
         self._generator = np.random.default_rng(0)
@@ -298,13 +291,9 @@ class Reading:
         return Sample(temperature, tuple(texts), guessing)
 
     def _place(
-        self,
-        row: torch.Tensor,
-        token_id: int,
-        q: DraftDistribution | None,
-        params: SamplingParams,
-        guessing: Mapping[Rule, Guessing],
-    ) -> tuple[float, float, float]:
+        self, row: torch.Tensor, token_id: int, q: DraftDistribution | None,
+        params: SamplingParams, guessing: Mapping[Rule, Guessing],
+    ) -> tuple[float, float, float]:  # fmt: skip
         """Returns ratio, overlap and match of one token, whose p is `row` [V]. Adds to `guessing`
         the token's rank among the draft's guesses, once as a bonus, and once as a correction after
         a rejected draft token. Under greedy and coupled, the rejected token is the draft's own draw
@@ -411,17 +400,13 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
         return {str(number): rates[number - 1] for number in OUTCOMES}
 
     rules = {Rule.GREEDY: greedy, Rule.TOKEN: sampled, Rule.COUPLED: sampled}
+    all_hits = {rule.value: hits(sample, rule) for rule, sample in rules.items()}
     values = {
-        "model": reading.target.info.name,
-        "draft_model": reading.name,
-        "num_prompts": len(sampled.texts),
-        "max_tokens": options.max_tokens,
-        **shares(None),
-        "by_position": sampled.by_position(Rule.TOKEN),
+        "model": reading.target.info.name, "draft_model": reading.name,
+        "num_prompts": len(sampled.texts), "max_tokens": options.max_tokens,
+        **shares(None), "by_position": sampled.by_position(Rule.TOKEN),
         "num_positions": len(overlaps(sampled, None)),
         "by_category": {text.category: shares(text.category) for text in sampled.texts},
-        "hits": {rule.value: hits(sample, rule) for rule, sample in rules.items()}
-        if options.hits
-        else None,
-    }
+        "hits": all_hits if options.hits else None,
+    }  # fmt: skip
     return Report.of("How much of the target's text is drafted", values)

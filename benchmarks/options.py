@@ -68,9 +68,8 @@ class DecodingOptions(PromptOptions):
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
-        """The request for the first prompt with drafts, without the prompt's text.
-        `num_draft_tokens` is the deployment's default. If this default is 0 and the option is
-        unset, raises `SettingError`."""
+        """The first prompt's request with drafts, without its text. `num_draft_tokens` is the
+        deployment's default. If it is 0 and the option is unset, raises `SettingError`."""
         from .measurement import bench_request
 
         bound = self.num_draft_tokens or num_draft_tokens

@@ -63,7 +63,7 @@ TURNS = 60
 TURN_STEP_S = 0.005
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORD = "word"
-"""The text of the canned target's token. Each token makes a chunk of text."""
+"""The text of the canned target's token."""
 _WORDS = bench_request(f" {_WORD}" * PROMPT_TOKENS, 32, num_draft_tokens=0, ignore_eos=True)
 
 
@@ -96,7 +96,6 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 
 @asynccontextmanager
 async def _canned_replicas(draft_s: float = 0.0, verify_s: float = 0.0) -> AsyncIterator[Replicas]:
-    """A canned draft and target, whose steps take these times."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -283,7 +282,6 @@ def verify(item: VerifyItem) -> VerdictReply:
 
 @asynccontextmanager
 async def canned_role(setup: dict[str, Any]) -> AsyncIterator[str]:
-    """The role of a process with a canned draft and target."""
     draft = ReplicaServicer(canned_service(propose, setup["draft_s"]), DRAFT)
     target = ReplicaServicer(canned_service(verify, setup["verify_s"]), VERIFY)
     server = RpcServer([draft.grpc_service, target.grpc_service], ServerOptions())

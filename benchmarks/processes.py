@@ -92,9 +92,8 @@ class Process:
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Sends a line and returns the answer. Only one call may run at a time. Raises
-        `Unavailable` if the process has ended or takes longer than `timeout_s`, and `ConfigError`
-        if the process refuses the line."""
+        """Sends a line and returns the answer, one call at a time. Raises `Unavailable` if the
+        process has ended or is late, and `ConfigError` if it refuses the line."""
         process = self._process
         try:
             async with asyncio.timeout(timeout_s):
@@ -122,9 +121,8 @@ Role = Callable[[dict[str, Any]], AbstractAsyncContextManager[str]]
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. If a
-    word is `EXACT_TIMERS`, the event loop uses `select`, because timers of `epoll` may be 1 ms
-    late."""
+    """Runs a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. With
+    the word `EXACT_TIMERS`, the event loop uses `select`: timers of `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print must go to standard error, not into the answers.
     module, _, name = words[0].partition(":")
@@ -185,8 +183,8 @@ def delayed(service: Any, delay_s: float) -> Any:
 def service_process(
     name: str, config: TargetConfig | DraftConfig | CoordinatorConfig, delay_ms: float = 0.0
 ) -> Process:
-    """The process of a service. Targets and drafts get a free port and no telemetry, because a
-    deployment with the same settings may already run on this machine."""
+    """The process of a service. A target or draft gets a free port and no telemetry, because a
+    deployment with the same settings may already run."""
     if not isinstance(config, CoordinatorConfig):
         config = replace(without_security(config), port=0, telemetry="")
     setup = {"service": name, "config": asdict(config), "delay_ms": delay_ms}

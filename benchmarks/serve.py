@@ -217,6 +217,5 @@ def samples(completed: Sequence[Completion]) -> dict[str, list[float]]:
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
-    """Whether a request meets every goal. `goals` are in ms."""
     measured = latencies(done)
     return all((measured[name] or 0.0) <= bound for name, bound in goals.items())

@@ -45,8 +45,8 @@ WARM_UP_PROMPTS = (
 
 
 def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file, or the built-in prompts if `path` is None. Ignores empty lines
-    and unknown keys. Raises `SettingError`."""
+    """The prompts of a JSONL file; None = the built-in prompts. Ignores empty lines and unknown
+    keys. Raises `SettingError`."""
     if path is None:
         own = (Path(__file__).with_name(f"{name}.jsonl") for name in CATEGORIES)
         return tuple(prompt for file in own for prompt in read_prompts(file))
@@ -71,8 +71,7 @@ def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
     """Selects the first prompts of each category, as evenly as possible, in the given order."""
-    seen: Counter[str] = Counter()
-    ranks: list[int] = []
+    seen, ranks = Counter[str](), list[int]()
     for prompt in prompts:
         seen[prompt.category] += 1
         ranks.append(seen[prompt.category])
