@@ -629,10 +629,7 @@ def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
         # Targets and drafts do not check keys, so other machines must not reach them.
         inner["host"] = LOOPBACK
     return build(
-        DeploymentConfig,
-        values,
-        target=build(TargetConfig, inner),
-        draft=build(DraftConfig, inner),
-        coordinator=coordinator,
+        DeploymentConfig, values, target=build(TargetConfig, inner),
+        draft=build(DraftConfig, inner), coordinator=coordinator,
         autoscale=build(AutoscaleConfig, values),
-    )
+    )  # fmt: skip

@@ -48,14 +48,10 @@ class ScriptedSide(BenchClient):
         self.running -= 1
         drafted = 4 * num_tokens if request.num_draft_tokens else 0
         return Completion(
-            token_ids=tuple(range(num_tokens)),
-            started_s=started_s,
-            seconds=seconds,
+            token_ids=tuple(range(num_tokens)), started_s=started_s, seconds=seconds,
             num_rounds=num_tokens // 2 if request.num_draft_tokens else num_tokens,
-            num_draft_tokens=drafted,
-            num_accepted_draft_tokens=drafted // 4,
-            chunk_s=(seconds,),
-        )
+            num_draft_tokens=drafted, num_accepted_draft_tokens=drafted // 4, chunk_s=(seconds,),
+        )  # fmt: skip
 
 
 def subject_of(side: BenchClient, **changes: Any) -> Subject:

@@ -44,15 +44,9 @@ from target_service.self_drafting import SelfDrafter
 from target_service.service import TargetService
 
 CONFIG = CoordinatorConfig(
-    served_model_name="model",
-    num_draft_tokens=4,
-    length_control=False,
-    resume_grace_ms=0,
-    audit_share=0,
-    telemetry="prometheus=0",
-    target_gone_ms=5_000,
-    draft_timeout_ms=10_000,
-)
+    served_model_name="model", num_draft_tokens=4, length_control=False, resume_grace_ms=0,
+    audit_share=0, telemetry="prometheus=0", target_gone_ms=5_000, draft_timeout_ms=10_000,
+)  # fmt: skip
 HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
@@ -105,26 +99,15 @@ async def serve(
 
 @asynccontextmanager
 async def running_stack(
-    target_engine: Engine,
-    draft_engine: Engine | None,
-    directory: Path,
-    *,
-    lookup: LookupDrafter | None = None,
-    hybrid: DraftConfig = HYBRID,
-    text: TokenizerText | None = None,
-    look_ahead: int = 8,
-    observation: Observation = UNOBSERVED,
-    target_observer: ObservedSteps | None = None,
-    draft_observer: ObservedSteps | None = None,
-    self_drafter: SelfDrafter | None = None,
-    head: FeatureDrafter | None = None,
-    parallel_token: int | None = None,
-    lifetimes: Mapping[str, int] | None = None,
-    registry: RedisRegistry | None = None,
-    link: Any = None,
-    grammars: Callable[[], Grammars] | None = None,
-    **settings: Any,
-) -> AsyncIterator[Stack]:
+    target_engine: Engine, draft_engine: Engine | None, directory: Path, *,
+    lookup: LookupDrafter | None = None, hybrid: DraftConfig = HYBRID,
+    text: TokenizerText | None = None, look_ahead: int = 8, observation: Observation = UNOBSERVED,
+    target_observer: ObservedSteps | None = None, draft_observer: ObservedSteps | None = None,
+    self_drafter: SelfDrafter | None = None, head: FeatureDrafter | None = None,
+    parallel_token: int | None = None, lifetimes: Mapping[str, int] | None = None,
+    registry: RedisRegistry | None = None, link: Any = None,
+    grammars: Callable[[], Grammars] | None = None, **settings: Any,
+) -> AsyncIterator[Stack]:  # fmt: skip
     """Runs the services on these engines, and checks and closes everything at the end. `directory`
     is for Redis, `settings` are the coordinator's. A `lookup` is asked before the draft, or drafts
     alone if there is no draft engine (by default with n-grams). A `head` replaces the draft's
@@ -151,17 +134,12 @@ async def running_stack(
         store = await RedisStore.connect(RedisAddress(url=redis.url))
         vars(store).update(lifetimes or {})
         coordinator = CoordinatorService(
-            replace(CONFIG, look_ahead=look_ahead, **settings),
-            "coordinator-under-test",
-            store=store,
-            targets={"t": GrpcLink("target", target_server.address)},
+            replace(CONFIG, look_ahead=look_ahead, **settings), "coordinator-under-test",
+            store=store, targets={"t": GrpcLink("target", target_server.address)},
             drafts={} if looks_up else {"d": GrpcLink("draft", draft_server.address)},
-            fallback=RARE if self_drafter or head else lookup or NgramDrafter(),
-            text=text,
-            observation=observation,
-            registry=registry,
-            link=link,
-        )
+            fallback=RARE if self_drafter or head else lookup or NgramDrafter(), text=text,
+            observation=observation, registry=registry, link=link,
+        )  # fmt: skip
         await coordinator.start()
         server = await serve(stack, coordinator_api(coordinator))
         client = Client(server.address)

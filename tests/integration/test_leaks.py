@@ -46,14 +46,8 @@ ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
 """A third of the sessions ends by itself, a third is cancelled by its client, a third
 disconnects."""
 EVERYTHING = {
-    SessionRun,
-    Session,
-    SessionRoute,
-    SessionContext,
-    TargetClient,
-    DraftClient,
-    StepRequest,
-}
+    SessionRun, Session, SessionRoute, SessionContext, TargetClient, DraftClient, StepRequest,
+}  # fmt: skip
 """Types whose objects exist only for running sessions."""
 
 
