@@ -3,14 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from outrider import limits
 from outrider.config import Device, Dtype
 from outrider.errors import SettingError
-from outrider.limits import (
-    MAX_TOKENS_DEFAULT,
-    NUM_DRAFT_TOKENS_MAX,
-    SESSIONS_PER_COORDINATOR_MAX,
-    TEMPERATURE_MAX,
-)
 from outrider.settings import between, checked
 from outrider.speculation.sampling_params import Rule
 
@@ -22,11 +17,11 @@ from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 RANDOM_MODELS = ("random-1b", "random-7b")
 """Names of models that `bench device` makes on the device, with random weights."""
 
-Concurrency = Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)]
-DraftTokens = Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)]
-MaxTokens = Annotated[int, between(1, MAX_TOKENS_DEFAULT)]
+Concurrency = Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)]
+DraftTokens = Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)]
+MaxTokens = Annotated[int, between(1, limits.MAX_TOKENS_DEFAULT)]
 NumPrompts = Annotated[int | None, between(1, PROMPTS_MAX)]
-Temperature = Annotated[float, between(0, TEMPERATURE_MAX)]
+Temperature = Annotated[float, between(0, limits.TEMPERATURE_MAX)]
 
 
 @checked()
