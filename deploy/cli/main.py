@@ -18,7 +18,7 @@ from deploy.fleet.local_state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
 from .command import Arguments, Command, Group
-from .output import progress
+from .output import hide_words, progress
 
 COMMANDS = {
     "serve": "start a deployment: coordinators, targets and drafts",
@@ -62,8 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default that of this process. Returns the exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        from .masking import hide_words
-
         hide_words(parsed.given)
     return _run(parsed)
 

@@ -1,15 +1,18 @@
-"""Output of commands: progress on standard error, results on standard output."""
+"""Output of commands: progress on standard error, results on standard output. Removes secrets from
+output and from the process list."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Report, to_json
 from deploy.fleet.local_state import ERROR_PREFIX, state_directory
@@ -22,6 +25,9 @@ PREFIX = "outrider: "
 _WARNING = "warning: "
 _WIDTH = 160
 """Width of tables in a file or a pipe. Rich's default of 80 characters would cut cells."""
+MASK = "***"
+_SECRETS = re.compile(r"\bor-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+")
+"""Matches API keys, bearer tokens, and the user, password and query of URLs."""
 
 
 class Progress:
@@ -127,3 +133,23 @@ def shell_command() -> str:
     if not os.environ.get("OUTRIDER_STATE_DIR"):
         return ours
     return f"OUTRIDER_STATE_DIR={shlex.quote(str(state_directory(os.environ)))} {ours}"
+
+
+def hide_words(given: frozenset[str]) -> None:
+    """If a secret is among the `given` options, hides all options in the process list, which other
+    users see, and which `ray.init` stores in Ray's head."""
+    from outrider.config import deployment_settings
+
+    if any(one.secret and one.key in given for one in deployment_settings().values()):
+        from setproctitle import setproctitle
+
+        words = sys.argv[1:]
+        setproctitle(shlex.join([*sys.orig_argv[: -len(words)], words[0]]))
+
+
+def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Masks secrets inside settings that are not secret as a whole, such as a password in a URL."""
+    return {
+        key: _SECRETS.sub(MASK, value) if isinstance(value, str) else value
+        for key, value in settings.items()
+    }

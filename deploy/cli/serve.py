@@ -28,8 +28,7 @@ from outrider.telemetry.logs import LogFile
 
 from . import options
 from .command import Arguments, Seconds, argument, command, json_option, option
-from .masking import masked_settings
-from .output import progress, shell_command, show, tell
+from .output import masked_settings, progress, shell_command, show, tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

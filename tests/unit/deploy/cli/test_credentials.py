@@ -11,8 +11,8 @@ from command_lines import refusal
 
 from deploy.cli.command import Arguments
 from deploy.cli.main import main, parse
-from deploy.cli.masking import masked_settings
 from deploy.cli.options import caller_key, caller_trust_of
+from deploy.cli.output import masked_settings
 from deploy.fleet.preflight import warnings, without_secrets
 from outrider.api_keys import given_keys, key_hash, new_key
 from outrider.client import Trust

@@ -4,7 +4,7 @@ import pytest
 from command_lines import reported
 
 from deploy.cli.main import main
-from deploy.cli.masking import masked_settings
+from deploy.cli.output import masked_settings
 
 
 @pytest.mark.parametrize(
