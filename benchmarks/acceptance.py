@@ -74,7 +74,7 @@ class Answer:
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i of each array is the total weight of the tokens that were the draft's guess number i.
+    Entry i of each array is the weight of the tokens that were the draft's guess number i, from 0.
     The last entry has the weight of all other tokens."""
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ class ServerConfig:
     internal_tls_dir: str = ""
     """Directory of the certificates that `outrider certs` made. Every machine needs a copy at the
     same path. Coordinators, targets and drafts authenticate each other by these certificates;
-    empty = without TLS and authentication."""
+    empty = they use neither TLS nor authentication."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
     comma between them; empty = nowhere. The coordinator serves its metrics on PORT, the target on
@@ -149,8 +149,8 @@ class ModelServerConfig(ServerConfig):
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
     """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
-    """Fraction of GPU memory that a replica uses for weights, keys and values; of its share if
-    replicas share a GPU."""
+    """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
+    GPU, it is a fraction of each replica's share of the memory."""
     max_num_batched_tokens: Annotated[int | None, between(limits.BATCHED_TOKENS_MIN, 2**20)] = None
     """Largest number of tokens in one step; unset = 2048 with vLLM and 512 with other engines.
     Longer prompts are prefilled in several steps. A larger number raises throughput, but requests
@@ -489,7 +489,7 @@ class DeploymentConfig:
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of target replicas at the start. `outrider scale` changes the number later."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Number of draft replicas at the start. Look-ups alone and heads on the target have none."""
+    """Number of draft replicas at the start. A look-up alone, or a head on the target, has none."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of coordinators at the start. On one machine, the ports of each further coordinator
     are 1 higher."""
