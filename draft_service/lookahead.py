@@ -58,18 +58,15 @@ class RoundAhead:
         """The last committed tokens, which the session's own sequence has not run."""
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
         """How many bytes of proposals may still be pushed in this round."""
-        self.drafted: tuple[int, ...] = ()
-        """x_1..x_K, once they are known."""
+        self.drafted: tuple[int, ...] = ()  # x_1..x_K, once they are known
         self.wanted: AutoregressiveDraft | None = None
         """The unfinished draft that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
         """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and the
         distributions of all x_i were kept."""
-        self.is_read = False
-        """Whether the round was read, or cannot be read."""
+        self.is_read = False  # whether the round was read, or cannot be read
         self.guesses: OutcomeGuesses | None = None
-        self.chances: dict[Outcome, float] = {}
-        """The probability of each outcome that is drafted."""
+        self.chances: dict[Outcome, float] = {}  # the probability of each outcome that is drafted
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
         """The unfinished draft of each outcome."""
         self.finished: dict[Outcome, SealedProposal] = {}

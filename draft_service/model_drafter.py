@@ -32,8 +32,7 @@ class ModelDrafter:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         self._sampler = DraftSampler(self.vocabulary)
-        self.num_passes = 0
-        """Number of passes in the last call of `extend`."""
+        self.num_passes = 0  # number of passes in the last call of `extend`
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
         """Draws the tokens of drafts of distinct sessions. Returns early if the time limit of a

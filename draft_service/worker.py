@@ -25,8 +25,7 @@ class _Drafting(Work):
     item: DraftItem
     sampling: SamplingParams
     draft: AutoregressiveDraft
-    num_held: int
-    """How many of the session's tokens the engine held before the item's first step."""
+    num_held: int  # how many of the session's tokens the engine held before the item's first step
     is_whole: bool
     """Whether the step runs all missing tokens of the prefix. If not, the step proposes nothing."""
 

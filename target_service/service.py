@@ -151,8 +151,7 @@ class RunAhead:
 
     def __init__(self, item: VerifyItem, sender: AnswerSender) -> None:
         self.sender = sender
-        self.running: StepRequest | None = None
-        """The round that is queued or being computed."""
+        self.running: StepRequest | None = None  # the round that is queued or being computed
         self._item = item
         self.replies: list[VerdictReply] = []
         self._digests = [_committed_digest(item.head)]

@@ -59,8 +59,7 @@ class _Round(Work):
     item: VerifyItem
     sampling: SamplingParams
     proposal: Proposal
-    step: SequenceStep
-    """With 0 logits if it runs only a part of the prefix."""
+    step: SequenceStep  # with 0 logits if it runs only a part of the prefix
     question: Question
     history = NO_HISTORY
     allowed: Allowed | None = None
@@ -112,8 +111,7 @@ class Verifier(StepWorker):
     ) -> None:
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
-        self.keeper: FeatureKeeper | None = None
-        """The engine, if it keeps hidden states for drafts."""
+        self.keeper: FeatureKeeper | None = None  # the engine, if it keeps hidden states for drafts
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter

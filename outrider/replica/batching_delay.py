@@ -18,14 +18,11 @@ from outrider.newest import Newest
 
 GAIN = 0.9
 """A step waits only if the cycle then takes less than this share of the time without waiting."""
-MEMORY = 0.25
-"""Weight of the newest value in the averages of gaps and of trust."""
+MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust
 SPREAD = 2.5
 """A session is late if its gap exceeds the mean by this many mean deviations plus `SPREAD_S`."""
-SPREAD_S = 0.0005
-"""Time that allows for jitter of event loops and networks, s."""
-FORGIVEN = 0.03
-"""Each step without a delay adds this to `_trust`."""
+SPREAD_S = 0.0005  # time that allows for jitter of event loops and networks, s
+FORGIVEN = 0.03  # each step without a delay adds this to `_trust`
 
 
 class _Rhythm:

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from outrider.models.eagle3 import LoadedEagle3
 
 T = TypeVar("T")
-STANDARD_ERROR = "-"
-"""In place of a log directory, this text stands for standard error."""
+STANDARD_ERROR = "-"  # in place of a log directory: standard error
 SPIN_COUNT = 10_000
 """How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All checks
 together, of about 50 ns each, should take longer than the gap between two operators. On two cores,

@@ -112,13 +112,11 @@ class SteppedService(ReplicaService):
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        self.lost: EngineLost | None = None
-        """Why no more steps can run; None while steps can run."""
+        self.lost: EngineLost | None = None  # why no more steps can run; None while steps can run
         self._crashes = 0
         self.health_changed = asyncio.Event()
         """Set when `healthy` or `lost` may have changed. The waiting task clears the event."""
-        self._num_starved = 0
-        """Value of the worker's `figures.num_starved` after the last step."""
+        self._num_starved = 0  # value of the worker's `figures.num_starved` after the last step
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from outrider.grammar.compiler import Grammar
 
 
-CANCELLED_CODE = 1
-"""google.rpc.Code for work that is no longer needed."""
+CANCELLED_CODE = 1  # google.rpc.Code for work that is no longer needed
 
 
 class Unfinished(Enum):
@@ -29,8 +28,7 @@ class Unfinished(Enum):
 
     CONTINUES = "continues"
     """The step had no room for all tokens of the item. The next step continues the item."""
-    WAITS = "waits"
-    """No pages are free for the item."""
+    WAITS = "waits"  # no pages are free for the item
 
 
 class Answers(NamedTuple):
@@ -46,10 +44,8 @@ class Answers(NamedTuple):
 class StepFigures:
     """Counters of a worker's steps."""
 
-    num_preemptions: int = 0
-    """Number of sequences that lost their pages to an older sequence."""
-    num_prefill_chunks: int = 0
-    """Number of times that only a part of a prefix had room in a step."""
+    num_preemptions: int = 0  # number of sequences that lost their pages to an older sequence
+    num_prefill_chunks: int = 0  # number of times that only a part of a prefix had room in a step
     num_starved: int = 0
     """Number of items that found no pages. An item counts once in each step."""
 
@@ -96,8 +92,7 @@ class AnswerSender:
             self._send(leaving)
 
 
-CLOSED = AnswerSender(lambda _: None)
-"""Takes answers that no caller wants any more."""
+CLOSED = AnswerSender(lambda _: None)  # takes answers that no caller wants any more
 CLOSED.closed = True
 
 
@@ -110,18 +105,15 @@ class StepRequest:
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
     Returns the session's next item, or None if the answer must be sent first. Not set if the
     coordinator sends the next item."""
-    held_s: float = 0.0
-    """How long the answer may wait for other answers of the same message, s."""
-    started_at: float | None = None
-    """When the first step that worked on the item began."""
+    held_s: float = 0.0  # how long the answer may wait for other answers of the same message, s
+    started_at: float | None = None  # when the first step that worked on the item began
     unfinished: Unfinished | None = None
     """Why the last step left the item unfinished; None before the first step."""
     runs_alone: bool = False
     """Whether no other item may share the step, because an earlier step with this item crashed."""
     answered: bool = False
     """Whether the item stays in the queue only for answers that no caller waits for."""
-    timer: TimerHandle | None = None
-    """Cancelled when the request ends."""
+    timer: TimerHandle | None = None  # cancelled when the request ends
 
     def __init__(
         self, item: Any, sender: AnswerSender, arrived_at: float, expires_at: float

@@ -37,10 +37,8 @@ STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens. A step's
 predicted time grows only to 1.75 times the predicted time of its rounds. But some steps take 1.5
 times their predicted time, and a gap also has time outside steps."""
-WAITING_DECAY = 0.95
-"""In one step, n falls at most to this share of its value."""
-CORRECTION_WEIGHT = 0.2
-"""Weight of the newest step in the average of `TokenBudget._corrections`."""
+WAITING_DECAY = 0.95  # in one step, n falls at most to this share of its value
+CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1
 """If a step's correction differs from the average by more than this factor, it counts as differing
 by this factor. Other processes may have delayed the step."""
@@ -52,12 +50,9 @@ the sessions of the last rounds may still wait for their coordinators."""
 class TokenDemand(NamedTuple):
     """The tokens that an item would run if it were alone in a step."""
 
-    num_tokens: int
-    """At least 1."""
-    num_last: int
-    """Number of tokens at the end that must run in one step: 1..num_tokens."""
-    context: int
-    """Number of slots that the item's session already holds."""
+    num_tokens: int  # at least 1
+    num_last: int  # number of tokens at the end that must run in one step: 1..num_tokens
+    context: int  # number of slots that the item's session already holds
 
     @property
     def is_round(self) -> bool:
@@ -70,8 +65,7 @@ class _Load(NamedTuple):
     attention_s: float = 0.0
     """Time for reading the contexts of the sessions, s; 0 if costs are unknown."""
     has_prefix: bool = False
-    later_s: float = 0.0
-    """Time of the passes after the first pass, s."""
+    later_s: float = 0.0  # time of the passes after the first pass, s
 
 
 class TokenBudget:
@@ -86,16 +80,12 @@ class TokenBudget:
         """Load of the last rounds; None if no more rounds are expected."""
         self._rest_steps = 0
         """Number of steps since the step of `_last_rounds`, all without a round."""
-        self._rest_s = 0.0
-        """Predicted time of these steps, s."""
-        self._step_s = 0.0
-        """Predicted time of the step of `_last_rounds`, s."""
+        self._rest_s = 0.0  # predicted time of these steps, s
+        self._step_s = 0.0  # predicted time of the step of `_last_rounds`, s
         self._last = _Load()
-        self._later_pass = _Load()
-        """Load of each later pass of the last step."""
+        self._later_pass = _Load()  # load of each later pass of the last step
         self._round_passes = 1
-        self._num_waiting = 0.0
-        """The value n of the module's docstring."""
+        self._num_waiting = 0.0  # the value n of the module's docstring
         self._num_decoding = 0.0
         """Largest number of rounds in a recent step. Falls as slowly as n."""
         self._corrections = {False: 1.0, True: 1.0}

@@ -30,16 +30,14 @@ from outrider.speculation.logits_processing import allowed_early
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
-_ANY_TOKEN = 0
-"""Token id in steps that only state a number of slots and do not run."""
+_ANY_TOKEN = 0  # token id in steps that only state a number of slots and do not run
 
 
 class SlotDemand(NamedTuple):
     """The slots that an item needs."""
 
     head: RoundHead
-    num_extra: int
-    """Number of slots in addition to those of the committed tokens."""
+    num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1
     """Number of tokens, from the last committed token on, that must run in one pass."""
     reach: int | None = None
@@ -89,8 +87,7 @@ class StepWorker:
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
         self._num_slots = self.figures.pages.num_slots
-        self._decoding: list[str] = []
-        """Sessions of the last rounds."""
+        self._decoding: list[str] = []  # sessions of the last rounds
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """The items are of distinct sessions, and in order of arrival. Returns a result for each
@@ -219,6 +216,7 @@ class StepWorker:
         self._note_figures()
 
     def release(self, session_id: str) -> None:
+        """Forgets a session."""
         self._forget(session_id)
         self._table.release(session_id)
         if self._matchers is not None:

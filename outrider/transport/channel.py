@@ -58,8 +58,7 @@ _CHANNEL = (
 class Trust:
     """How a channel authenticates its server and itself."""
 
-    credentials: grpc.ChannelCredentials | None = None
-    """Credentials for TLS; None = no TLS."""
+    credentials: grpc.ChannelCredentials | None = None  # credentials for TLS; None = no TLS
     server_name: str = ""
     """Name that the server's certificate must contain; empty = the host of the address."""
 

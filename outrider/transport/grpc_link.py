@@ -54,8 +54,7 @@ class GrpcLink(Link):
         self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
-        self._streams: dict[str, _Stream] = {}
-        """Open streams by name: "normal" and "bulk"."""
+        self._streams: dict[str, _Stream] = {}  # open streams by name: "normal" and "bulk"
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()

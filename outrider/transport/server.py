@@ -56,11 +56,9 @@ class ServerOptions:
     """Where and how a server listens."""
 
     host: str = "127.0.0.1"
-    port: int = 0
-    """0 = any free port."""
+    port: int = 0  # 0 = any free port
     reflection: bool = True
-    credentials: grpc.ServerCredentials | None = None
-    """Credentials for TLS; None = no TLS."""
+    credentials: grpc.ServerCredentials | None = None  # credentials for TLS; None = no TLS
     shares_port: bool = False
     """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
@@ -68,8 +66,7 @@ class ServerOptions:
     connection_age_ms: int | None = None
     """A connection of this age takes no new calls, so that the client connects again, perhaps to
     another server."""
-    guard: Guard | None = None
-    """Checks each call; None = all callers may call every method."""
+    guard: Guard | None = None  # checks each call; None = all callers may call every method
 
 
 class RpcServer:

@@ -105,8 +105,7 @@ class _Stream:
         self.writing = False
         """Whether a frame is being written. If the caller does not read, the write does not end."""
         self.outbox = SendQueue()
-        self.failure: Exception | None = None
-        """The error with which the stream must end."""
+        self.failure: Exception | None = None  # the error with which the stream must end
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
         """By session, the last head that had the sampling parameters in full."""
 
