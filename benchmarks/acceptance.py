@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from draft_service.parallel_drafter import parallel_token
+from draft_service.model_drafter import parallel_token
 from outrider.config import DeploymentConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep

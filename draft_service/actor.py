@@ -28,8 +28,7 @@ class DraftActor(ReplicaHost):
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> DraftService:
         from .feature_drafter import FeatureDrafter, HeadEngine
-        from .model_drafter import ModelDrafter
-        from .parallel_drafter import ParallelDrafter, parallel_token
+        from .model_drafter import ModelDrafter, ParallelDrafter, parallel_token
         from .service import DraftService
 
         drafter: ModelDrafter

@@ -1,20 +1,29 @@
-"""The draft's `ReplicaService`."""
+"""The draft's service and its worker."""
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from draft_service.lookahead import LookAhead
 from draft_service.model_drafter import ModelDrafter
-from draft_service.worker import Proposer
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
+from outrider.errors import Incompatible
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT
-from outrider.messages import DraftItem
+from outrider.messages import DraftItem, ProposalReply
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import Answers, AnswerSender, StepRequest, undrawn
+from outrider.replica.step_request import Answers, AnswerSender, StepRequest, Unfinished, undrawn
 from outrider.replica.token_budget import TokenBudget
+from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class DraftService(SteppedService):
@@ -70,3 +79,158 @@ def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
     runs again."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return item if calm and answer.more else None
+
+
+class _Drafting(Work):
+    item: DraftItem
+    sampling: SamplingParams
+    draft: AutoregressiveDraft
+    num_held: int  # how many of the session's tokens the engine held before the item's first step
+    is_whole: bool
+    """Whether the step runs all missing tokens of the prefix. If not, the step proposes nothing."""
+
+    def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
+        super().__init__(item)
+        self._drafter = drafter
+
+    @property
+    def demand(self) -> SlotDemand:
+        """Without look-ahead, the proposal's last token is never run and needs no slot. A head runs
+        only tokens with features, so `reach` ends after the last of these tokens."""
+        item = self.item
+        if self._drafter.reads_features:
+            reach = 0 if item.features is None else item.features.end + 1
+            if reach < item.head.committed_length:
+                return SlotDemand(item.head, 0, reach=reach)
+        if item.held is not None:
+            return SlotDemand(item.head, len(item.held), len(item.held) + 1)
+        num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
+        num_rows = 1 + num_extra if self._drafter.in_one_pass else 1
+        return SlotDemand(item.head, num_extra, num_rows)
+
+
+class Proposer(StepWorker):
+    """Drafts for the items of a step. A session without pages gets an empty proposal. The output
+    stays exact, because the lack of pages depends on no token's value."""
+
+    def __init__(
+        self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
+    ) -> None:
+        """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
+        super().__init__(drafter.engine, budget, grammars)
+        self._drafter = drafter
+        self._look_ahead = LookAhead(drafter, budget.max_steps)
+        self._unfinished: dict[str, _Drafting] = {}
+        """The unfinished item of each session. The next step that gets the item continues it."""
+
+    def looks_ahead(self, item: DraftItem) -> bool:
+        """Whether look-ahead drafts for the item's session. Any thread may call this."""
+        wants = item.look_ahead > 0 and item.head.constraint is None
+        return wants and self._drafter.looks_ahead
+
+    def step(self, items: Sequence[DraftItem]) -> list[Any]:
+        """Like `StepWorker.step`. Runs no look-ahead pass if look-ahead already knows the answer to
+        an item, because the answer is sent only after the step."""
+        works = [self._work(item) for item in items]
+        ahead = self._look_ahead
+        self._begin([work for work in works if not ahead.works_on(work.item)])
+        active = [work for work in works if ahead.works_on(work.item)]
+        if any(work.answer and work.answer.answers for work in active):
+            self._budget.drop_step()
+            for work in active:
+                work.answer = work.answer or ahead.progress(work.item)
+        elif active:
+            found = ahead.advance([work.item for work in active])
+            for work, answers in zip(active, found, strict=True):
+                work.answer = answers
+        self._note_figures()
+        return [work.answer for work in works]
+
+    def _work(self, item: DraftItem) -> _Drafting:
+        name = item.head.session_id
+        work = self._unfinished.pop(name, None)
+        if work is not None and work.item is item:
+            work.answer = None
+            return work
+        if work is not None:
+            # Drops the draft tokens of an earlier item. A head has run them on guessed features, so
+            # they cannot be kept even if the same tokens were committed.
+            self._engine.keep(name, len(work.draft.request.token_ids))
+        return _Drafting(item, self._drafter)
+
+    def _begin(self, works: Sequence[_Drafting]) -> None:
+        new = [work for work in works if not hasattr(work, "draft")]
+        self._admit(new)
+        for work in new:
+            if work.answer is Unfinished.WAITS:
+                held = self._engine.length(work.head.session_id)
+                length = work.head.committed_length
+                work.answer = ProposalReply(work.head.key, NOTHING_SEALED, length, held)
+        self._run([work for work in works if work.answer is None])
+
+    def _forget(self, session_id: str) -> None:
+        self._unfinished.pop(session_id, None)
+        self._look_ahead.forget(session_id)
+
+    def _give_way(self) -> None:
+        self._look_ahead.give_way()
+
+    def _validate(self, work: _Drafting) -> None:
+        work.sampling = work.item.head.params()
+
+    def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
+        item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
+        committed = aligned.committed
+        if is_whole and self.looks_ahead(item):
+            work.answer = self._look_ahead.begin(item, committed, aligned.new_tokens)
+            return
+        num_missing = len(aligned.new_tokens) - admitted.num_granted
+        asked: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
+        if is_whole:
+            asked["deadline"] = item.deadline
+            if item.held is None:
+                asked["num_draft_tokens"] = item.num_draft_tokens
+            try:
+                asked["allowed"] = self._allowed(work.head, aligned)
+            except Incompatible as error:
+                logger.debug("a draft ignores its session's constraint: %s", error)
+        work.is_whole, work.num_held = is_whole, len(aligned.sequence)
+        request = draft_request(
+            work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
+            features=item.features, **asked,
+        )  # fmt: skip
+        work.draft = self._drafter.begin(request)
+
+    def _pass(self, works: Sequence[_Drafting]) -> Sequence[AutoregressiveDraft]:
+        drafts = [work.draft for work in works]
+        self._drafter.extend(drafts)
+        self._budget.note_passes(max(1, self._drafter.num_passes))
+        return drafts
+
+    def _undo(self, work: _Drafting) -> None:
+        if not work.draft.token_ids:
+            self._engine.keep(work.head.session_id, work.num_held)
+            # If the engine has forgotten the sequence, the new draft runs all tokens.
+            work.draft = self._drafter.begin(work.draft.request)
+
+    def _finish(self, works: Sequence[_Drafting], found: Sequence[AutoregressiveDraft]) -> None:
+        for work, draft in zip(works, found, strict=True):
+            if draft.error is not None:
+                self._fail(work, draft.error)
+            elif draft.is_whole:
+                self._answer(work)
+            else:
+                self._unfinished[work.head.session_id] = work
+                work.answer = Unfinished.CONTINUES
+
+    def _answer(self, work: _Drafting) -> None:
+        key, deadline = work.head.key, work.item.deadline
+        held = self._engine.length(work.head.session_id)
+        if work.is_whole or held < len(work.draft.request.token_ids):
+            sealed = SealedProposal.of(work.draft.proposal)
+            length = work.head.committed_length
+            work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
+        elif deadline.is_over and deadline.close_undrawn():
+            work.answer = Answers((undrawn(key),), more=True)
+        else:
+            work.answer = Unfinished.CONTINUES

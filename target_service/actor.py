@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
     from outrider.replica.executors import ThreadExecutor
 
-    from .self_drafting import SelfDrafter
     from .service import TargetService
+    from .verifier import SelfDrafter
 
 
 class TargetActor(ReplicaHost):
@@ -38,7 +38,7 @@ def self_drafter_of(engine: Engine) -> SelfDrafter | None:
     from outrider.engine.interface import DraftingEngine
     from outrider.engine.paged_engine import PagedEngine
 
-    from .self_drafting import SelfDrafter
+    from .verifier import SelfDrafter
 
     layer = getattr(engine, "draft_layer", None)
     if isinstance(engine, PagedEngine) and engine.feature_width:

@@ -20,8 +20,7 @@ from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import CLOSED, AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from outrider.tokens import extend_digest
-from target_service.self_drafting import SelfDrafter
-from target_service.verifier import Verifier
+from target_service.verifier import SelfDrafter, Verifier
 
 
 class TargetService(SteppedService):

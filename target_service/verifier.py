@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
-from outrider.engine.interface import Engine, FeatureKeeper, SequenceStep
+from outrider.engine.interface import DraftingEngine, Engine, FeatureKeeper, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, OutriderError, check
 from outrider.grammar.compiler import Grammars
@@ -25,6 +26,7 @@ from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.limits import FEATURES_STEP_BYTES_MAX
 from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
@@ -32,6 +34,7 @@ from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
+    DraftVocabulary,
     TokenHistory,
     masked_logits,
     raw_logprobs,
@@ -40,8 +43,6 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
-
-from .self_drafting import SelfDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,56 @@ class _Round(Work):
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
+
+
+class SelfDrafter:
+    """Drafts with an EAGLE-3 head or an MTP layer on the target's pages. Each pass of the head
+    drafts one token of every proposal."""
+
+    def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine) -> None:
+        self.engine = engine
+        self._head = layer.module
+        self._sampler = DraftSampler(DraftVocabulary.of(layer.token_ids))
+
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
+    ) -> list[Proposal]:
+        """Returns a proposal for each request, of at most the requested number of tokens. The
+        engine must hold all committed tokens of a request but the newest. Without penalties, the
+        request's `token_ids` needs only the newest. For each request, `hidden_states` has the
+        engine's feature [D] at the token before the newest. The engine's sequences stay unchanged.
+
+        If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
+        proposed. To drop them could bias the output, because the failure may depend on their
+        values."""
+        drafts, engine = [AutoregressiveDraft(request) for request in requests], self.engine
+        lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
+        for draft, row in zip(drafts, hidden_states, strict=True):
+            draft.carried = row
+            # The row is of the token before the newest. This must be the engine's last token.
+            if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
+                draft.stop()
+        try:
+            while active := [draft for draft in drafts if draft.goes_on()]:
+                self._draw(active)
+        except Exception:
+            logger.exception("drafts of %d sessions end early", len(drafts))
+        for name, length in lengths.items():
+            engine.keep(name, length)
+        return [draft.proposal for draft in drafts]
+
+    def _draw(self, drafts: list[AutoregressiveDraft]) -> None:
+        """Draws a token for each draft. If pages are short, ends the last drafts instead."""
+        steps = [SequenceStep(draft.sequence_id, (draft.newest,), 1) for draft in drafts]
+        while not self.engine.can_hold(steps):
+            steps.pop()
+            drafts.pop().stop()
+        if not drafts:
+            return
+        hidden = self.engine.forward_draft(steps, [draft.carried for draft in drafts])
+        for draft, row in zip(drafts, self._head.carry(hidden), strict=True):
+            draft.carried = row
+        self._sampler.draw(drafts, torch.split(self._head.logits(hidden), 1))
 
 
 class Verifier(StepWorker):

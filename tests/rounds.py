@@ -9,8 +9,7 @@ from typing import Any, Self
 from pages import check_pages
 
 from draft_service.feature_drafter import FeatureDrafter
-from draft_service.model_drafter import ModelDrafter
-from draft_service.parallel_drafter import ParallelDrafter
+from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import DraftService
 from outrider.engine.interface import take_stated_seconds
 from outrider.errors import LinkLost, check

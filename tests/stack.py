@@ -40,8 +40,8 @@ from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import coordinator_pb2
-from target_service.self_drafting import SelfDrafter
 from target_service.service import TargetService
+from target_service.verifier import SelfDrafter
 
 CONFIG = CoordinatorConfig(
     served_model_name="model", num_draft_tokens=4, length_control=False, resume_grace_ms=0,

@@ -17,7 +17,7 @@ from outrider.errors import check
 from outrider.limits import PAGE_SIZE
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
-from target_service.self_drafting import SelfDrafter
+from target_service.verifier import SelfDrafter
 from tests.simulation.toy import QuickEngine
 
 

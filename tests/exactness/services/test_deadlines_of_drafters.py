@@ -14,9 +14,8 @@ from rounds import PENALISED, make_head
 from toy_engine import ToyEngine
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from draft_service.model_drafter import ModelDrafter
-from draft_service.parallel_drafter import ParallelDrafter
-from draft_service.worker import Proposer
+from draft_service.model_drafter import ModelDrafter, ParallelDrafter
+from draft_service.service import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep

@@ -28,7 +28,7 @@ from outrider.models.student import load_student
 from outrider.speculation.proposal import Proposal
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
-from target_service.self_drafting import SelfDrafter
+from target_service.verifier import SelfDrafter
 
 pytestmark = pytest.mark.xdist_group("identity")
 

@@ -12,7 +12,7 @@ from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
-from draft_service.worker import Proposer
+from draft_service.service import Proposer
 from outrider.clock import run_virtually
 from outrider.drafters.drafter import DraftDeadline
 from outrider.messages import DraftItem, ProposalReply, Refused

@@ -20,7 +20,7 @@ from test_look_ahead import item
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
-from draft_service.parallel_drafter import ParallelDrafter, parallel_token
+from draft_service.model_drafter import ParallelDrafter, parallel_token
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import SequenceStep

@@ -18,7 +18,7 @@ from rounds import GREEDY, PENALISED, make_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter
-from draft_service.worker import Proposer
+from draft_service.service import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.engine.interface import ModelInfo
 from outrider.hidden_states import Features

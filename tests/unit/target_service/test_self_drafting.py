@@ -21,7 +21,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
-from target_service.self_drafting import SelfDrafter
+from target_service.verifier import SelfDrafter
 
 VOCAB, LENGTH = 24, 40
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
