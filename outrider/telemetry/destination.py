@@ -19,7 +19,7 @@ class Destination:
     """The parsed setting `telemetry`."""
 
     otlp_endpoint: str = ""
-    """URL (http or https) of a collector that takes OTLP over gRPC; empty = no collector."""
+    """URL of a collector that takes OTLP over gRPC; empty = no collector."""
     prometheus_port: int | None = None
     """Port of the coordinator's metrics. The other roles use the next ports, in the order of
     `ROLES`. 0 = any free port, None = no metrics for Prometheus."""
@@ -27,22 +27,16 @@ class Destination:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parses `otlp=URL,prometheus=PORT`, one of them, or nothing. Raises `SettingError`."""
-        found: dict[str, str] = {}
-        for part in filter(None, map(str.strip, text.split(","))):
-            key, _, value = part.partition("=")
-            if (
-                _PART.fullmatch(part) is None
-                or key in found
-                or (key == "prometheus" and int(value) > _LAST)
-            ):
-                raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
-            found[key] = value
-        port = found.get("prometheus")
-        return cls(found.get("otlp", ""), None if port is None else int(port))
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        found = dict(part.split("=", 1) for part in parts if _PART.fullmatch(part))
+        port = int(found["prometheus"]) if "prometheus" in found else None
+        if len(found) < len(parts) or (port or 0) > _LAST:
+            raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
+        return cls(found.get("otlp", ""), port)
 
     def port(self, role: Role, slot: int = 0) -> int | None:
-        """Returns the port for the metrics of a process. `slot` numbers the processes of one role
-        on a machine. Each slot has `len(ROLES)` ports."""
+        """Returns the port for a process's metrics. `slot` numbers the processes of one role on a
+        machine."""
         if not self.prometheus_port:
             return self.prometheus_port
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot

@@ -18,8 +18,8 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Adds the ids to all later log lines of the current task, and of tasks that this task starts.
-    Must be called in a task that serves only this session."""
+    """Adds the ids to all later log lines of the current task, which must serve only this session,
+    and of tasks that it starts."""
     _identity.set((session_id, trace_id))
 
 
@@ -29,8 +29,7 @@ def about(**fields: object) -> dict[str, Mapping[str, object]]:
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as a JSON object on one line: `time` (UTC), `level`, `logger`, `message`
-    and, if present, `session_id`, `trace_id`, the fields of `about`, and `exception`."""
+    """Formats each record as a JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -39,24 +38,21 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        session_id, trace_id = _identity.get()
-        if session_id:
-            line["session_id"] = session_id
-        if trace_id:
-            line["trace_id"] = trace_id
-        line.update(getattr(record, "about", {}))
+        ids = zip(("session_id", "trace_id"), _identity.get(), strict=True)
+        line |= {key: value for key, value in ids if value}
+        line |= getattr(record, "about", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
 class LogFile(RotatingFileHandler):
-    """Writes a log file of at most `LOG_BYTES_MAX`, or of one longer line. Keeps `LOG_FILES_KEPT`
-    rotated files, which end with `.1` and so on."""
+    """A log file of at most `LOG_BYTES_MAX`, or of one longer line. Keeps `LOG_FILES_KEPT` rotated
+    files, which end with `.1` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
-        """Appends to an existing file. `take_over` redirects the process's file `descriptors` to
-        the log file. Each rotation redirects the descriptors to the new file."""
+        """`take_over`, and then each rotation, redirects the process's file `descriptors` to the
+        log file."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
@@ -83,10 +79,9 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Makes room for a new replica's log files. Removes old log files until the remaining files
-    and the largest possible new files fit in `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files
-    first, and then files of ended processes. In both groups, the least recently written file goes
-    first. Current files of running processes always stay."""
+    """Removes old log files until a new replica's largest possible files fit as well in
+    `LOG_DIRECTORY_BYTES_MAX`: first rotated files, then files of ended processes, in the order in
+    which they were last written. Current files of running processes stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -114,8 +109,8 @@ def _is_open(path: Path) -> bool:
 
 
 def rotate(path: Path) -> None:
-    """If a file is larger than `LOG_BYTES_MAX`, appends `.1` to its name, and replaces an earlier
-    file of that name. Suits only programs that open their log for each line, such as Redis."""
+    """Renames a file of more than `LOG_BYTES_MAX` to `NAME.1`. Suits only programs that open their
+    log for each line, such as Redis."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

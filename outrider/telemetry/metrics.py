@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, get_args
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
@@ -69,15 +70,13 @@ the start. For the increases of the audit counters in a period, the mean drift o
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
-AUDIT_SUMS = {
-    "num_tokens": "audit_tokens", "num_impossible": "audit_impossible_tokens",
-    "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
-    "variance": "audit_variance_nats2",
+AUDIT_COUNTERS = {
+    "audit_tokens": "num_tokens", "audit_impossible_tokens": "num_impossible",
+    "audit_unlikely_tokens": "num_unlikely", "audit_near_ties": "num_near_ties",
+    "audit_surprise_nats": "surprise", "audit_entropy_nats": "entropy",
+    "audit_variance_nats2": "variance",
 }  # fmt: skip
-"""Field of `AuditSums` -> counter."""
-GREEDY_AUDIT_SUMS = {
-    "num_unlikely": "audit_unlikely_tokens", "num_near_ties": "audit_near_ties"
-}  # fmt: skip
+"""Counter -> field of `AuditSums`."""
 REQUEST_TIMES = {
     **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
     "outrider.request_queue_time_seconds": "From arrival until the target began its first step.",
@@ -118,20 +117,19 @@ READINGS: dict[str, tuple[Any, ...]] = {
 
 
 class ObservedCounter:
-    """A counter with a number for each label value. The SDK reads these numbers only when it
-    collects metrics. So `add` is fast, which matters because it runs many times in a round."""
+    """A counter that the SDK reads only when it collects metrics, so that `add` is fast."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
-        """Without a `label`, the only label value is "". `known` label values are exported from the
-        start, because Prometheus does not count the event that creates a series."""
+        """`known` label values are exported from the start, because Prometheus does not count the
+        event that creates a series."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # The SDK gets a copy, because it collects on its own thread.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
     def add(self, amount: float, value: str = "") -> None:
-        """Must be called on one thread only."""
+        """Only one thread may call this. Without a label, `value` is empty."""
         self._values[value] = self._values.get(value, 0) + amount
 
 
@@ -146,18 +144,16 @@ class SpeculationCounters:
         self._accepted = ObservedCounter(meter, f"{name}accepted_tokens", "Draft tokens accepted.")
         self._rounds: Counter[tuple[str, int, int]] = Counter()
         """(Context, number of draft tokens, number of accepted ones) -> number of rounds."""
-        watch(
-            meter, f"{name}draft_tokens_per_pos", lambda: self._by_position(accepted=False),
-            "Proposals with a token at this position, by context length.", labels, grows=True,
-        )  # fmt: skip
-        watch(
-            meter, f"{name}accepted_tokens_per_pos", lambda: self._by_position(accepted=True),
-            "Proposals whose token at this position was accepted, by context length.", labels,
-            grows=True,
-        )  # fmt: skip
+        for kind, what in (
+            ("draft", "with a token at this position"),
+            ("accepted", "whose token at this position was accepted"),
+        ):
+            read = partial(self._by_position, kind == "accepted")
+            about = f"Proposals {what}, by context length."
+            watch(meter, f"{name}{kind}_tokens_per_pos", read, about, labels, grows=True)
 
     def add(self, length: int, num_draft_tokens: int, num_accepted: int) -> None:
-        """Counts a round of a session of `length` tokens. Must be called on one thread only."""
+        """Counts a round of a session of `length` tokens. Only one thread may call this."""
         self._drafts.add(1)
         self._proposed.add(num_draft_tokens)
         self._accepted.add(num_accepted)
@@ -181,8 +177,8 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge. Any
-    thread may call `read`. Its keys are label values: "" without labels, tuples with several."""
+    """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge. The
+    keys are label values, tuples if `label` is one. `read` is called on any thread."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
@@ -211,8 +207,8 @@ class HttpTimes:
 
     def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
         """Records a finished request. `route` is the pattern of the request's route; empty if no
-        route matches. If the caller disconnected before the answer, `status` is None. Unknown
-        methods become `_OTHER`. Otherwise callers could create any number of label values."""
+        route matches. If the caller disconnected before the answer, `status` is None."""
+        # Unknown methods become `_OTHER`, because callers could send any number of them.
         found: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,

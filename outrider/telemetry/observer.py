@@ -13,8 +13,7 @@ repeated: not audited, because an audited session had the same seed, and so the 
 numbers."""
 
 
-def _ignore(self: Any, *_: Any, **__: Any) -> None:
-    pass
+def _ignore(self: Any, *_: Any, **__: Any) -> None: ...
 
 
 class RequestObserver:
@@ -36,15 +35,12 @@ class RequestObserver:
 
 
 SILENT = RequestObserver()
-
-
 Readings = Callable[[], Mapping[str, Mapping[str, float]]]
 """Returns a coordinator's load and health. Metric -> label value -> number."""
 
 
 class Observation:
-    """Returns observers that ignore all events. The subclass `ObservedRequests` returns observers
-    that handle the events."""
+    """Returns observers that ignore all events."""
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
         """Returns the observer of a new request."""

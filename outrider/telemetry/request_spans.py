@@ -25,11 +25,10 @@ from outrider.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import SealedProposal
-from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.metrics import (
-    AUDIT_SUMS,
-    GREEDY_AUDIT_SUMS,
+    AUDIT_COUNTERS,
     PHASES,
+    PREFIX,
     READINGS,
     REQUEST_COUNTERS,
     REQUEST_TIMES,
@@ -43,39 +42,39 @@ from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 TRACED_ROUNDS = 2
 """If `trace_every_rounds` is above 0, this many rounds at the start of a request have spans."""
+_TOTALS = (
+    "num_rounds", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length"
+)  # fmt: skip
 
 
 class ObservedRequests(Observation):
     """Traces and measures every request."""
 
     def __init__(self, tracer: Tracer, meter: Meter, config: CoordinatorConfig) -> None:
-        self.tracer = tracer
-        self.config = config
-        self._meter = meter
+        self.tracer, self.config, self._meter = tracer, config, meter
         self.counters = {
             name: ObservedCounter(meter, name, *told) for name, told in REQUEST_COUNTERS.items()
         }
         self.speculation = SpeculationCounters(meter)
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
-        self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
 
     def samples(self, index: int) -> bool:
         every = self.config.trace_every_rounds
         return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
-        """Returns the observer of a new request. An invalid `traceparent` begins a new trace."""
+        """An invalid `traceparent` begins a new trace."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
-        """Exports the coordinator's load and health. `readings` is called on any thread."""
+        """`readings` is called on any thread."""
         for name, told in READINGS.items():
             watch(self._meter, name, partial(lambda key: {**readings().get(key, {})}, name), *told)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
-        greedy = GREEDY_AUDIT_SUMS if rule == Rule.GREEDY.value else {}
-        for field, name in (AUDIT_SUMS | greedy).items():
-            self.counters[name].add(getattr(sums, field), rule)
+        for name, field in AUDIT_COUNTERS.items():
+            if amount := getattr(sums, field):
+                self.counters[name].add(amount, rule)
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
         self.counters["audits"].add(1, outcome)
@@ -88,27 +87,35 @@ class ObservedRequest(RequestObserver):
         self._shared = shared
         self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
         is_chat = isinstance(next(iter(request.prompt), None), ChatMessage)
-        operation = "chat" if is_chat else "text_completion"
+        operation, sampling = "chat" if is_chat else "text_completion", request.sampling
         self._genai = {
             "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }  # fmt: skip
+        asked = {
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.stop_sequences": request.stop or None,
+            "outrider.request.num_draft_tokens": request.num_draft_tokens,
+        }
         # Without an explicit context, the span would be a child of the current span.
         self._span = shared.tracer.start_span(
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
         )  # fmt: skip
-        _describe(self._span, request)
+        self._span.set_attributes({key: one for key, one in asked.items() if one is not None})
         self._quiet = write_traceparent(self._span, sampled=False)
-        self._contexts: dict[Side, str] = dict.fromkeys(
-            ("draft", "target"), write_traceparent(self._span)
-        )
+        sampled = write_traceparent(self._span)
+        self._contexts: dict[Side, str] = {"draft": sampled, "target": sampled}
         self._asked: dict[Side, Span] = {}
         self._rounds: dict[int, Span] = {}
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
         self._times: list[tuple[str, float]] = []
-        """(Phase, seconds) of times that are not in the histograms yet."""
+        """(Phase, seconds) of times that are not in the histograms yet. `shown` records them while
+        the next round runs, so that no request waits for it."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._open_s = 0.0
         self._first_token_at: float | None = None
@@ -119,10 +126,8 @@ class ObservedRequest(RequestObserver):
         self, parent: Span, name: str, start_ns: int | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:  # fmt: skip
-        context = set_span_in_context(parent, Context())
-        return self._shared.tracer.start_span(
-            f"outrider.{name}", context, kind, start_time=start_ns
-        )
+        context, start = set_span_in_context(parent, Context()), self._shared.tracer.start_span
+        return start(f"outrider.{name}", context, kind, start_time=start_ns)
 
     @property
     def trace_id(self) -> str:
@@ -135,7 +140,6 @@ class ObservedRequest(RequestObserver):
         self._shared.counters[name].add(amount, label)
 
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
-        """The request was admitted, and its session is open."""
         self._open_s = time.monotonic() - self._arrived
         self.count("prompt_tokens", amount=num_prompt_tokens)
         self._span.set_attributes({
@@ -151,13 +155,12 @@ class ObservedRequest(RequestObserver):
     def round_began(self, index: int) -> None:
         self._index = index
         if self._shared.samples(index) and self._span.is_recording():
-            self._rounds[index] = self._child(self._span, "round")
-            self._rounds[index].set_attribute("outrider.round.index", index)
+            self._rounds[index] = span = self._child(self._span, "round")
+            span.set_attribute("outrider.round.index", index)
         else:
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def asked(self, side: Side) -> None:
-        """Begins the span of a request to a draft or target. `answered` ends the span."""
         if (parent := self._rounds.get(self._index)) is not None:
             span = self._asked[side] = self._child(parent, "wire", kind=SpanKind.CLIENT)
             span.set_attribute("outrider.peer", side)
@@ -167,39 +170,33 @@ class ObservedRequest(RequestObserver):
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
         """A proposal or verdict came, `seconds` after the request. The times in ms come from the
-        replica. If `asked` is false, the replica ran the round in advance. The histograms omit the
-        times of such a round, because no request waited for the round."""
-        queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
-        wire_s = max(0.0, seconds - queue_s - compute_s)
-        times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
+        replica. If `asked` is false, the replica ran the round in advance. Its times are not in the
+        histograms, because no request waited for it."""
+        wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
+        times = {"wire": wire_ms / 1e3, "queue": queue_ms / 1e3, "verify": compute_ms / 1e3}
         self._count_times({"draft": seconds} if side == "draft" else times, asked)
         if side == "target" and self._index == 0:
-            self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
+            self._record("outrider.request_queue_time_seconds", self._open_s + times["queue"])
         if (span := self._asked.pop(side, None)) is not None:
-            span.set_attributes({
-                "outrider.wire_ms": wire_s * 1e3, "outrider.queue_ms": queue_ms,
-                "outrider.compute_ms": compute_ms,
-            })  # fmt: skip
+            _describe(span, wire_ms=wire_ms, queue_ms=queue_ms, compute_ms=compute_ms)
             span.end()
 
     def decided(
         self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
     ) -> None:
-        """The round has an outcome: `num_accepted` draft tokens were accepted, and `num_tokens`
-        tokens were added to the session, which now has `length` tokens."""
+        """The round has added `num_tokens` tokens to the session, which now has `length`."""
         self._shared.counters["num_rounds"].add(1)
         if proposal:
             self._shared.speculation.add(length, len(proposal), num_accepted)
         if (span := self._rounds.get(self._index)) is not None:
-            span.set_attributes({
-                "outrider.num_draft_tokens": len(proposal),
-                "outrider.num_accepted_draft_tokens": num_accepted,
-                "outrider.num_tokens": num_tokens,
-            })  # fmt: skip
+            _describe(
+                span, num_draft_tokens=len(proposal), num_accepted_draft_tokens=num_accepted,
+                num_tokens=num_tokens,
+            )  # fmt: skip
 
     def shown(self, decided_s: Mapping[int, float], num_tokens: int) -> None:
-        """The tokens of some rounds are committed, and go to the client in one event. `decided_s`
-        maps the index of each round to the seconds since the round's outcome."""
+        """The tokens of some rounds go to the client in one event. `decided_s` maps the index of
+        each round to the seconds since its outcome."""
         now = time.monotonic()
         self._count_times({"commit": max(decided_s.values())})
         self._record_times()
@@ -209,8 +206,8 @@ class ObservedRequest(RequestObserver):
             self._record("outrider.time_to_first_token_seconds", now - self._arrived)
             self._record("gen_ai.server.time_to_first_token", now - self._arrived, self._genai)
         elif num_tokens:
-            each = (now - self._last_shown_at) / num_tokens
-            self._record("outrider.inter_token_latency_seconds", each)
+            each_s = (now - self._last_shown_at) / num_tokens
+            self._record("outrider.inter_token_latency_seconds", each_s)
         self._last_shown_at = now
         for round_index, seconds in decided_s.items():
             if (span := self._rounds.pop(round_index, None)) is not None:
@@ -218,7 +215,6 @@ class ObservedRequest(RequestObserver):
                 span.end()
 
     def finished(self, event: Finished) -> None:
-        """The request's last event goes to the client."""
         now, metrics = time.monotonic(), event.metrics
         num_tokens = event.usage.completion_tokens
         self.count("request_success", event.finish_reason.value)
@@ -229,25 +225,21 @@ class ObservedRequest(RequestObserver):
         self._span.set_attributes({
             "gen_ai.usage.output_tokens": num_tokens,
             "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
-            "outrider.num_rounds": metrics.num_rounds,
-            "outrider.num_draft_tokens": metrics.num_draft_tokens,
-            "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-            "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
         })  # fmt: skip
+        _describe(self._span, **{name: getattr(metrics, name) for name in _TOTALS})
         self._end(event.finish_reason)
 
     def failed(self, error: BaseException) -> None:
-        """The request ends without a last event. After `finished`, does nothing. If the client has
-        disconnected, counts the request as cancelled, not as failed."""
+        """The request ends without a last event. After `finished`, does nothing. Any `error` that
+        is no `Exception` means that the client has disconnected."""
         if self._ended:
             return
         if not isinstance(error, Exception):
             self.count("request_success", FinishReason.CANCELLED.value)
             self._end(FinishReason.CANCELLED)
             return
-        kind = type(error).__name__
+        kind = self._genai["error.type"] = type(error).__name__
         self.count("request_failure", kind)
-        self._genai["error.type"] = kind
         self._span.set_attribute("error.type", kind)
         # The texts of other errors may quote the prompt.
         message = error.message if isinstance(error, OutriderError) else kind
@@ -264,10 +256,8 @@ class ObservedRequest(RequestObserver):
             self._times += times.items()
 
     def _record_times(self) -> None:
-        """Records the times since the last call. `shown` calls this method while the next round
-        runs, so the request does not wait for the recording."""
         for phase, seconds in self._times:
-            self._shared.phases[phase].record(seconds)
+            self._record(f"{PREFIX}round_{phase}_seconds", seconds)
         self._times.clear()
 
     def _end(self, reason: FinishReason | None = None) -> None:
@@ -280,20 +270,10 @@ class ObservedRequest(RequestObserver):
         self._asked, self._rounds = {}, {}
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
-        self._span.set_attributes({
-            f"outrider.{phase}_ms": seconds * 1e3 for phase, seconds in self._seconds.items()
-        })  # fmt: skip
+        totals_ms = {f"{phase}_ms": seconds * 1e3 for phase, seconds in self._seconds.items()}
+        _describe(self._span, **totals_ms)
         self._span.end()
 
 
-def _describe(span: Span, request: GenerateRequest) -> None:
-    sampling = request.sampling
-    found = {
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.max_tokens": request.max_tokens,
-        "gen_ai.request.stop_sequences": request.stop or None,
-        "outrider.request.num_draft_tokens": request.num_draft_tokens,
-    }
-    span.set_attributes({name: value for name, value in found.items() if value is not None})
+def _describe(span: Span, **values: float) -> None:
+    span.set_attributes({f"outrider.{name}": value for name, value in values.items()})

@@ -8,11 +8,9 @@ import copy
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from threading import Thread
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
@@ -44,12 +42,11 @@ _log = logging.getLogger(__name__)
 
 
 class _VllmNames:
-    """Collects the metrics of a registry, and copies of `VLLM_COUNTERS` under vLLM's names. These
-    names contain a colon, so OpenTelemetry instruments cannot have them."""
+    """Collects the metrics of a registry, and copies of `VLLM_COUNTERS` under vLLM's names, which
+    contain a colon, so that no OpenTelemetry instrument can have them."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry = registry
-        self._model = model
+        self._registry, self._model = registry, model
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
@@ -76,7 +73,6 @@ class Scrape:
     prometheus_client 0.26 then replaces the colons of vLLM's names by underscores."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """If `vllm_model` is given, adds vLLM's counters with this label `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
@@ -87,9 +83,10 @@ class Scrape:
         if vllm_model is not None:
             self._registry = CollectorRegistry()
             self._registry.register(_VllmNames(registry, vllm_model))
-        self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
         """HOST:PORT of the HTTP server; empty before `serve`."""
+        self.stop: Callable[[], None] = lambda: None
+        """Stops the HTTP server."""
 
     def serve(self, host: str, port: int) -> None:
         """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""
@@ -104,22 +101,21 @@ class Scrape:
             ) from error
         app: Any = server.get_app()
         server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
-        self._serving = server, thread
         self.address = f"{host}:{server.server_port}"
         _log.info("metrics are served on %s", self.address)
 
-    def render(self) -> bytes:
-        """Returns the metrics in Prometheus' text format. Blocks."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self._registry)
-
-    def stop(self) -> None:
-        if self._serving is not None:
-            server, thread = self._serving
+        def stop() -> None:
             server.shutdown()
             server.server_close()
             thread.join()
+
+        self.stop = stop
+
+    def render(self) -> bytes:
+        """Blocks."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry)
 
 
 class Exports:
@@ -133,21 +129,22 @@ class Exports:
         scrape: Scrape | None = None,
     ) -> None:
         self.scrape = scrape
+        own_version = version("outrider")
         resource = Resource.create({
             "service.name": f"outrider-{role}", "service.namespace": "outrider",
-            "service.version": version("outrider"), "host.name": socket.gethostname(),
+            "service.version": own_version, "host.name": socket.gethostname(),
         })  # fmt: skip
+        self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
+        self.meter: Meter = self._meters.get_meter(SCOPE, own_version)
         self._tracers: TracerProvider | None = None
         self.tracer: Tracer = NoOpTracer()
         if span_processor is not None:
             self._tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
             self._tracers.add_span_processor(span_processor)
-            self.tracer = self._tracers.get_tracer(SCOPE, version("outrider"))
-        self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
-        self.meter: Meter = self._meters.get_meter(SCOPE, version("outrider"))
+            self.tracer = self._tracers.get_tracer(SCOPE, own_version)
 
     async def close(self) -> None:
-        """Exports the remaining traces and metrics, in at most `EXPORT_TIMEOUT_S`."""
+        """Like `shut_down`, but takes at most `EXPORT_TIMEOUT_S` and does not block."""
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 await asyncio.to_thread(self.shut_down)
@@ -172,10 +169,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """Starts the exports of the setting `telemetry`, and serves Prometheus on `host`. With
-    `scraped`, also creates `Exports.scrape`, for the process's own HTTP server. `slot` is that of
-    `Destination.port`, and `vllm_model` that of `Scrape`. Returns None if there is nothing to
-    export. Raises `SettingError` if the port is taken."""
+    """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
+    Serves Prometheus on `host`, with the `slot` of `Destination.port`. If `scraped`, creates
+    `Exports.scrape` also without a port. With `vllm_model`, adds vLLM's counters with this label
+    `model_name`. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -217,6 +214,4 @@ def read_traceparent(text: str) -> Context | None:
 
 def read_sampled(text: str) -> Context | None:
     """Like `read_traceparent`, but also returns None if the trace is not sampled."""
-    if not text or text[-1] not in "13579bdf":
-        return None
-    return read_traceparent(text)
+    return read_traceparent(text) if text[-1:] in {*"13579bdf"} else None

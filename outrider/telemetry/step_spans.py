@@ -18,14 +18,9 @@ from outrider.telemetry.setup import read_sampled
 ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _KINDS = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
-
-
 _FIGURES = {
     "num_preemptions": ("num_preemptions", "Sequences that lost their pages to an older one."),
-    "num_prefill_chunks": (
-        "num_prefill_chunks",
-        "Parts of prefixes that were too long for one step.",
-    ),
+    "num_prefill_chunks": ("num_prefill_chunks", "Parts of prefixes too long for one step."),
     "kv_cache_usage_perc": ("pages.usage", "Share of pages that running requests hold, 0..1."),
     "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),
@@ -41,9 +36,7 @@ class ObservedSteps:
     """Observes a replica's steps. Must be used on the event loop's thread."""
 
     def __init__(self, tracer: Tracer, meter: Meter, role: str) -> None:
-        self._tracer = tracer
-        self._meter = meter
-        self._name = SPAN_OF[role]
+        self._tracer, self._meter, self._name = tracer, meter, SPAN_OF[role]
         self._steps = ObservedCounter(meter, "steps", "Steps run.")
         self._crashes = ObservedCounter(meter, "step_crashes", "Steps that crashed.")
         self._stale = ObservedCounter(meter, "stale_items", "Items of a round that was over.")
@@ -60,9 +53,8 @@ class ObservedSteps:
 
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
         """Exports the number of items that wait for a step, and the counters of the steps."""
-        watch(
-            self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
-        )
+        about = "Items that wait for a step."
+        watch(self._meter, "num_items_waiting", lambda: {"": queued()}, about)
         for name, (attribute, about) in _FIGURES.items():
             read = partial(lambda value: {"": float(value(figures()))}, attrgetter(attribute))
             watch(self._meter, name, read, about, grows=not name.startswith("kv_cache"))
@@ -119,8 +111,6 @@ class ObservedSteps:
 
 
 def _kind(answer: Any) -> str:
-    if isinstance(answer, Resync):
-        return "resync"
     if isinstance(answer, Unfinished):
         return answer.value
-    return "refused" if isinstance(answer, Refused) else "answered"
+    return {Resync: "resync", Refused: "refused"}.get(type(answer), "answered")
