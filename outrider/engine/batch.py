@@ -38,9 +38,8 @@ _ROWS_UNIT = 64
 
 
 def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """Returns the number of rows to which `num_rows` rows are padded. Numbers above 64 become
-    multiples of 64. Smaller numbers become powers of two, at least `smallest`. 0 rows are not
-    padded."""
+    """Rounds a number of rows up: to a multiple of 64, or below 64 to a power of two of at least
+    `smallest`. 0 stays 0."""
     if num_rows >= _ROWS_UNIT:
         return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
@@ -49,22 +48,22 @@ def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
 _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
-"""A group computes at most this many attention scores (tokens * context) for each head. This limits
-the memory of a step. Only a single segment of the smallest size may exceed the limit."""
+"""A group computes at most this many attention scores (tokens * context) for each head, to limit
+the memory of a step. Only a single segment of the smallest size may have more."""
 _GATHERED_SLOTS_MAX = 2**16
 """A group of several segments gathers at most this many slots."""
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on how many masked
-slots follow. Therefore drafted tokens do not change the bits of the logits before them in bfloat16,
-as long as matrix products use the same kernel with and without the drafted rows. An Intel Xeon with
-matrix tiles uses one kernel for up to 32 rows."""
+slots follow, and drafted tokens do not change the bits of the logits before them in bfloat16. This
+holds while matrix products use the same kernel with and without the drafted rows. An Intel Xeon
+with matrix tiles uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """The step of one sequence, and the sequence's pages."""
+    """One sequence of a step."""
 
     step: SequenceStep
     length: int  # number of slots that the sequence held before the step
@@ -113,19 +112,16 @@ class Group:
     num_tokens: int
     rows: slice | Tensor  # [N * T]: each token's row in the step
     targets: Tensor | None
-    """[N * T]: the row to which each token's output is written. The output of a token that only
-    pads a segment goes to a spare row after the step's last row. None without fixed shapes."""
-    slots: Tensor
-    """[N * L]: the slots of each segment. If a segment has fewer than L slots, its first slot is
-    repeated."""
+    """[N * T]: the row for each token's output. The output of padding goes to a spare row after the
+    step's last row. None without fixed shapes."""
+    slots: Tensor  # [N * L]: the slots of each segment, padded with its first slot
     bias: Tensor | None
-    """[N, 1, T, L]: a mask that is added to the attention scores. A value is -inf if the token must
-    not see the slot, else 0. None if every token sees all L slots."""
+    """[N, 1, T, L]: added to the attention scores; -inf if the token must not see the slot, else 0.
+    None if every token sees all L slots."""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """Returns [heads * N * L]: the rows of `slots` for every head, in a cache that is flattened
-        to [heads * num_slots, width]."""
+        """Returns [heads * N * L]: the rows of `slots` in a cache [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -148,44 +144,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
+    """A segment, and the slots that it reads in the layers of one window."""
+
     first_row: int
     num_tokens: int
+    size: int  # `num_tokens`; with fixed shapes including padding
     position: int
-    end: int
-    """The number of slots of the sequence up to and including the segment's last token."""
+    begin: int  # the index of `slots[0]` in the sequence
+    sees_begin: bool  # whether the first token sees the slot `begin`
     slots: _Ints
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """For layers with the same window, chooses the slots that segments read, and their padding."""
-
-    window: int | None
-    first_slot: int  # tokens do not see earlier slots of their sequence
-    spare_row: int | None  # see `Group.targets`; None without fixed shapes
-    device: torch.device
-    dtype: torch.dtype
-
-    def first_seen(self, segment: _Segment) -> int:
-        """The first slot that any token of the segment may see."""
-        reach = 0 if self.window is None else segment.position - self.window + 1
-        return max(self.first_slot, reach)
-
-    def begin(self, segment: _Segment) -> int:
-        """The first slot that is gathered. Slots are gathered in units of `_unit` slots."""
-        return max(self.first_slot, self.first_seen(segment) // self._unit * self._unit)
-
-    def num_slots(self, segment: _Segment) -> int:
-        """The number of slots that are gathered for the segment, including padding."""
-        return _in_units(segment.end - self.begin(segment), self._unit)
-
-    @property
-    def _unit(self) -> int:
-        return _SLOTS_UNIT if self.spare_row is None else SPLIT_SLOTS
-
-    def num_tokens(self, segment: _Segment) -> int:
-        num = segment.num_tokens
-        return num if self.spare_row is None else padded_rows(num, FIXED_SEGMENT_TOKENS_MIN)
+    width: int  # the number of slots including padding
 
 
 def plan_step(
@@ -199,21 +167,22 @@ def plan_step(
     """Plans a step for layers with these windows. Tokens do not see slots of their sequence before
     the index `first_slot`."""
     arrays = list(step.rows)
-    segments: list[_Segment] = []
-    row = 0
-    for held in step.sequences:
-        all_places = np.arange(held.length + len(held.step.token_ids))
-        segments += _segments(held, slots_at(held.pages, all_places, step.page_size), row)
-        row += len(held.step.token_ids)
+    spare_row = None
     if fixed_shapes:
-        row = padded_rows(row)
-        arrays = [array if array is arrays[2] else _padded(array) for array in arrays]
+        spare_row = padded_rows(len(arrays[0]))
+        arrays = [array if array is step.rows.slots else _padded(array) for array in arrays]
+    slots = [
+        slots_at(held.pages, np.arange(held.length + len(held.step.token_ids)), step.page_size)
+        for held in step.sequences
+    ]
     groups: dict[int | None, list[Group]] = {}
     for window in windows:
-        view = _View(window, first_slot, row if fixed_shapes else None, device, dtype)
-        groups[window] = [_group(members, view) for members in _alike(segments, view)]
-    token_ids, position_ids, slots_, rows = shipped(arrays, device)
-    return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)
+        segments = _segments(step.sequences, slots, window, first_slot, fixed_shapes)
+        groups[window] = [
+            _group(members, window, spare_row, device, dtype) for members in _alike(segments)
+        ]
+    token_ids, position_ids, new_slots, rows = shipped(arrays, device)
+    return StepPlan(token_ids[None], position_ids[None], new_slots, rows, groups)
 
 
 def _padded(array: _Ints) -> _Ints:
@@ -224,96 +193,102 @@ def _in_units(num: int, unit: int) -> int:
     return -(-num // unit) * unit
 
 
-def _segments(held: HeldSequence, slots: _Ints, first_row: int) -> list[_Segment]:
-    length, num = held.length, len(held.step.token_ids)
-    size = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // (length + num)))
-    return [
-        _Segment(
-            first_row + start,
-            min(size, num - start),
-            length + start,
-            length + min(start + size, num),
-            slots,
-        )
-        for start in range(0, num, size)
-    ]
+def _segments(
+    sequences: Sequence[HeldSequence],
+    slots: Sequence[_Ints],
+    window: int | None,
+    first_slot: int,
+    fixed_shapes: bool,
+) -> list[_Segment]:
+    unit = SPLIT_SLOTS if fixed_shapes else _SLOTS_UNIT
+    segments: list[_Segment] = []
+    row = 0
+    for held, own in zip(sequences, slots, strict=True):
+        most = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // len(own)))
+        for position in range(held.length, len(own), most):
+            num = min(most, len(own) - position)
+            first_seen = max(first_slot, 0 if window is None else position - window + 1)
+            begin = max(first_slot, first_seen // unit * unit)
+            size = padded_rows(num, FIXED_SEGMENT_TOKENS_MIN) if fixed_shapes else num
+            read = own[begin : position + num]
+            width = _in_units(len(read), unit)
+            segments.append(
+                _Segment(row, num, size, position, begin, begin == first_seen, read, width)
+            )
+            row += num
+    return segments
 
 
-def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
-    """Divides segments into groups. The segments of a group have the same number of tokens, and at
-    least half as many slots as the group's longest segment."""
-
-    def size(segment: _Segment) -> tuple[int, int]:
-        return view.num_tokens(segment), view.num_slots(segment)
-
+def _alike(segments: Sequence[_Segment]) -> list[list[_Segment]]:
+    """Divides segments into groups. The segments of a group have the same size, and at least half
+    as many slots as the group's longest segment."""
     groups: list[list[_Segment]] = []
-    most_tokens = longest = room = 0
-    for segment in sorted(segments, key=size, reverse=True):
-        num_tokens, num_slots = size(segment)
+    room = 0
+    for segment in sorted(segments, key=lambda one: (one.size, one.width), reverse=True):
+        longest = groups[-1][0] if groups else segment
         if (
-            groups
-            and most_tokens == num_tokens
-            and 2 * num_slots >= longest
-            and (len(groups[-1]) + 1) * longest <= room
+            segment.size == longest.size
+            and 2 * segment.width >= longest.width
+            and groups
+            and (len(groups[-1]) + 1) * longest.width <= room
         ):
             groups[-1].append(segment)
         else:
             groups.append([segment])
-            most_tokens, longest = num_tokens, num_slots
-            room = min(_GATHERED_SLOTS_MAX, _SCORES_MAX // num_tokens)
+            room = min(_GATHERED_SLOTS_MAX, _SCORES_MAX // segment.size)
     for group in groups:
         group.sort(key=lambda segment: segment.first_row)
     return groups
 
 
-def _group(members: Sequence[_Segment], view: _View) -> Group:
-    num, num_tokens = len(members), view.num_tokens(members[0])
-    begins = [view.begin(segment) for segment in members]
-    width = max(view.num_slots(segment) for segment in members)
-    slots = np.empty((num, width), dtype=np.int64)
+def _group(
+    members: Sequence[_Segment],
+    window: int | None,
+    spare_row: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Group:
+    """`spare_row` is the row for the output of padding (`Group.targets`)."""
+    num_tokens, width = members[0].size, max(segment.width for segment in members)
+    slots = np.empty((len(members), width), dtype=np.int64)
     sees_all = num_tokens == 1
-    for row, segment, begin in zip(slots, members, begins, strict=True):
-        size = segment.end - begin
-        row[:size] = segment.slots[begin : segment.end]
-        row[size:] = row[0]
-        sees_all = sees_all and size == width and begin == view.first_seen(segment)
-    firsts = np.array([segment.first_row for segment in members])[:, None]
-    lasts = np.array([segment.num_tokens - 1 for segment in members])[:, None]
+    for row, segment in zip(slots, members, strict=True):
+        num_slots = len(segment.slots)
+        row[:num_slots] = segment.slots
+        row[num_slots:] = row[0]
+        sees_all = sees_all and num_slots == width and segment.sees_begin
+    firsts, sizes, positions, begins = np.array(
+        [(one.first_row, one.num_tokens, one.position, one.begin) for one in members]
+    ).T[..., None]
     tokens = np.arange(num_tokens)
-    rows = firsts + np.minimum(tokens, lasts)
+    places = np.minimum(tokens, sizes - 1)  # [N, T]: the index of each token in its segment
+    rows = firsts + places
     first = members[0].first_row
-    is_run = view.spare_row is None and rows[-1, -1] == first + rows.size - 1
+    is_run = spare_row is None and rows[-1, -1] == first + rows.size - 1
     arrays = [slots.reshape(-1)]
     if not is_run:
         arrays.append(rows.reshape(-1))
-    if view.spare_row is not None:
-        arrays.append(np.where(tokens > lasts, view.spare_row, rows).reshape(-1))
-    sent = shipped(arrays, view.device)
+    if spare_row is not None:
+        arrays.append(np.where(tokens < sizes, rows, spare_row).reshape(-1))
+    sent = shipped(arrays, device)
+    bias = None
+    if not sees_all:
+        queries = (positions + places)[..., None]
+        seen = begins[..., None] + np.arange(width)
+        is_hidden = seen > queries
+        if window is not None:
+            is_hidden |= seen <= queries - window
+        mask = torch.from_numpy(is_hidden).to(device)
+        bias = torch.zeros(mask.shape, dtype=dtype, device=device)
+        bias = bias.masked_fill_(mask, -torch.inf)[:, None]
     return Group(
-        num_segments=num,
+        num_segments=len(members),
         num_tokens=num_tokens,
         rows=slice(first, first + rows.size) if is_run else sent[1],
-        targets=None if view.spare_row is None else sent[2],
+        targets=None if spare_row is None else sent[2],
         slots=sent[0],
-        bias=None if sees_all else _bias(members, begins, rows - firsts, width, view),
+        bias=bias,
     )
-
-
-def _bias(
-    members: Sequence[_Segment], begins: Sequence[int], places: _Ints, width: int, view: _View
-) -> Tensor:
-    """`Group.bias`, [N, 1, T, L]. `places` [N, T] are the indices of tokens in their segments. The
-    first column of segment n is slot `begins[n]` of its sequence."""
-    window = view.window
-    firsts = np.array([segment.position for segment in members])[:, None]
-    queries = (firsts + places)[..., None]
-    slots = np.array(begins)[:, None, None] + np.arange(width)
-    allowed = slots <= queries
-    if window is not None:
-        allowed &= slots > queries - window
-    mask = torch.from_numpy(~allowed).to(view.device)
-    bias = torch.zeros(mask.shape, dtype=view.dtype, device=view.device)
-    return bias.masked_fill_(mask, -torch.inf)[:, None]
 
 
 def shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
