@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -39,11 +39,13 @@ def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.
     import torch
 
     from outrider.engine.tensor_parallel.group import RankGroup
+    from outrider.errors import ConfigError
 
     group = RankGroup(rendezvous, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
     try:
         time.sleep(load_s)
-        group.wait_for_all()
+        with suppress(ConfigError):  # if the leader says that it has loaded another model
+            group.wait_for_all()
         while (frame := group.links.receive_frame()) is not None:
             for _ in range(int(frame)):
                 group.all_reduce(torch.full((3,), float(rank)))

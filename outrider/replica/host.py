@@ -63,6 +63,7 @@ class ReplicaHost(PlacedActor):
     ) -> Rendezvous:
         """Returns the address at which the model's other ranks join during `start`."""
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
+        self._open.callback(self.leadership.close)
         return self.leadership.rendezvous
 
     async def start(self, config: ReplicaConfig, log_directory: str) -> str:

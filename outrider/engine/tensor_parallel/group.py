@@ -1,9 +1,8 @@
 """What the ranks of one model exchange: the leader's calls, and tensors.
 
-Tensors go through `torch.distributed`, with a timeout. If every rank has a GPU of its own, the
-backend is NCCL. On CPUs, and on a GPU that several ranks share, the backend is Gloo, because NCCL
-supports neither. On one machine, sums of small tensors on the CPU go through `Links`, because
-sockets are faster than Gloo."""
+Tensors go through `torch.distributed`, with a timeout. If every rank has its own GPU, the backend
+is NCCL, otherwise Gloo. On one machine, sums of small tensors on the CPU go through `Links`,
+because sockets are faster than Gloo."""
 
 from __future__ import annotations
 
@@ -50,62 +49,51 @@ class RankGroup(Ranks):
         store_socket: socket.socket | None = None,
     ) -> None:
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
-        load, and `step_timeout_s` for each collective. If `in_order`, sums are added in the order
-        of the ranks. Otherwise, sums of large tensors may be added in another order. All ranks must
-        pass the same `in_order`. The leader also passes the socket of `open_rendezvous`. Raises
-        `Unavailable` if a rank does not join in time."""
+        load, and `step_timeout_s` for each collective. If `in_order`, which must be equal on all
+        ranks, also sums of large tensors are added in the order of the ranks. The leader also
+        passes the socket of `open_rendezvous`. Raises `Unavailable` if a rank does not join in
+        time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._timeout_s, self._num_waits = timeout_s, 0
         self._in_order = in_order and size > 2  # For two ranks the order does not matter.
         self._is_local = rendezvous.host == LOOPBACK
         if self._is_local:
-            # Without these variables, Gloo and NCCL may listen on an address that other machines
-            # can reach.
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ[name] = _loopback_interface()
+            # Without these variables, Gloo and NCCL may listen on addresses that other machines can
+            # reach.
+            loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+            os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
         try:
             self._store = store = _store(rendezvous, timeout_s, store_socket)
             connections = _connected(store, rendezvous, rank, timeout_s)
             self.links = Links(rank, connections, step_timeout_s)
             backend = _backend(store, rank, size, device)
             dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=size,
+                backend, store=store, rank=rank, world_size=size,
                 timeout=timedelta(seconds=step_timeout_s),
                 device_id=device if backend == "nccl" else None,
-            )
+            )  # fmt: skip
         except RuntimeError as error:
             raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
         self._through_cpu = backend == "gloo" and device.type != "cpu"
 
-    def wait_for_all(self) -> None:
-        self._exchanged("")
-
-    def check_alike(self, loaded: str) -> None:
-        """Waits for all ranks like `wait_for_all`. Raises `ConfigError` if ranks pass different
-        values for `loaded`."""
-        leaders, *others = self._exchanged(loaded)
-        for rank, found in enumerate(others, 1):
-            if found != leaders:
-                raise ConfigError(
-                    f"rank {rank} has loaded another model: the files on its machine differ"
-                )
-
-    def _exchanged(self, value: str) -> list[bytes]:
+    def wait_for_all(self, loaded: str = "") -> None:
+        """Raises `ConfigError` if ranks pass different values for `loaded`."""
         self._num_waits += 1
         names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(names[self.rank], value)
+            self._store.set(names[self.rank], loaded)
             self._store.wait(names, timedelta(seconds=self._timeout_s))
             found: list[bytes] = self._store.multi_get(names)
-            return found
         except RuntimeError as error:
             raise Unavailable(
                 f"a rank of the model has not loaded in {self._timeout_s:g} s: {error}"
             ) from error
+        for rank, value in enumerate(found):
+            if value != found[LEADER]:
+                raise ConfigError(
+                    f"rank {rank} has loaded another model: the files on its machine differ"
+                )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if tensor.numel() == 0:
@@ -130,7 +118,7 @@ class RankGroup(Ranks):
         return None if parts is None else torch.cat(parts, dim=-1).to(tensor.device)
 
     def close(self) -> None:
-        """Leaves the group. From now on the collectives of the other ranks fail."""
+        """Leaves the group. The collectives of the other ranks then fail."""
         self._store = None
         self.links.close()
         if dist.is_initialized():
@@ -147,9 +135,8 @@ class RankGroup(Ranks):
 
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening: socket.socket | None = None) -> Any:
-    """The table of the ranks' addresses. The leader serves the table on the socket `listening`. Any
-    process may connect to the table, so every key begins with the secret token of the
-    rendezvous."""
+    """The table of the ranks' addresses, which the leader serves on the socket `listening`. Any
+    process may connect to it, so every key begins with the rendezvous' secret token."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
@@ -164,8 +151,8 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening: socket.socket | 
 def _connected(
     store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Connects all ranks to the leader, and on one machine to each other. The ranks find each
-    other's ports in `store`. Returns the connections by rank."""
+    """Connects all ranks to the leader, and on one machine to each other. Returns the connections
+    by rank."""
     if rank != LEADER and rendezvous.host != LOOPBACK:
         port = int(store.get(f"port/{LEADER}"))
         return {LEADER: connect(rendezvous, port, rank, timeout_s)}
@@ -189,10 +176,6 @@ def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
     return "nccl" if len(set(uuids)) == size else "gloo"
 
 
-def _loopback_interface() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
 def _together(collective: Callable[..., Any], *arguments: Any) -> None:
     try:
         collective(*arguments)
@@ -201,11 +184,10 @@ def _together(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 SUM_BYTES_MAX = 64 * 2**10
-"""Larger tensors are not summed through sockets. A rank may be one sum ahead of another rank, so
-the buffers of a connection must hold two tensors of this size."""
+"""Larger tensors are not summed through sockets. A rank may be one sum ahead of another, so the
+buffers of a connection must hold two tensors of this size."""
 _BUFFER_BYTES = 4 * SUM_BYTES_MAX
-_HEADER = struct.Struct("q")
-"""A frame begins with its number of bytes."""
+_HEADER = struct.Struct("q")  # a frame begins with its number of bytes
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:
@@ -220,8 +202,8 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Links:
-    """A rank's connections to other ranks. Each send or receive has `timeout_s`. Methods raise
-    `Unavailable`, which names a rank that is gone or does not answer in time."""
+    """A rank's connections to other ranks. Each send or receive has `timeout_s`. Methods raise an
+    `Unavailable` that names the rank that is gone or does not answer in time."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
@@ -237,8 +219,8 @@ class Links:
                 connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of the tensors of all ranks. A tensor has at most `SUM_BYTES_MAX` bytes.
-        Every rank adds in the order of the ranks, so the sums are bit-equal."""
+        """Returns the sum of the ranks' tensors, of at most `SUM_BYTES_MAX` bytes each, added in
+        the order of the ranks."""
         parts = tensor.new_empty((len(self._connections) + 1, *tensor.shape))
         parts[self._rank] = tensor
         stored = parts.view(-1).view(torch.uint8).numpy().data
@@ -257,7 +239,7 @@ class Links:
         self._send(_HEADER.pack(len(frame)) + frame)
 
     def receive_frame(self) -> bytes | None:
-        """Waits for the leader's next frame, without a time limit. Returns None if the leader has
+        """Waits for the leader's next frame without a time limit. Returns None if the leader has
         ended, or if another thread calls `close`."""
         connection, header = self._connections[LEADER], bytearray(_HEADER.size)
         try:
@@ -290,7 +272,7 @@ class Links:
             raise _lost(rank, error) from error
 
     def close(self) -> None:
-        """Closes the connections. From now on the other ranks' calls fail."""
+        """From now on the other ranks' calls fail."""
         for connection in self._connections.values():
             with suppress(OSError):  # The other rank may have ended already.
                 connection.shutdown(socket.SHUT_RDWR)

@@ -18,8 +18,7 @@ from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 _UNSENT_BYTES_MAX = 2**18
-"""Calls without steps are sent with the next step. If they reach this many bytes, they are sent at
-once."""
+"""Calls without steps are sent with the next step, or when they reach this many bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,11 +27,10 @@ class ParallelEngine:
     """An `Engine` of a model on several ranks. It makes each call on the leader's engine, and sends
     the call to the followers.
 
-    A call that is not a step runs on the leader first. If the call succeeds, it is sent together
-    with the next step. If the leader refuses a step, the step is not sent. An engine's state
-    depends on its calls alone, so all ranks hold the same pages. If a step fails after it was sent,
-    or if another call fails unexpectedly, the ranks may hold different states. From then on every
-    step raises `EngineLost`."""
+    A call that is not a step runs on the leader first. If it succeeds, it is sent with the next
+    step. A step that the leader refuses is not sent. An engine's state depends on its calls alone,
+    so all ranks hold the same pages. If a step fails after it was sent, or if another call fails
+    unexpectedly, the ranks may differ. From then on every step raises `EngineLost`."""
 
     def __init__(
         self,
@@ -41,8 +39,8 @@ class ParallelEngine:
         close: Callable[[], None],
         max_num_seqs: int,
     ) -> None:
-        """`send_frame` sends to all followers. `close` makes the leader leave the group of ranks,
-        so that followers end, even in the middle of a step."""
+        """`send_frame` sends to all followers. `close` makes the leader leave the ranks, so that
+        followers end, even in the middle of a step."""
         self._send_frame, self.close = send_frame, close
         self._engine: Any = engine
         self.info, self.page_counts = engine.info, engine.page_counts
@@ -53,6 +51,7 @@ class ParallelEngine:
         self.keep: Callable[..., int] = partial(self._on_all, "keep")
         self.release: Callable[..., None] = partial(self._on_all, "release")
         self.draft_layer = getattr(engine, "draft_layer", None)
+        self.features = getattr(engine, "features", None)
         self._max_num_seqs = max_num_seqs
         self._unsent = bytearray()
         self._broken: BaseException | None = None
@@ -75,15 +74,11 @@ class ParallelEngine:
             raise EngineLost(f"a step failed on some ranks: {error}") from error
         return rows
 
-    def features(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._engine.features()
-        return found
-
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Only the leader has the draft layer. The followers take the same slots. If the draft step
-        fails, the followers free these slots."""
+        """Only the leader has the draft layer. The followers take the same slots, and free them if
+        the draft step fails."""
         lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
         try:
             found: torch.Tensor = self._changed("forward_draft", steps, features)
@@ -100,10 +95,9 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call on the leader's engine. After an `OutriderError` the ranks can continue,
-        because the call has changed nothing or has raised `StepUndone`, which `forward_draft`
-        handles. After any other exception the ranks may hold different states, so no further step
-        may run."""
+        """Makes a call on the leader's engine. An `OutriderError` means that the call has changed
+        nothing, or is a `StepUndone`, which `forward_draft` handles. After any other exception no
+        further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -113,7 +107,6 @@ class ParallelEngine:
             raise
 
     def _note(self, call: bytes) -> None:
-        """Keeps a call for the next frame. See `_UNSENT_BYTES_MAX`."""
         self._unsent += call
         if len(self._unsent) >= _UNSENT_BYTES_MAX:
             frame = self._taken()
@@ -143,8 +136,8 @@ def _plain(value: Any) -> Any:
 
 
 def replay(frame: bytes, engine: Engine) -> None:
-    """Makes the calls of a frame on a follower's engine. Raises what the calls raise. Raises
-    `InvariantError` for an unknown call."""
+    """Makes the calls of a frame on a follower's engine. Raises `InvariantError` for an unknown
+    call."""
     calls = msgpack.Unpacker(use_list=False, max_buffer_size=FRAME_OF_CALLS_BYTES_MAX)
     calls.feed(frame)
     for name, *arguments in calls:
@@ -156,8 +149,7 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(receive_frame: Callable[[], bytes | None], engine: Engine) -> None:
-    """Repeats the leader's calls until the leader ends. Raises what a call raises. After an error
-    the caller must leave the group (`RankGroup.close`), so that the leader's step fails instead of
-    waiting."""
+    """Repeats the leader's calls until the leader ends. Raises what a call raises. The caller must
+    then leave the group (`RankGroup.close`), so that the leader's step fails instead of waiting."""
     while (frame := receive_frame()) is not None:
         replay(frame, engine)

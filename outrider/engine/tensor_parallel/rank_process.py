@@ -1,8 +1,8 @@
 """The processes of a model on several ranks.
 
 The leader is the replica's own process, which serves requests (`outrider/replica/host.py`). A
-follower gets no requests. It repeats the leader's steps, and ends when the leader ends. A rank that
-fails leaves the group, so that no other rank waits for it."""
+follower repeats the leader's steps, and ends when the leader ends. A rank that fails leaves the
+group, so that no other rank waits for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A follower's rank, and the rendezvous that the follower joins."""
+    """A follower's rank, and the rendezvous that it joins."""
 
     rendezvous: Rendezvous
     rank: int
@@ -45,13 +45,15 @@ class RankLeader:
     """The leader of several ranks, until it has loaded its share of the model."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
-        """Listens for the followers. If all ranks are on this machine, listens on loopback only.
-        The followers have `timeout_s` to join, and then `timeout_s` to load."""
-        alone = num_neighbours == num_ranks
-        host = LOOPBACK if alone else machine_address()
+        """Listens for the followers, on loopback only if all ranks are on this machine. The
+        followers have `timeout_s` to join, and then `timeout_s` to load."""
+        host = LOOPBACK if num_neighbours == num_ranks else machine_address()
         self.rendezvous, self._store_socket = open_rendezvous(host, num_ranks)
-        self.num_neighbours = num_neighbours
-        self._timeout_s = timeout_s
+        self.num_neighbours, self._timeout_s = num_neighbours, timeout_s
+
+    def close(self) -> None:
+        """Stops listening. Has no effect after `engine`."""
+        self._store_socket.close()
 
     def engine(self, config: ReplicaConfig, num_threads: int) -> Engine:
         """Loads the leader's share, waits until all ranks have loaded, and returns the engine of
@@ -68,7 +70,7 @@ class RankLeader:
         )  # fmt: skip
         try:
             engine = build_engine(config, num_threads, group)
-            group.check_alike(_loaded_by(engine))
+            group.wait_for_all(_loaded_by(engine))
         except BaseException:
             group.close()
             raise
@@ -78,14 +80,12 @@ class RankLeader:
 def engine_of_a_replica(
     config: ReplicaConfig, num_threads: int, leadership: RankLeader | None
 ) -> Engine:
-    """Builds the engine of a configuration. With a `leadership` the engine runs on all ranks.
-    Otherwise it runs in this process alone. Raises what `build_engine` and `RankLeader.engine`
-    raise.
+    """Builds the engine of a configuration, on all ranks of `leadership` or in this process alone.
+    Raises what `build_engine` and `RankLeader.engine` raise.
 
-    Call this on a short-lived thread. Without ranks, this function lowers the priority of the
-    calling thread, so that loading does not slow down other replicas on the same cores. With ranks,
-    the priority stays, because the thread starts threads for collectives, which would inherit a
-    lower priority."""
+    Call this on a short-lived thread. Without ranks, the thread gets a lower priority, so that
+    loading does not slow down other replicas on the same cores. Ranks start threads for
+    collectives, which would inherit this priority."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
@@ -95,14 +95,13 @@ def engine_of_a_replica(
 def threads_of_a_rank(
     config: ReplicaConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
 ) -> int:
-    """Returns the number of threads of a rank. If the configuration has no `num_threads`, the ranks
-    on this machine share the cores equally."""
+    """Returns the number of threads of a rank. Without `num_threads`, the ranks on this machine
+    share the cores equally."""
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
 
 
 class RankHost(PlacedActor):
-    """The Ray actor of a follower. Large libraries are imported only in `start`, so that Ray can
-    place the actor quickly."""
+    """The Ray actor of a follower. Large libraries are imported only in `start`."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
@@ -117,9 +116,9 @@ class RankHost(PlacedActor):
         timeout_s: float,
         log_directory: str,
     ) -> None:
-        """Joins the other ranks, loads this rank's share of the model, and begins to follow the
-        leader. Returns once this rank is ready for steps. Raises `ConfigError` if the model cannot
-        be loaded, and `Unavailable` if the leader does not answer within `timeout_s`."""
+        """Joins the other ranks, loads this rank's share, and begins to follow the leader. Raises
+        `ConfigError` if the model cannot be loaded, and `Unavailable` if the leader does not answer
+        within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
         use_threads(num_threads, config.model_engine)
         log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}", config.log_level)
@@ -131,14 +130,13 @@ class RankHost(PlacedActor):
         self._following = asyncio.create_task(self._follow(engine))
 
     async def wait(self) -> None:
-        """Returns when this rank has ended. If an error ended this rank, raises that error."""
+        """Returns when this rank has ended. Raises the error that ended it."""
         await self._ended.wait()
         if self._following is not None:
             await self._following
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the connections to the other ranks. A running step may then fail, and has
-        `grace_s` to end."""
+        """Closes the connections to the other ranks. A running step may take `grace_s` to end."""
         if self._group is not None:
             self._group.links.close()
         if self._following is not None:
@@ -157,7 +155,7 @@ class RankHost(PlacedActor):
             assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
         )
         engine = build_engine(config, num_threads, self._group)
-        self._group.check_alike(_loaded_by(engine))
+        self._group.wait_for_all(_loaded_by(engine))
         return engine
 
     async def _follow(self, engine: Engine) -> None:
@@ -188,5 +186,5 @@ class RankHost(PlacedActor):
 
 
 def _loaded_by(engine: Engine) -> str:
-    """The model and the number of pages as text, which must be equal on all ranks."""
+    """Describes what must be equal on all ranks."""
     return f"{engine.info!r} {engine.page_counts().num_pages}"

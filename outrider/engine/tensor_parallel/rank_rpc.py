@@ -3,12 +3,14 @@ followers. This module imports no numeric library."""
 
 import hmac
 import secrets
+import selectors
 import socket
 import struct
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, TENSOR_PARALLEL_SIZE_MAX
@@ -17,14 +19,15 @@ LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """A rank first sends the secret token and the rank's number on a connection."""
-_HELLO_TIMEOUT_S = 5.0
-"""If a new connection does not name its rank within this time, it is closed."""
+_STRANGERS_MAX = 64
+"""If more new connections have sent nothing yet, the oldest of them is closed."""
+_KEEPALIVE_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address of the `TCPStore` in which the ranks find each other. The leader serves this
-    store. A process that knows the token may join."""
+    """The address of the leader's `TCPStore`, in which the ranks find each other. A process that
+    knows the token may join."""
 
     host: str
     store_port: int
@@ -34,14 +37,13 @@ class Rendezvous:
 
 def open_rendezvous(host: str, num_ranks: int) -> tuple[Rendezvous, socket.socket]:
     """Opens a rendezvous on the leader, before the followers start. Also returns the listening
-    socket of the `TCPStore`. Raises `ConfigError` if `host` is no address of this machine."""
+    socket for the `TCPStore`. Raises `ConfigError` if `host` is no address of this machine."""
     listening, port = listen(host)
     return Rendezvous(host, port, num_ranks, secrets.token_bytes(_TOKEN_BYTES)), listening
 
 
 def listen(host: str) -> tuple[socket.socket, int]:
-    """Listens on a free port of `host`, and returns the socket and the port. Raises `ConfigError`
-    if `host` is no address of this machine."""
+    """Listens on a free port of `host`. Returns the socket and the port."""
     try:
         listening = socket.create_server((host, 0), backlog=TENSOR_PARALLEL_SIZE_MAX)
     except OSError as error:
@@ -66,45 +68,45 @@ def accept(
     """Waits until all `ranks` have connected, and returns their connections by rank. Closes any
     other connection. Raises `Unavailable` if a rank does not connect within `timeout_s`."""
     end = time.monotonic() + timeout_s
-    missing = set(ranks)
-    found: dict[int, socket.socket] = {}
-    while missing:
-        left_s = end - time.monotonic()
-        try:
-            if left_s <= 0:
-                raise TimeoutError
-            listening.settimeout(left_s)
-            connection, _ = listening.accept()
-        except TimeoutError as error:
-            for connection in found.values():
-                connection.close()
-            raise Unavailable(
-                f"rank {min(missing)} has not joined within {timeout_s:g} s"
-            ) from error
-        rank = _greet(connection, token, min(left_s, _HELLO_TIMEOUT_S))
-        if rank in missing:
-            missing.discard(rank)
-            found[rank] = connection
-        else:
-            connection.close()
+    missing, found = set(ranks), dict[int, socket.socket]()
+    silent: list[Any] = []  # connections that have sent nothing yet
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        while missing and (left_s := end - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                connection: Any = key.fileobj
+                if connection is listening:
+                    silent.append(listening.accept()[0])
+                    selector.register(silent[-1], selectors.EVENT_READ)
+                    if len(silent) <= _STRANGERS_MAX:
+                        continue
+                    connection = silent[0]
+                silent.remove(connection)
+                selector.unregister(connection)
+                rank = _named_rank(connection, token)
+                if rank in missing:
+                    missing.discard(rank)
+                    found[rank] = connection
+                else:
+                    connection.close()
+    for connection in [*silent, *(found.values() if missing else ())]:
+        connection.close()
+    if missing:
+        raise Unavailable(f"rank {min(missing)} has not joined within {timeout_s:g} s")
     return found
 
 
-def _greet(connection: socket.socket, token: bytes, timeout_s: float) -> int | None:
-    """Returns the rank that a new connection names. Returns None if the right token does not arrive
-    within `timeout_s`, in one piece."""
+def _named_rank(connection: socket.socket, token: bytes) -> int | None:
+    """Returns the rank that a new connection names. Returns None if the right token has not arrived
+    in one piece."""
     try:
-        connection.settimeout(timeout_s)
-        hello = connection.recv(_HELLO.size)
+        hello = connection.recv(_HELLO.size, socket.MSG_DONTWAIT)
     except OSError:
         return None
     if len(hello) != _HELLO.size:
         return None
     theirs, rank = _HELLO.unpack(hello)
     return int(rank) if hmac.compare_digest(theirs, token) else None
-
-
-_KEEPALIVE_PROBES = 3
 
 
 def tune(connection: socket.socket) -> None:

@@ -1,9 +1,8 @@
-"""Reduces a model to one rank's share of its weights. The share consists of plain modules and plain
-tensors.
+"""Reduces a model to one rank's share of its weights, as plain modules and plain tensors.
 
-A rank has only some of the attention heads and columns of the model. The code of a decoder layer
-works with any number of heads and columns, so this code is not changed. Ranks exchange tensors only
-in some linear layers (`RowwiseLinear`, `GatheredLinear`), in the embedding, and in the head."""
+A rank has only some of the model's attention heads and columns. The code of a decoder layer works
+with any number of them. Ranks exchange tensors only in some linear layers (`RowwiseLinear`,
+`GatheredLinear`), in the embedding, and in the head."""
 
 from __future__ import annotations
 
@@ -38,19 +37,16 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""These styles are ignored. The first style concerns only gradients. The second style concerns the
-embedding, which is always divided among ranks."""
+"""Ignored styles: one of gradients, and one of the embedding, which is always divided."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """Chooses the linear layers that are divided among `size` ranks. Maps the path of each of these
-    layers to its style in the plan of transformers.
-
-    Raises `SettingError` about the setting `key` if the model has no plan, if the plan has an
-    unknown style, or if `size` ranks would get unequal shares."""
+    """Chooses the linear layers that are divided among `size` ranks. Maps their paths to styles of
+    the plan of transformers. Raises `SettingError` about the setting `key` if the model has no
+    plan, if the plan has an unknown style, or if `size` ranks would get unequal shares."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
@@ -80,7 +76,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields the numbers that `size` must divide, each as (name, number), attention heads first."""
+    """Yields the (name, number) of what must be divisible by `size`, attention heads first."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -98,8 +94,8 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 
 
 class Ranks(Protocol):
-    """The ranks that run a model together. Rank 0 is the leader. All ranks make the same calls in
-    the same order. A call raises `Unavailable` if a rank is gone or does not answer in time."""
+    """The ranks that run a model together; rank 0 leads. All ranks make the same calls in the same
+    order. A call raises `Unavailable` if a rank is gone or does not answer in time."""
 
     rank: int
     size: int
@@ -109,21 +105,20 @@ class Ranks(Protocol):
         The other methods wait at most as long as a step may take."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of every rank's `tensor`, bit-equal on all ranks. May overwrite
-        `tensor`."""
+        """Returns the sum of every rank's `tensor`, which is bit-equal on all ranks and may
+        overwrite `tensor`."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Returns the tensors [..., w] of all ranks, concatenated to [..., size * w]."""
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """Like `all_gather`, but only the leader gets the result. The other ranks get None."""
+        """Like `all_gather`, but returns None on all ranks but the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of a stored tensor that has `width` places along `dim`. The share consists
-    of the places from `start` to `stop`, padded with zeros to `size` places. Only shares of the
-    last ranks can be padded."""
+    """One rank's share of a stored tensor with `width` places along `dim`: the places from `start`
+    to `stop`, padded with zeros to `size` places."""
 
     dim: int
     width: int
@@ -139,12 +134,10 @@ class Share:
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer, [..., in] -> [..., out]. Each rank has some columns of the weight. The ranks
-    sum their products."""
+    """A linear layer whose ranks have some columns of the weight each, and sum their products."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
-        """`cut` selects this rank's columns of the input. None if the input [..., in / size] has
-        only these columns."""
+        """`cut` selects this rank's columns of the input. None = the input has only these."""
         super().__init__()
         self.local, self.bias = local, local.bias
         local.bias = None  # type: ignore[assignment]
@@ -157,21 +150,19 @@ class RowwiseLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer, [..., in] -> [..., out]. Each rank has some rows of the weight. Every rank
-    gets all outputs."""
+    """A linear layer whose ranks have some rows of the weight each, and gather all outputs."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
-        self.local = local
-        self._ranks = ranks
+        self.local, self._ranks = local, ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._ranks.all_gather(self.local(hidden))
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding, [...] -> [..., width]. Each rank has some rows of the weight. The ranks sum
-    their results. A rank that does not have a token's row adds zeros, so the sum is exact."""
+    """An embedding whose ranks have some rows of the weight each, and sum their results. A rank
+    that lacks a token's row adds zeros, so the sum is exact."""
 
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
@@ -188,14 +179,12 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """An LM head, [..., width] -> [..., vocab_size]. Each rank has some rows of the weight. Only
-    the leader gets the logits. The other ranks get an empty tensor [..., 0]."""
+    """An LM head whose ranks have some rows of the weight each. Only the leader gets the logits
+    [..., vocab_size]. The other ranks get an empty tensor [..., 0]."""
 
     def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
-        self.local = local
-        self._vocab_size = vocab_size
-        self._ranks = ranks
+        self.local, self._vocab_size, self._ranks = local, vocab_size, ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         mine = self.local(hidden)
@@ -204,8 +193,7 @@ class VocabularyHead(nn.Module):
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """Returns the least of the numbers that the ranks pass. The ranks exchange the numbers on
-    `device`."""
+    """Returns the least of the numbers that the ranks pass, exchanged on `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
@@ -215,8 +203,8 @@ def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Replaces the parameters that are divided among ranks. Each new parameter is on the meta
-    device, with the shape of this rank's share. Returns the shares by the parameters' names."""
+    """Replaces the parameters that are divided among ranks by meta tensors with the shapes of this
+    rank's shares. Returns the shares by the parameters' names."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
@@ -260,7 +248,6 @@ def _join_ranks(
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the module that has the tensor `name` as an attribute, and the attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -268,9 +255,9 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def load_shard(
     path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """Loads this rank's share of the model in `path`, in evaluation mode on the rank's device.
-    Returns the share and a description of the whole model. Raises `ConfigError`. Errors about the
-    number of ranks name the setting `key`."""
+    """Loads this rank's share of the model in `path`, in evaluation mode on the rank's device. Also
+    returns a description of the whole model. Raises `ConfigError`. Errors about the number of ranks
+    name the setting `key`."""
     name = options.get("name", str(path))
     check_weights(path, name)
     where = use_device(**options)
@@ -318,8 +305,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
 
 
 def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
-    """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if the stored
-    tensor has another shape than expected."""
+    """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if that has
+    another shape than expected."""
     view = file.get_slice(stored)
     expected, place = [*tensor.shape], [slice(None)] * tensor.dim()
     missing = 0

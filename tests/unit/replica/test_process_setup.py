@@ -127,7 +127,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     found: list[str] = []
     said: list[str] = []
     links = SimpleNamespace(send_frame=None, receive_frame=lambda: None)
-    joined = SimpleNamespace(check_alike=said.append, links=links, close=lambda: None)
+    joined = SimpleNamespace(wait_for_all=said.append, links=links, close=lambda: None)
     info = ModelInfo("tiny", 100, 64, "float32", (), "weights", "")
     loaded = iter(
         [(info, 5), (info, 5), (replace(info, weights_fingerprint="others"), 5), (info, 6)]
@@ -160,7 +160,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(parallel_engine, "ParallelEngine", lambda *_: None)
     for _ in range(3):
         leader.engine(TargetConfig(device="cuda"), 1)
-    leader._store_socket.close()
+    leader.close()
     assert found[2:] == ["cuda:0", "cuda"] * 3
     assert [loaded == said[0] for loaded in said] == [True, True, False, False]
 

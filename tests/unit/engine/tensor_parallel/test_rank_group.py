@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
+from outrider.engine.tensor_parallel import rank_rpc
 from outrider.engine.tensor_parallel.group import LEADER, RankGroup, _store, added_up
-from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, accept, listen, open_rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, accept, connect, open_rendezvous
 from outrider.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def _pair() -> Iterator[Any]:
     with processes(add_up, [(opened[0], 1, STEP_TIMEOUT_S)]) as [follower]:
         group = _lead(*opened)
         try:
-            group.check_alike("")
+            group.wait_for_all()
             yield group, follower
         finally:
             group.close()
@@ -76,7 +77,7 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
         group = _lead(*opened)
         assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
         with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
-            group.check_alike("what no follower names")
+            group.wait_for_all("what no follower names")
         _step(group)
         before = [_cpu_seconds(follower.pid) for follower in followers]
         time.sleep(1.2 * STEP_TIMEOUT_S)
@@ -125,17 +126,26 @@ def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
         RankGroup(rendezvous, 1, CPU, 1.0)
 
 
-def test_strangers_do_not_join_or_prolong_the_wait_for_ranks() -> None:
-    """One sends another token. The others are silent."""
-    listening, port = listen(LOOPBACK)
+def test_strangers_do_not_join_or_prolong_the_wait_for_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sends another token. The others are silent, and more than are kept."""
+    monkeypatch.setattr(rank_rpc, "_STRANGERS_MAX", 2)
+    rendezvous, listening = open_rendezvous(LOOPBACK, 2)
+    port = rendezvous.store_port
     strangers = [socket.create_connection((LOOPBACK, port)) for _ in range(3)]
     strangers[0].sendall(bytes(32) + (1).to_bytes(8, "little"))
     start = time.monotonic()
-    with listening, pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
-        accept(listening, b"1" * 32, [1], 0.2)
+    with listening:
+        with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
+            accept(listening, rendezvous.token, [1], 0.2)
+        strangers += [socket.create_connection((LOOPBACK, port)) for _ in range(5)]
+        with connect(rendezvous, port, 1, 4.0) as ours:
+            found = accept(listening, rendezvous.token, [1], 4.0)
+            assert found[1].getpeername() == ours.getsockname()
     assert time.monotonic() - start < 4.0
-    for stranger in strangers:
-        stranger.close()
+    for connection in (*strangers, found[1]):
+        connection.close()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
