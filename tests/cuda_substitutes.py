@@ -19,7 +19,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 
 def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
-    """Implements `TableAttention` row by row. Rows that belong to no block get no numbers."""
+    """Implements `DeviceBackend.attend` row by row. Rows that belong to no block get no numbers."""
     cache, window, softcap = layer.cache, layer.window, layer.softcap
     shared = query.shape[1] // cache.keys.shape[0]
     output = query.new_full((query.shape[2], query.shape[1], cache.values.shape[2]), torch.nan)

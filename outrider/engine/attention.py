@@ -1,8 +1,8 @@
 """Replaces a model's attention by attention on a paged cache, through transformers' interface.
 
-If a module's attention is set to `PAGED`, the module passes each layer's queries, keys and values
-to the attention function of the current step, and builds no mask. The function is in a context
-variable, because not every model passes extra arguments down to its layers."""
+A module with the attention `PAGED` builds no mask, and passes each layer's queries, keys and values
+to the attention function of the current step. The function is in a context variable, because not
+every model passes extra arguments down to its layers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +23,10 @@ PAGED = "outrider_paged"
 _FINDING = "outrider_finding"
 """A module with this attention also builds masks, from which `find_layers` learns the windows."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""These arguments of attention functions change the result, but paged attention ignores them."""
+"""Arguments of attention functions that change the result, but that paged attention lacks."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A mask function of transformers. Takes the indices of batch, head, query and key. Returns whether
-the query sees the key."""
+"""A mask function of transformers: the indices of batch, head, query and key -> whether the query
+sees the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,12 @@ class AttentionLayer:
     window: int | None
     """How many tokens a token sees, including itself. None = the token and all tokens before it."""
     scaling: float  # the factor of attention scores
-    softcap: float | None
-    """The bound on attention scores. A score s becomes softcap * tanh(s / softcap). None = no
-    bound."""
+    softcap: float | None  # a score s becomes softcap * tanh(s / softcap); None = s stays
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """A layer's keys and values, and how the layer attends to them. See `AttentionLayer`."""
+    """A layer's keys and values, and fields of `AttentionLayer`."""
 
     cache: KeysAndValues
     window: int | None
@@ -55,21 +53,18 @@ class LayerPages:
 
 
 Attend = Callable[[Tensor, LayerPages], Tensor]
-"""Attends to a layer's pages. Takes queries [1, query heads, T, key width] and the layer. Returns
-the output [1, T, query heads, value width]."""
-
-
+"""Attends to a layer's pages: queries [1, query heads, T, key width], layer -> output [1, T, query
+heads, value width]."""
 _CURRENT: ContextVar[Callable[..., Tensor]] = ContextVar("outrider_attention")
-"""Called with the arguments of an attention function of transformers: the block, queries [1, heads,
-T, width], keys and values [1, key heads, T, width], the mask, and named arguments. Returns the
-attention output [1, T, heads, width]."""
+"""Takes the arguments of an attention function of transformers: the block, queries [1, heads, T,
+width], keys and values [1, key heads, T, width], the mask, and named arguments. Returns the output
+[1, T, heads, width]."""
 
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
     """In this context, each block in `layers` writes the keys and values of the first n tokens to
-    `slots` [n] of the block's pages, and then attends to these pages with `attend`. All later
-    tokens are padding."""
+    `slots` [n] of its pages, and then calls `attend`. All later tokens are padding."""
 
     def attention(
         block: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **_: Any
@@ -93,10 +88,9 @@ def _attention(function: Callable[..., Tensor]) -> Iterator[None]:
 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     """Runs one token through the module, and returns the attention layers in the order in which
-    they ran. Afterwards the attention of the module is `PAGED`.
-
-    Raises `ConfigError` if the attention cannot be replaced, or if the model has attention sinks, a
-    mask that is neither causal nor a sliding window, or a layer that runs twice."""
+    they ran. Afterwards the module's attention is `PAGED`. Raises `ConfigError` if the attention
+    cannot be replaced, or if the model has attention sinks, a mask that is neither causal nor a
+    sliding window, or a layer that runs twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
     with torch.inference_mode(), _attention(partial(_noted_attention, found, max_model_len)):
@@ -109,8 +103,7 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
 
 
 def set_attention(module: Any, name: str) -> None:
-    """Selects the module's attention by name. Raises `ConfigError` if the module's attention cannot
-    be replaced."""
+    """Selects the module's attention by name. Raises `ConfigError` if this is impossible."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -156,9 +149,8 @@ def _noted_mask(
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """Returns the window of a causal mask over `length` tokens, or None if tokens see all tokens
-    before them. Tests only the rows at both ends, in the middle, and near the window's size and
-    twice this size."""
+    """Returns the window of a causal mask over `length` tokens; None = all. Tests only the rows at
+    both ends, in the middle, and near the window's size and twice this size."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

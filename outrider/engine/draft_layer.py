@@ -1,14 +1,11 @@
 """A drafting head as one more layer on the pages of the model that it drafts for.
 
-The head reads pairs. Pair j consists of token j and the feature g_{j-1}. The head makes g_{j-1}
-from the model's hidden states at token j - 1. Slot j of a sequence holds:
+The head reads pairs. Pair j consists of token j and the feature g_{j-1}, which the head makes from
+the model's hidden states at token j - 1. Slot j of a sequence holds the model's keys and values of
+token j, g_j, and the head's key and value of pair j. So the head's state is shared, forked, cut and
+moved together with the slots.
 
-    the model's keys and values of token j
-    g_j
-    the head's key and value of pair j
-
-So the head's state is shared, forked, cut and moved together with the slots. Every step of the
-model also writes g and the pairs of the step's new tokens, without computing the head's attention.
+Every step of the model also writes g and the pairs of its new tokens, without the head's attention.
 When the head drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The
 rotary position of pair j is j - 1."""
 
@@ -29,16 +26,15 @@ _Ints = npt.NDArray[np.int64]
 
 
 def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
-    """The shape of a pair's key and value in a slot."""
+    """The shape of a pair's key and value."""
     return LayerShape(head.num_kv_heads, head.key_width, head.value_width, dtype, device)
 
 
 def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
-    """Returns the shapes of a `DraftLayer`'s tensors in a slot: the shape of g, which is stored as
-    a key without a value, and the shape of a pair. If the head drafts on draft replicas
-    (`drafts_apart`), a slot holds only g."""
+    """Returns the shapes of a `DraftLayer`'s tensors in a slot: g, which is stored as a key without
+    a value, and a pair. If the head drafts on draft replicas (`drafts_apart`), only g."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -47,27 +43,24 @@ class PairLayer:
     """A head's own layer. Keeps the key and value of each pair in the slot of the pair's token."""
 
     def __init__(self, head: DraftHead, pairs: KeysAndValues) -> None:
-        """`pairs` has the shape `pair_shape`."""
         self._head = head
         self._pairs = LayerPages(pairs, window=None, scaling=head.scaling)
 
     def write(self, step: HeldStep, features: Tensor) -> None:
         """Writes the pairs of a step's T new tokens. Row j of `features` [T, D] is g of the token
-        before new token j. The row of a sequence's first token may have any values, because the
-        pair of that token is never read."""
+        before new token j, or anything if that is a sequence's first token."""
         rows = step.rows
         arrays = [rows.token_ids, _places(rows.positions), rows.slots]
         token_ids, places, slots = shipped(arrays, features.device)
         self.put(token_ids, places, slots, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """Writes the pairs of features [T, D] and tokens [T] at the rotary positions `places`
-        [T]."""
+        """Writes pairs at the rotary positions `places` [T], for features [T, D]."""
         self._put(slots, *self._head.keys_and_values(features, token_ids, places))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
-        """Runs one pair for each of N sequences. The pair consists of a feature [D] and the
-        sequence's only new token. Returns the head's output [N, D]."""
+        """Runs the pairs of features [D] and the only new token of each of N sequences. Returns the
+        head's output [N, D]."""
         cache = self._pairs.cache
         plan = plan_step(step, (None,), cache.keys.device, cache.keys.dtype, first_slot=1)
 
@@ -86,7 +79,7 @@ class DraftLayer:
     """A head on the pages of an engine. It makes features from the inputs of the model's layers."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
-        """`layers` have the shapes `draft_shapes`."""
+        """`layers` have the `draft_shapes`."""
         features, *pairs = layers
         self._head = head
         self._features = features.keys[0]  # [slots, D]
@@ -113,13 +106,12 @@ class DraftLayer:
 
 
 def _places(positions: _Ints) -> _Ints:
-    """The rotary positions of the pairs of tokens at these positions."""
     return np.maximum(positions - 1, 0)
 
 
 def _slots_before(step: HeldStep) -> _Ints:
-    """Returns [T]: the slot of the token before each new token. For the first token of a sequence,
-    returns the token's own slot, because the pair of that token is never read."""
+    """Returns [T]: the slot of the token before each new token. A sequence's first token, whose
+    pair is never read, has its own slot."""
     found = []
     for held in step.sequences:
         positions = np.arange(held.length, held.length + len(held.step.token_ids))

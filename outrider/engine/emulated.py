@@ -1,16 +1,13 @@
-"""Emulated engines: a target and a draft with artificial distributions, whose steps take a stated
-time.
+"""Emulated engines: a target and a draft with artificial distributions and stated step times.
 
 After each prefix, the target's distribution is a Zipf law over `support` token ids. A keyed hash of
-the last `order` tokens picks these ids from the vocabulary. All other ids have probability zero.
-The draft's distribution has the same ids, and log q = log p + `deviation` * g, where g is a
-pseudo-random standard Gaussian for each id. So acceptance, entropy and step times can be chosen,
-while services, transport, sessions and sampling are real.
+the last `order` tokens picks these ids. All other ids have probability zero. The draft has the same
+ids, and log q = log p + `deviation` * g, where g is a pseudo-random standard Gaussian for each id.
 
-With `acceptance_rates`, the target gives each draft token a probability of 1 or 0. The choice
-depends only on a pseudo-random number and on the token's place in the round. So every rule accepts
-at these rates, with any drafter and at any temperature. But the target's distribution then depends
-on the draft tokens, so audits fail."""
+With `acceptance_rates`, the target gives each draft token a probability of 1 or 0, which depends
+only on a pseudo-random number and the token's place in the round. So every rule accepts at these
+rates, with any drafter and at any temperature. But the target's distribution then depends on the
+draft tokens, so audits fail."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_NO_TOKEN = 2**32
-"""If a prefix has fewer than `order` tokens, this number stands for each missing token."""
+_NO_TOKEN = 2**32  # stands for each token that a prefix lacks to have `order` tokens
 _STRIDE = np.uint64(1_048_583)
 """The distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
@@ -40,11 +36,8 @@ _Words = npt.NDArray[np.uint64]
 
 
 class EmulatedEngine:
-    """An emulated target or draft.
-
-    A target's logits are log p. A draft's logits are log q, not normalised. Both are -inf outside
-    the support. A step has at most `max_num_seqs` sequences. Pages are assigned as in an engine
-    with a real model."""
+    """A target's logits are log p. A draft's are log q, not normalised. Both are -inf outside the
+    support."""
 
     def __init__(
         self,
@@ -53,9 +46,7 @@ class EmulatedEngine:
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
     ) -> None:
         check(max_num_seqs > 0, "max_num_seqs must be positive")
-        self._spec = spec
-        self._role = role
-        self._max_num_seqs = max_num_seqs
+        self._spec, self._role, self._max_num_seqs = spec, role, max_num_seqs
         self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)
         self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
         self.keep, self.release, self.page_counts = pool.keep, pool.release, pool.counts
@@ -67,8 +58,7 @@ class EmulatedEngine:
         """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """For each place in the round, the probability that the draft token at this place is
-        accepted, if all draft tokens before it are accepted."""
+        """The probability of acceptance at each place in the round, if all before are accepted."""
         self.info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
@@ -93,8 +83,7 @@ class EmulatedEngine:
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """Returns the last `order` tokens before the token that each row of logits predicts. The
-        step's tokens must have been appended already."""
+        """Returns the last `order` tokens before the token that each row of logits predicts."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         held = self.tokens(step.sequence_id).since(max(0, num_held - order), num_held)
@@ -104,8 +93,7 @@ class EmulatedEngine:
         return contexts[len(contexts) - step.num_logits :]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
-        """Returns the stated time of a step, in seconds. In a draft's step, a sequence without rows
-        of logits counts as one row."""
+        """In a draft's step, a sequence without rows of logits counts as one row."""
         spec = self._spec
         if self._role == "target":
             num_tokens = sum(len(step.token_ids) for step in steps)
@@ -130,8 +118,7 @@ class EmulatedEngine:
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
         """Gives the draft token after each row a probability of 1 or 0."""
         drafted: list[tuple[int, int, int]] = []
-        """For each draft token: the token, its place in the round, and the row of logits before
-        it."""
+        """Each draft token, its place in the round, and the row of logits before it."""
         start = 0
         for step in steps:
             num_drafted = max(0, step.num_logits - 1)
@@ -152,8 +139,8 @@ class EmulatedEngine:
         self._written = torch.cat([self._written, others[:, None]], dim=1)
 
     def _blank(self, num_rows: int) -> torch.Tensor:
-        """Returns rows of -inf in the buffer. Resets only the columns that the last step wrote,
-        because filling whole rows takes too long."""
+        """Returns rows of -inf. Resets only what the last step wrote, because whole rows take too
+        long."""
         self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
         if num_rows > len(self._rows):
             self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
@@ -175,7 +162,7 @@ def _context_keys(contexts: _Words, seed: int) -> _Words:
 
 
 def _words(keys: _Words, num: int) -> _Words:
-    """Returns the first `num` pseudo-random numbers [n, num] of each key."""
+    """[n, num] pseudo-random numbers."""
     places = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
     return _mix(keys[:, None] + places[None, :])
 
@@ -187,12 +174,10 @@ def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
 
 
 def _uniforms(words: _Words) -> npt.NDArray[np.float64]:
-    """Converts each word to a number above 0 and below 1."""
     return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def _gaussians(keys: _Words, num: int) -> npt.NDArray[np.float64]:
-    """Standard Gaussians [n, num] of each key."""
     uniforms = _uniforms(_words(_mix(keys ^ _DRAFT_KEY), num))
     gaussians: npt.NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(uniforms)).numpy()
     return gaussians

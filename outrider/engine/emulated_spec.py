@@ -1,5 +1,4 @@
-"""The specification of an emulated target and draft, parsed from a setting. This module imports no
-numeric library."""
+"""The specification of an emulated target and draft. This module imports no numeric library."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ SCHEME = "emulated"
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
-"""The smallest `support` that is allowed with `acceptance_rates`. The target needs a second token,
-which it commits after it has rejected a draft token."""
+"""The smallest `support` with `acceptance_rates`, so that the target can reject a draft token."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/... into a list."""
@@ -51,35 +49,27 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
     """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
-    setting. A round accepts at most as many draft tokens as there are probabilities. Without
-    probabilities, acceptance follows from the distributions."""
+    setting. A round accepts no further tokens. Empty: the distributions determine acceptance."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        rates = self.acceptance_rates
-        for key, is_right, allowed in (
-            ("support", self.support <= self.vocab_size, f"1..{self.vocab_size} (vocab_size)"),
-            (
-                "support",
-                not rates or self.support >= JUDGED_SUPPORT_MIN,
-                f"with acceptance_rates, at least {JUDGED_SUPPORT_MIN}",
-            ),
-            ("eos", self.eos < self.vocab_size, f"-1 (none)..{self.vocab_size - 1}"),
-            (
-                "acceptance_rates",
-                all(before >= rate for before, rate in pairwise(rates)),
-                "rates that do not increase",
-            ),
-        ):
-            if not is_right:
-                value = getattr(self, key)
-                raise ConfigError(f"{SCHEME}: {key}={value} is wrong; allowed: {allowed}")
+        rates, size, wrong = self.acceptance_rates, self.vocab_size, {}
+        if rates and self.support < JUDGED_SUPPORT_MIN:
+            wrong["support"] = f"with acceptance_rates, at least {JUDGED_SUPPORT_MIN}"
+        if self.support > size:
+            wrong["support"] = f"1..{size} (vocab_size)"
+        if self.eos >= size:
+            wrong["eos"] = f"-1 (none)..{size - 1}"
+        if any(rate > before for before, rate in pairwise(rates)):
+            wrong["acceptance_rates"] = "rates that do not increase"
+        for key, allowed in wrong.items():
+            value = getattr(self, key)
+            raise ConfigError(f"{SCHEME}: {key}={value} is wrong; allowed: {allowed}")
         return self
 
     @classmethod
     def parse(cls, text: str) -> EmulatedSpec:
-        """Parses `key=value,...`, with or without the prefix `emulated:`. Raises the errors of
-        `parse_numbers`."""
+        """Parses `key=value,...`, with or without the prefix `emulated:`. Raises `ConfigError`."""
         return parse_numbers(cls, text.removeprefix(f"{SCHEME}:"), SCHEME)
 
     @property
@@ -91,8 +81,8 @@ Numbers = TypeVar("Numbers", bound=BaseModel)
 
 
 def parse_numbers(kind: type[Numbers], text: str, what: str) -> Numbers:
-    """Parses `key=value,...` into a pydantic model of type `kind`. Raises `ConfigError` for a key
-    that is unknown, repeated, or has a bad value. The error's message begins with `what`."""
+    """Parses `key=value,...` into a pydantic model of type `kind`. Raises `ConfigError`, whose
+    message begins with `what`."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = (part.strip() for part in item.partition("="))

@@ -1,12 +1,11 @@
 """Attention over gathered slots of a paged cache, on any device.
 
-The attention uses plain matrix products, with scores in the model's dtype. It rounds like the
-`eager` attention of transformers. Compared with PyTorch's `scaled_dot_product_attention`, in
-bfloat16 on one CPU thread, it takes half of the time for 16 sequences or a long prompt, and 1.1
-times the time for one sequence with one new token.
-"""
+The scores have the model's dtype, and round like the `eager` attention of transformers. In bfloat16
+on one CPU thread, 16 sequences or a long prompt take half of the time of PyTorch's
+`scaled_dot_product_attention`, and one sequence with one new token 1.1 times its time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,13 +19,11 @@ from outrider.kv_cache.storage import KeysAndValues
 def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
     """Returns the attention output [1, T, query heads, value width] of queries [1, query heads, T,
     key width]. The output of rows that are in no group is 0. With Hq query heads and Hkv key heads,
-    query head h reads key head h * Hkv // Hq. Keys need not be repeated, because the query heads
-    that share a key head become rows of one matrix."""
+    query head h reads key head h * Hkv // Hq."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
     num_heads, num_rows, _ = queries.shape
-    # The output of padding goes after the last row.
     output = queries.new_zeros((num_rows + 1, num_heads, layer.cache.values.shape[2]))
     for group in groups:
         rows = group.rows
@@ -43,8 +40,8 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
     `index_select` divides only the first dimension among threads. So with several threads, heads
-    and slots are flattened into one dimension. For 16 sequences of 320 slots, this takes 76 us
-    instead of 120 on two threads, but 155 us instead of 125 on one thread."""
+    and slots become one dimension. For 16 sequences of 320 slots, this takes 76 us instead of 120
+    on two threads, but 155 us instead of 125 on one thread."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape
@@ -52,8 +49,8 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """Returns the attention output [N * T, query heads, value width] of a group's queries [query
-    heads, N * T, key width]."""
+    """Returns the output [N * T, query heads, value width] of queries [query heads, N * T, key
+    width]. The query heads that share a key head are rows of one matrix."""
     num, size = group.num_segments, group.num_tokens
     keys, values = _gathered(layer.cache, group)
     products, num_heads = len(keys) * num, len(queries)
@@ -78,9 +75,8 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """Like `_attend_group`, for a group with fixed shapes. Sums over the slots of each split, and
-    then over the splits in order, so that the result does not depend on how many masked splits
-    follow."""
+    """Like `_attend_group`, for fixed shapes. Sums over the slots of each split, and then over the
+    splits in order, so that the result does not depend on how many masked splits follow."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]
@@ -127,33 +123,25 @@ class Steps(Protocol):
     """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
-        """Runs a step. The first rows of the result are the wanted logits. All later rows are
-        padding. The result is valid until the next step."""
+        """Returns the wanted logits, and then rows of padding. Valid until the next step."""
 
 
+@dataclass(frozen=True, slots=True)
 class GatheredSteps(Steps):
     """Runs steps on any device, in any dtype."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        layers: dict[nn.Module, LayerPages],
-        device: torch.device,
-        dtype: torch.dtype,
-        fixed_shapes: bool,
-    ) -> None:
-        self._forward = forward
-        self._layers = layers
-        self._windows = tuple(dict.fromkeys(layer.window for layer in layers.values()))
-        self._device = device
-        self._dtype = dtype
-        self._fixed_shapes = fixed_shapes
+    forward: Forward
+    layers: dict[nn.Module, LayerPages]
+    device: torch.device
+    dtype: torch.dtype
+    fixed_shapes: bool
 
     def run(self, step: HeldStep) -> Tensor:
-        plan = plan_step(step, self._windows, self._device, self._dtype, self._fixed_shapes)
+        windows = list(dict.fromkeys(layer.window for layer in self.layers.values()))
+        plan = plan_step(step, windows, self.device, self.dtype, self.fixed_shapes)
 
         def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
             return attend(query, layer, plan.groups[layer.window])
 
-        with running(self._layers, plan.slots, attend_layer):
-            return self._forward(plan.token_ids, plan.position_ids, plan.logit_rows)
+        with running(self.layers, plan.slots, attend_layer):
+            return self.forward(plan.token_ids, plan.position_ids, plan.logit_rows)

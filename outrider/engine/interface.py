@@ -19,16 +19,14 @@ class ModelInfo:
     """Describes a model."""
 
     name: str
-    vocab_size: int
-    """Token ids are 0..vocab_size - 1. These include ids that only pad the vocabulary."""
+    vocab_size: int  # including ids that only pad the vocabulary
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
     weights_fingerprint: str
     tokenizer_fingerprint: str  # empty for a model without a tokenizer
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
-    """The token id of each column of the logits, ascending. Empty if the logits have a column for
-    every token id."""
+    """The token id of each column of the logits, ascending. Empty = every token id."""
     numerics: str = ""  # see `ReplicaDescription`
     features: str = ""  # see `ReplicaDescription`
 
@@ -37,8 +35,7 @@ class SequenceStep(NamedTuple):
     """The new tokens of one sequence in one step."""
 
     sequence_id: str
-    token_ids: tuple[int, ...]
-    """At least one token. These tokens follow the tokens that the sequence already holds."""
+    token_ids: tuple[int, ...]  # at least one
     num_logits: int
     """The engine returns logits at this many of the last tokens, 0..len(token_ids)."""
 
@@ -69,31 +66,29 @@ class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
 
     A slot holds the keys and values of one token. A page is a fixed number of slots, and an engine
-    has a fixed number of pages. A page that no sequence holds may stay cached. Until the page is
-    evicted, new sequences with the same tokens can begin with it. A sequence begins with `attach`
-    or with its first step.
+    has a fixed number of pages. A page that no sequence holds may stay cached. Until it is evicted,
+    new sequences with the same tokens can begin with it. A sequence begins with `attach` or with
+    its first step.
 
     An engine's state depends on its calls alone, so two engines that get the same calls hold the
     same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, the
-    engine restores the state that the call's sequences had before. Where this is impossible, the
-    engine forgets these sequences. Other sequences are unchanged.
-    """
+    call's sequences have their former state, or are forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
-    """The stated time of the steps since the last `take_stated_seconds`. Only emulated engines
-    state a time, and their callers wait until it has passed. Other engines have 0."""
+    """The stated time of the steps since the last `take_stated_seconds`, which callers let pass.
+    Always 0, except in emulated engines."""
 
     @property
     def info(self) -> ModelInfo:
-        """Describes the engine's model. Constant."""
+        """Constant."""
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """Appends each step's tokens to its sequence. A sequence has at most one step in a call. If
         too few pages are free, evicts cached pages.
 
-        Returns logits [num_logits, V] for each step, in float32 on the model's device. If the model
-        has N `logit_token_ids`, the shape is [num_logits, N]. Row j predicts the token after the
-        j-th of the last `num_logits` tokens. The logits are valid until the next call.
+        Returns logits [num_logits, V] for each step, in float32 on the model's device. Row j
+        predicts the token after the j-th of the last `num_logits` tokens. If the model has
+        `logit_token_ids`, V is their number. The logits are valid until the next call.
 
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
         `max_model_len`. Raises `OutOfPages` if eviction does not make enough room. After either
@@ -104,28 +99,27 @@ class Engine(Protocol):
         the sequences in `without` are released. These must have no step. Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """Begins a new sequence with all cached pages that match the start of `token_ids`. Pages
-        match only if they were written under the same `salt`. The last of `token_ids` is never
-        taken from a page, because `forward` must run the last token. Returns the number of slots
-        that the sequence holds now. Evicts nothing."""
+        """Begins a new sequence with all cached pages that match the start of `token_ids` and were
+        written under the same `salt`. Leaves the last of `token_ids` for `forward`. Returns the
+        number of slots that the sequence holds now. Evicts nothing."""
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the new sequence `branch_id` with the slots of `sequence_id`. The two sequences
-        share all pages, and a step copies a partial page before it writes to the page."""
+        share all pages. A step copies a partial page before it writes to the page."""
 
     def page_counts(self) -> PageCounts:
         """Returns the current counts."""
 
     def tokens(self, sequence_id: str) -> TokenSequence:
-        """Returns the tokens in the sequence's slots, not a copy. Later calls may change the
-        result. An unknown sequence has no tokens."""
+        """Returns the tokens in the sequence's slots, none if it is unknown. Not a copy: later
+        calls may change the result."""
 
     def length(self, sequence_id: str) -> int:
-        """Returns the number of slots that the sequence holds, 0 for an unknown sequence."""
+        """Returns the number of slots that the sequence holds, 0 if it is unknown."""
 
     def keep(self, sequence_id: str, length: int) -> int:
-        """Keeps at most the sequence's first `length` slots, and frees its other slots. Returns the
-        number of slots that the sequence holds now."""
+        """Frees all but the sequence's first `length` slots. Returns the number of slots that it
+        holds now."""
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence. Ignores an unknown sequence."""
@@ -134,19 +128,18 @@ class Engine(Protocol):
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
     """An engine that also runs a drafting head, as one more layer on the same slots. The head reads
-    pairs. A pair consists of a feature, made from the model's layers at one token, and the next
-    token. The slot of that next token also holds the head's key and value of the pair."""
+    pairs of a feature, made from the model's layers at one token, and the next token. The slot of
+    that next token also holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
         """Returns features [num_logits, D] for each step of the last `forward`, in the model's
-        dtype and on the model's device. They are valid until the next `forward`."""
+        dtype and on its device. They are valid until the next `forward`."""
 
     def forward_draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
         """Runs the head on one pair for each of N >= 1 steps: a feature [D] and the step's only
         token. The sequence must already hold slots. Returns the head's output [N, D], in the
-        model's dtype. Each pair takes a new slot, to which the model's keys and values are not
-        written. The caller must drop these slots with `keep` before the sequence's next `forward`.
-        """
+        model's dtype. Each pair takes a new slot, which lacks the model's keys and values. The
+        caller must drop it with `keep` before the sequence's next `forward`."""
 
 
 @runtime_checkable
@@ -155,12 +148,12 @@ class FeatureKeeper(Engine, Protocol):
 
     @property
     def feature_width(self) -> int:
-        """D, the width of a feature. 0 if the engine keeps no features. Constant."""
+        """D, or 0 if the engine keeps no features. Constant."""
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """Returns the features [n, D] of all slots in these ranges, one range after another, in the
-        model's dtype and on the model's device. A range is (sequence id, first slot, end), and all
-        of its slots must hold tokens. Call this only if `feature_width` is not 0."""
+        """Returns the features [n, D] of all slots in these ranges (sequence id, first slot, end),
+        in the model's dtype and on its device. All of the slots must hold tokens. Call this only if
+        `feature_width` is not 0."""
 
 
 def take_stated_seconds(engine: Engine) -> float:
@@ -172,9 +165,8 @@ def take_stated_seconds(engine: Engine) -> float:
 def check_steps(
     steps: Sequence[SequenceStep], info: ModelInfo, max_num_seqs: int, length: Callable[[str], int]
 ) -> None:
-    """Checks the steps of a call of `Engine.forward`. `length` returns the number of slots that a
-    sequence holds. Raises `BadRequest` for a fault of a request, and `InvariantError` for a fault
-    of the calling code."""
+    """Checks the steps of a call of `Engine.forward`. Raises `BadRequest` for a fault of a request,
+    and `InvariantError` for a fault of the calling code."""
     check(len(steps) <= max_num_seqs, f"{len(steps)} sequences in a step; at most {max_num_seqs}")
     check(
         len({step.sequence_id for step in steps}) == len(steps),

@@ -1,11 +1,9 @@
-"""The engine for causal language models of the transformers library. It runs all sequences of a
-step in one forward pass, and keeps their keys and values in pages."""
+"""The engine for causal language models of the transformers library."""
 
 import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,8 +41,8 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""Only steps of fewer tokens than this may run on fewer threads (`ContendedThreads`), because the
-times of longer steps vary too much to be compared."""
+"""Only steps of fewer tokens may run on fewer threads (`ContendedThreads`), because the times of
+longer steps vary too much to be compared."""
 _log = logging.getLogger(__name__)
 
 
@@ -71,8 +69,7 @@ class PagedEngine(PagedSequences):
     ) -> None:
         """A step has at most `max_num_seqs` sequences. The pages take at most
         `kv_cache_memory_bytes`, and are at most as many as `max_num_seqs` sequences of full length
-        need. If all pages together hold fewer than `info.max_model_len` tokens, the engine reduces
-        `max_model_len` to the number of tokens that they hold.
+        need. The `max_model_len` becomes at most the number of tokens that all pages hold.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
                            other processes use the cores
@@ -102,8 +99,7 @@ class PagedEngine(PagedSequences):
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, Watched] = {}
-        """Maps the layers in `DraftHead.layer_ids` to their inputs, which the draft layer reads.
-        With fused kernels only the keys are used."""
+        """The input of each layer in `DraftHead.layer_ids`; not read with fused kernels."""
         self.rows_are_equal = False
         """Whether every bit of a row's logits is independent of the other rows of its step."""
         self._draft_shapes: list[LayerShape] = []
@@ -134,7 +130,7 @@ class PagedEngine(PagedSequences):
             self.feature_width = head.width if self._drafts_apart else 0
             self._draft_shapes = draft_shapes(head, self._dtype, self._device, self._drafts_apart)
             shapes += self._draft_shapes
-        self._try(expected)
+        self._try(*expected)
         num_pages = pages_in(kv_cache_memory_bytes, page_bytes_of(shapes, PAGE_SIZE))
         num_pages = self._least(min(num_pages, max_num_seqs * pages_of_longest))
         self._max_num_seqs = max_num_seqs
@@ -154,8 +150,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits [T, V] of the trial's tokens as the unchanged module computes them,
-        and the features [T, D] if there is a draft layer."""
+        """Returns the unchanged module's logits [T, V] of the trial's tokens, and with a draft
+        layer the features [T, D]."""
         ids = trial_tokens(info)
         if self.draft_layer is None:
             return dense_logits(self._module, ids), None
@@ -167,9 +163,8 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """Puts the model on fused kernels, and chooses the length of spans (see `fused_steps.py`).
-        Returns None if the model does not fit the kernels, or if the engine must be deterministic
-        and rows are not bit-equal at any length of spans."""
+        """Chooses the length of spans (see `fused_steps.py`). Returns None if the model does not
+        fit the kernels, or if the engine must be deterministic and rows are never bit-equal."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -206,27 +201,27 @@ class PagedEngine(PagedSequences):
             f"others are in a step (they differ in a step of {num_rows} tokens)",
         )
 
-    def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
-        """Runs the trial with fused kernels or with the device's attention kernels, if there are
-        any. If this trial fails, removes the kernels, and runs the trial again."""
-        num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // PAGE_SIZE)
+    def _try(self, logits: Tensor, features: Tensor | None) -> None:
+        """Runs the trial with kernels, if there are any. If it fails, removes the kernels, and runs
+        the trial without them."""
+
+        def compare() -> None:
+            check_answers(self, logits)
+            if features is not None:
+                check_features(self, features)
+
+        num_pages = TRIAL_SEQUENCES * -(-len(logits) // PAGE_SIZE)
         self._use_pages(num_pages)
-        trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
-        if isinstance(self._steps, TableSteps):
-            trials.insert(0, self._steps.try_kernel)
-        elif self._decoder is None:
-            self._check_trial(*expected)
-            return
-        # Only rank 0 has logits to compare, so all ranks must learn the result.
-        if not all(self._least(self._passes(trial)) for trial in trials):
+        if not isinstance(self._steps, GatheredSteps):
+            trials: list[Callable[[], None]] = [compare]
+            if isinstance(self._steps, TableSteps):
+                trials.insert(0, self._steps.try_kernel)
+            # Only rank 0 has logits to compare, so all ranks must learn the result.
+            if all(self._least(self._passes(trial)) for trial in trials):
+                return
             self._decoder, self._backend, self.rows_are_equal = None, None, False
             self._use_pages(num_pages)
-            self._check_trial(*expected)
-
-    def _check_trial(self, logits: Tensor, features: Tensor | None) -> None:
-        check_answers(self, logits)
-        if features is not None:
-            check_features(self, features)
+        compare()
 
     def _passes(self, trial: Callable[[], None]) -> bool:
         try:
@@ -257,15 +252,15 @@ class PagedEngine(PagedSequences):
             return GatheredSteps(
                 self._call, pages, self._device, self._dtype, fixed_shapes=self._deterministic
             )
-        heads = max(
-            ((layer.query_heads, layer.shape.num_heads) for layer in self._layers),
-            key=lambda numbers: numbers[0] / numbers[1],
+        shared_heads, key_heads = max(
+            (layer.query_heads // layer.shape.num_heads, layer.shape.num_heads)
+            for layer in self._layers
         )
-        return TableSteps(self._backend, self._call, pages, heads, self._device)
+        return TableSteps(self._backend, self._call, pages, shared_heads, key_heads, self._device)
 
     @property
     def kernels_name(self) -> str:
-        """The name of the fused kernels on which steps run. Empty without fused kernels."""
+        """The name of the fused kernels on which steps run; empty without fused kernels."""
         return "" if self._decoder is None else self._decoder.kernels.name
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
@@ -289,7 +284,6 @@ class PagedEngine(PagedSequences):
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        """Like `PagedSequences._run`, but on fewer threads while other processes use the cores."""
         if self._contended is None:
             return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)

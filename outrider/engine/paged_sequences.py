@@ -1,5 +1,4 @@
-"""The base class of engines with a paged cache. It manages sequences and their pages, undoes failed
-steps, and runs steps of a draft layer."""
+"""The base class of engines with a paged cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,20 +22,17 @@ class PageStore(Protocol):
     def num_bytes(self) -> int: ...
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages, given as (from, to), in every layer, as if all at the same time."""
+        """Copies pages (from, to) in every layer, all at once."""
 
 
 class PagedSequences:
-    """The methods of an `Engine` that do not run the model. Subclasses add `forward`."""
+    """The methods of a `DraftingEngine` that do not run the model. Subclasses add `forward`."""
 
     info: ModelInfo
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
-    """The drafting head that runs on the model's pages."""
-    _draft: DraftLayer | None = None
-    """The same head as a layer. Its features and pairs (see `draft_layer.py`) are in the slots."""
-    _pairs: PairLayer | None = None
-    """The part of `_draft` that `forward_draft` runs."""
+    _draft: DraftLayer | None = None  # `draft_layer` on the pages
+    _pairs: PairLayer | None = None  # the part of `_draft` that `forward_draft` runs
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, stores: Sequence[PageStore], max_num_seqs: int) -> None:
@@ -55,8 +51,8 @@ class PagedSequences:
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        """Runs the steps with `run`. Returns the wanted rows of the result, and how many of these
-        rows belong to each step. If `run` does not run the whole model, `whole` is false."""
+        """Runs the steps with `run`. Returns the wanted rows, and how many of them belong to each
+        step. If `run` does not run the whole model, `whole` is false."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         with self._appended(steps, whole) as step, torch.inference_mode():
             rows = run(step)
@@ -88,14 +84,14 @@ class PagedSequences:
         return self._run(run, steps, whole=False)[0]
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
-        """Takes slots for these steps without computing anything. If rank 0 of a model runs a draft
-        step, the other ranks call this method, because all ranks must hold the same pages."""
+        """Takes slots for these steps without computing anything, as on all other ranks while rank
+        0 runs a draft step."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     @contextmanager
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
-        """Takes slots for these steps. If the body of the `with` statement fails, the sequences
-        give back these slots. If a page cannot be copied, the sequences are forgotten."""
+        """Takes slots for these steps. If the body fails, the sequences give back these slots. If a
+        page cannot be copied, the sequences are forgotten."""
         lengths = [self.length(step.sequence_id) for step in steps]
         copies = self._pool.append(steps, whole)
         held = [
@@ -117,8 +113,7 @@ class PagedSequences:
 
 
 def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
-    """Selects the last `num_logits` rows of each sequence from `rows` [T, ..], which has one row
-    for every new token of the step."""
+    """Selects the last `num_logits` rows of each sequence from the rows [T, ..] of a step."""
     steps = [held.step for held in step.sequences]
     parts = torch.split(rows, [len(one.token_ids) for one in steps])
     return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]

@@ -26,12 +26,8 @@ class StepCosts:
     seconds: tuple[float, ...]
     """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
-    """The time that each session after the first session adds."""
     slot_s: float = 0.0
-    """The time that each slot of the context adds, if the slot's session has one row in the
-    step."""
     row_slot_s: float = 0.0
-    """The time that each slot of the context adds for each further row of the slot's session."""
 
     def __post_init__(self) -> None:
         check(len(self.rows) == len(self.seconds) > 0, "each number of rows has one time")
@@ -40,8 +36,8 @@ class StepCosts:
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
     def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
-        """Returns the time of a step of `rows` >= 1 tokens. `context` is the total of all sessions'
-        contexts. The arguments may be means over several steps."""
+        """Returns the time of a step of `rows` >= 1 tokens. The arguments may be means over several
+        steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
@@ -51,8 +47,8 @@ class StepCosts:
         return self._base(rows) + self.session_s * (sessions - 1) + attention_s
 
     def attention_seconds(self, rows: float, context: float) -> float:
-        """Returns the time that the context of a session adds to a step in which the session has
-        `rows` >= 1 tokens."""
+        """Returns the time that a session's context adds to a step in which the session has `rows`
+        >= 1 tokens."""
         return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
     def _base(self, rows: float) -> float:
@@ -66,12 +62,11 @@ class StepCosts:
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
-"""Each measured session has a context of this many slots."""
 SHORT_CONTEXT = 16
-"""The cost of a slot is computed from the times of a step with contexts of this length and of a
-step with contexts of `MEASURED_CONTEXT`. Several sessions are measured together, because the two
-times of a single session differ too little. On two cores, a slot of the demo target costs 2 us, and
-a step 16 ms."""
+"""The cost of a slot follows from the times of a step with contexts of this length and of a step
+with contexts of `MEASURED_CONTEXT`. Several sessions are measured together, because the two times
+of a single session differ too little. On two cores, a slot of the demo target costs 2 us, and a
+step 16 ms."""
 CONTEXT_ROWS = 64
 """A step over a context is measured with one row for each session, and again with this many rows of
 one session."""
@@ -95,11 +90,10 @@ def measure_step_costs(
 ) -> StepCosts:
     """Measures steps of up to `max_rows` tokens and `max_sessions` sequences. The engine must not
     be in use yet. Call this on the thread on which the engine's steps will run. `clock` counts
-    seconds.
+    seconds. For an emulated engine, the stated times are used.
 
     The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
-    of rows that are not measured by then are left out. If contexts are not measured by then, their
-    costs are 0. For an emulated engine, the stated times are used."""
+    of rows that are not measured by then are left out. Contexts then have no cost."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # Only to warm up the engine.
     until = bench.clock() + limit_s
@@ -107,36 +101,32 @@ def measure_step_costs(
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
     few = [num for num in rows if num <= MANY_ROWS]
     seconds = bench.rows(few, until)
-    costs = _costs(rows, seconds)
-    context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
+    context, costs = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS), None
     if context > SHORT_CONTEXT and bench.clock() < until:
+        contexts_until = bench.clock() + limit_s * CONTEXTS_SHARE
         num = min(MEASURED_SESSIONS, max_sessions)
-        costs = bench.contexts(costs, num, context, bench.clock() + limit_s * CONTEXTS_SHARE)
+        costs = bench.contexts(_costs(rows, seconds), num, context, contexts_until)
     # The slowest measurements come last, because there may be no time for them.
     if len(seconds) == len(few):
         seconds += bench.rows(rows[len(few) :], until)
     known = _costs(rows, seconds)
-    return replace(costs, rows=known.rows, seconds=known.seconds)
+    return known if costs is None else replace(costs, rows=known.rows, seconds=known.seconds)
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Returns the costs of the first `rows`, as many as there are times in `seconds`. If a step
-    took longer than a step with more rows, other processes have delayed the step with fewer rows.
-    Then the shorter time is used for both."""
+    """Returns the costs of the first `rows`. If a step took longer than a step with more rows,
+    other processes have delayed it. Then the shorter time is used for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
 
 class _Bench:
     def __init__(self, engine: Engine, clock: Callable[[], float], try_s: float) -> None:
-        self._engine = engine
-        self._clock = clock
-        self._try_s = try_s
+        self._engine, self._clock, self._try_s = engine, clock, try_s
         self._first_is_slow = False
-        """True on devices other than a CPU. There, the first step of each shape compiles kernels,
-        so its time is not used, and does not count towards the time limit."""
-        self._excused_s = 0.0
-        """The total time that does not count towards the time limit."""
+        """Whether the first step of each shape compiles kernels, as on all devices but a CPU. Its
+        time then counts neither as a measurement nor towards the time limit."""
+        self._excused_s = 0.0  # the total time that does not count towards the time limit
 
     def clock(self) -> float:
         return self._clock() - self._excused_s
@@ -154,7 +144,7 @@ class _Bench:
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
         """Adds the costs of a session and of a slot of context to `known`. Measures `num` sessions
-        with `context` slots each. If pages or time run out, measures fewer sessions."""
+        with `context` slots each, or as many as pages and time allow."""
         begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
@@ -185,7 +175,7 @@ class _Bench:
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
         """Returns the least time of a call of `forward` with these steps. Each sequence holds
-        `length` slots before the call, and is cut to that length again after the call."""
+        `length` slots before and after this method."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s

@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def on_threads(num: int) -> Iterator[None]:
-    """In this context torch uses `num` threads. Changing the number takes less than 1 us."""
+    """In this context torch uses `num` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:
@@ -24,21 +24,18 @@ def on_threads(num: int) -> Iterator[None]:
 
 
 NICENESS = 5
-"""This number is added to the niceness of a step's worker threads. If a step has a thread on every
-core, an incoming message waits until the operating system preempts one of these threads. Threads
-with a higher niceness are preempted earlier. On two cores, the value 5 shortened the time from the
-sending of a message to its queuing from 4.7 to 3.7 ms (99th percentile), and did not slow down
-steps. The thread that calls the engine keeps its priority, so that results are sent at once."""
+"""Added to the niceness of a step's worker threads, so that the operating system preempts them
+earlier for an incoming message. On two cores, this shortened the time from the sending of a message
+to its queuing from 4.7 to 3.7 ms (99th percentile), and did not slow down steps. The thread that
+calls the engine keeps its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
-_ELEMENTS = 2**20
-"""If a tensor has this many elements, torch uses all threads for an operator on the tensor."""
+_ELEMENTS = 2**20  # torch uses all threads for an operator on a tensor of this size
 
 
 def start_workers() -> list[int]:
-    """Starts torch's worker threads for the calling thread, and lowers their priority. Returns the
-    workers' ids. Does nothing on systems other than Linux, because their threads have no priority
-    of their own."""
+    """Starts torch's worker threads for the calling thread, lowers their priority, and returns
+    their ids. Does nothing on other systems than Linux, where threads have no own priority."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()
@@ -63,11 +60,10 @@ SLOW_STEPS = 2
 TRIAL_STEPS = 3
 """A trial alternates between fewer and all threads, with this many steps of each."""
 GAIN = 2.0
-"""If the trial's steps are at least this many times as fast with fewer threads, steps run on fewer
-threads for `RETREAT_S` seconds."""
+"""If a trial's steps are this many times as fast on fewer threads, steps run on fewer threads for
+the next `RETREAT_S` seconds."""
 RETREAT_S = 30.0
-_WEIGHT = 1 / 16
-"""The weight of the newest step in the average time of steps."""
+_WEIGHT = 1 / 16  # of the newest step in the usual time
 
 
 class ContendedThreads:
@@ -79,42 +75,36 @@ class ContendedThreads:
     ) -> None:
         self._fewer, self._every, self._clock = fewer, every, clock
         self._usual_s: dict[Hashable, float] = {}
-        """Maps each kind of step to the exponential moving average of the step's time with all
-        threads."""
+        """The moving average of the time on all threads, for each kind of step."""
         self._num_slow = 0
         self._until = 0.0
-        self._begin_trial(None)
-
-    def _begin_trial(self, kind: Hashable) -> None:
-        self._trial = kind
-        """The kind of the trial's steps. None = no trial runs."""
-        self._times: dict[int, list[float]] = {self._fewer: [], self._every: []}
-        """The times of the trial's steps, by number of threads."""
+        self._trial: Hashable = None  # the kind of the trial's steps; None = no trial runs
+        self._times: list[float] = []  # of the trial's steps, first on fewer threads
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
         """Sets the number of threads for a step that runs in this context. Steps of one kind take
         similar times. Steps of kind None always run on all threads."""
         start, num_threads = self._clock(), self._every
-        retreats = start < self._until
-        num_fewer, num_every = map(len, self._times.values())
-        is_tried = kind == self._trial and num_fewer <= num_every
-        if kind is not None and (retreats or is_tried):
+        retreats, is_tried = start < self._until, kind == self._trial
+        if kind is not None and (retreats or (is_tried and len(self._times) % 2 == 0)):
             num_threads = self._fewer
         is_more = num_threads > torch.get_num_threads()
         torch.set_num_threads(num_threads)
         if is_more:
             start_workers()
         yield
-        if kind is not None and not retreats:
-            self._note(kind, num_threads, self._clock() - start)
-
-    def _note(self, kind: Hashable, num_threads: int, seconds: float) -> None:
-        if kind == self._trial:
-            self._times[num_threads].append(seconds)
-            if len(self._times[self._every]) == TRIAL_STEPS:
-                self._decide()
+        if kind is None or retreats:
             return
+        seconds = self._clock() - start
+        if not is_tried:
+            self._note(kind, seconds)
+            return
+        self._times.append(seconds)
+        if len(self._times) == 2 * TRIAL_STEPS:
+            self._decide(median(self._times[::2]), median(self._times[1::2]))
+
+    def _note(self, kind: Hashable, seconds: float) -> None:
         usual_s = self._usual_s.setdefault(kind, seconds)
         if seconds <= SLOW * usual_s:
             self._num_slow = 0
@@ -122,11 +112,9 @@ class ContendedThreads:
             return
         self._num_slow += 1
         if self._num_slow >= SLOW_STEPS:
-            self._num_slow = 0
-            self._begin_trial(kind)
+            self._num_slow, self._trial, self._times = 0, kind, []
 
-    def _decide(self) -> None:
-        fewer_s, all_s = map(median, self._times.values())
+    def _decide(self, fewer_s: float, all_s: float) -> None:
         if all_s >= GAIN * fewer_s:
             self._until = self._clock() + RETREAT_S
             _log.info(
@@ -136,4 +124,4 @@ class ContendedThreads:
             )  # fmt: skip
         else:
             self._usual_s[self._trial] = all_s
-        self._begin_trial(None)
+        self._trial = None

@@ -1,9 +1,8 @@
 """The engine that runs vLLM's models and kernels on Outrider's own pages.
 
-The engine uses vLLM's loader, quantisations, tensor parallelism, attention backends and caches.
-vLLM's scheduler, block manager and engine core do not run. Instead, `PagedSequences` manages
-sequences and pages. A page is one block of every layer, even of layers with a sliding window. So
-all layers of a sequence have the same page table.
+The engine uses vLLM's loader, quantisations, tensor parallelism, attention backends and caches, but
+not its scheduler, block manager and engine core. A page is one block of every layer, even of layers
+with a sliding window. So all layers of a sequence have the same page table.
 
 vLLM's modules move between releases, so this file has all imports of vLLM, and supports one minor
 version at a time. `tests/vllm` compares every use of vLLM with the next release."""
@@ -75,10 +74,9 @@ from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
 _CAPTURED_BYTES = 2**30
-"""This much device memory is reserved for CUDA graphs, besides the model and its pages."""
+"""Device memory reserved for CUDA graphs, besides the model and its pages."""
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
-"""Maps a type of device to the number of tokens of a page. For some kinds of attention, vLLM
-changes this number."""
+"""Tokens of a page, by the type of the device. vLLM may change this for some kinds of attention."""
 _PADDING_SLOT = -1
 _CAPTURED_MAX = 512
 """Only steps of at most this many tokens are captured as CUDA graphs. The kernels of larger steps
@@ -117,9 +115,7 @@ class VllmEngine(PagedSequences):
 
         `draft_layer` is a drafting head, on rank 0 only. Every rank needs the `draft_check`. The
         head reads the model's output if `draft_reads_output`, otherwise the inputs of layers.
-
-        Raises `ConfigError` if vLLM or this engine cannot run the model, or the head on the
-        model."""
+        Raises `ConfigError` if vLLM or this engine cannot run the model or the head."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
@@ -150,8 +146,7 @@ class VllmEngine(PagedSequences):
         self._ids, self._positions = (
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
-        self._sizes: list[int] = []
-        """The numbers of tokens of captured steps, in ascending order (see `_padded`)."""
+        self._sizes: list[int] = []  # the numbers of tokens of captured steps, ascending
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
@@ -186,8 +181,7 @@ class VllmEngine(PagedSequences):
 
     def _set_operators(self) -> None:
         """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms would
-        be Python functions outside of the compiled code, and a step of the demo target would take 4
-        ms longer."""
+        not be compiled, and a step of the demo target would take 4 ms longer."""
         self._config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
@@ -210,7 +204,7 @@ class VllmEngine(PagedSequences):
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
         """Allocates the caches of all layers. Layers with the same cache specification form a group
-        of vLLM. All groups use the same page tables."""
+        of vLLM."""
         config = self._config
         specs = get_kv_cache_spec(config)
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -265,9 +259,9 @@ class VllmEngine(PagedSequences):
     def _take_head(
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
     ) -> None:
-        """Converts a head to the model's dtype. If a weight of the head equals a weight of the
-        model, both share one tensor. Raises `ConfigError`, also on ranks without a head, if the
-        model does not return the hidden states that the head reads."""
+        """Converts a head to the model's dtype. Equal weights of head and model share one tensor.
+        Raises `ConfigError`, also on ranks without a head, if the model does not return the hidden
+        states that the head reads."""
         if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
                 f"model {name}: an EAGLE-3 head needs the inputs of the model's layers, but vLLM's "
@@ -300,14 +294,12 @@ class VllmEngine(PagedSequences):
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """The index of each layer in `head.layer_ids` among the layers that the model
-            returns."""
+            """Indices of the layers that the head reads, among those that the model returns."""
             self._draft = DraftLayer(head, self._draft_cache.layers)
             self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """On every rank, returns the layers that the leader's head reads, because all ranks must
-        compile the same model."""
+        """The layers that the leader's head reads. All ranks must compile the same model."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -317,15 +309,15 @@ class VllmEngine(PagedSequences):
         return layer_ids
 
     def _show(self, layer_ids: Sequence[int]) -> None:
-        """Makes the model also return the inputs of these layers. `layer_ids` must ascend. The id
-        that equals the number of layers means the output of the last layer."""
+        """Makes the model also return the inputs of these layers, in ascending order. The number of
+        layers stands for the output of the last layer."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
         # vLLM caches compiled models under a key that includes `additional_config`.
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers, or of no
-        layers if the head reads the model's output."""
+        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers, or of
+        none if the head reads its output."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -344,8 +336,8 @@ class VllmEngine(PagedSequences):
 
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
-        steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares the compiled
-        with the uncompiled model, because vLLM may have loaded the compiled model from files."""
+        steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares with the
+        uncompiled model, because vLLM may have loaded the compiled model from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -363,8 +355,8 @@ class VllmEngine(PagedSequences):
             self.release(sequence)
 
     def _capture(self, max_num_tokens: int) -> None:
-        """Captures a CUDA graph of the compiled model for each size of a step. Captures the largest
-        graph first, because the graphs share memory."""
+        """Captures a CUDA graph of the compiled model for each size of a step, the largest first,
+        because the graphs share memory."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)
@@ -414,8 +406,8 @@ class VllmEngine(PagedSequences):
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
-        """Runs the model without its LM head. Returns the LM head's input [L, D] at the wanted
-        rows, and the inputs of layers as `_call` does."""
+        """Returns the LM head's input [L, D] at the wanted rows, and the inputs of layers, see
+        `_call`."""
         if self._deterministic and len(step.rows.token_ids) == 1:
             # Adds a spare token, because matrix products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
@@ -450,8 +442,8 @@ class VllmEngine(PagedSequences):
         return hidden.index_select(0, wanted_), tapped
 
     def _padded(self, num_tokens: int) -> int:
-        """Returns the size of the smallest captured step with at least `num_tokens` tokens. If
-        there is no such step, returns `num_tokens`."""
+        """Returns the size of the smallest captured step with at least `num_tokens` tokens, or
+        `num_tokens` if there is none."""
         place = bisect_left(self._sizes, num_tokens)
         return num_tokens if place == len(self._sizes) else self._sizes[place]
 
@@ -459,8 +451,8 @@ class VllmEngine(PagedSequences):
         self, attention: Any, mapping: Any, size: int, is_captured: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the first `size` tokens of the buffers. Returns the input of the LM head [size, D],
-        and the inputs of the layers that `_show` has set. If no layers are set, the list contains
-        only the input of the LM head."""
+        and the inputs of the layers that `_show` has set. If none are set, the list has only the
+        input of the LM head."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
@@ -491,8 +483,7 @@ class _Blocks:
 
 @contextmanager
 def _without_accelerator(device: torch.device) -> Iterator[None]:
-    """On a CPU, replaces `torch.accelerator.empty_cache` by a mock. vLLM's loader calls this
-    function, which fails without a CUDA device."""
+    """On a CPU, replaces `torch.accelerator.empty_cache`, which vLLM's loader calls, by a mock."""
     is_cpu = device.type == "cpu"
     with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
         yield

@@ -3,10 +3,9 @@
 `outrider/models/module_replacement.py` has already replaced and probed the model's layers, so their
 computation is known. Layers have two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3).
 
-To learn what the model computes outside of its layers, `FusedDecoder` runs the model with
-placeholders for the layers. The run shows the input of the first layer, the rotation that each
-layer gets, and the use of the last layer's output. If any of these differs from a Llama,
-`FusedDecoder` raises `CannotFuse`. Then the code of transformers runs the model."""
+`FusedDecoder` runs the model with placeholders for the layers, to learn the input of the first
+layer, the rotation that each layer gets, and the use of the last layer's output. If any of these
+differs from a Llama, the code of transformers runs the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,8 +44,8 @@ class FusedDecoder:
         max_model_len: int,
         kernels: PaceKernels,
     ) -> None:
-        """`module` is a causal language model whose modules were replaced for these kernels.
-        `layers` are the result of `find_layers`. Raises `CannotFuse`."""
+        """`module` was replaced for these kernels. `layers` are those of `find_layers`. Raises
+        `CannotFuse`."""
         base = module.base_model
         blocks: list[Any] = list(getattr(base, "layers", ()))
         if not blocks or [layer.block for layer in layers] != [
@@ -60,7 +59,6 @@ class FusedDecoder:
         self.kernels = kernels
         self.rotations: list[_Rotation] = []
         self.windows = list(dict.fromkeys(layer.window for layer in layers))
-        """The distinct windows of the layers. `LayerWeights.kind` is an index of this list."""
         epsilons = {norm.eps for norm in base.modules() if isinstance(norm, NativeRMSNorm)}
         sizes = {
             _sizes(block, layer, kernels, eps)
@@ -132,8 +130,8 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
 
 
 def _activation(function: Any, kernels: PaceKernels) -> str | None:
-    """Returns the kernels' name for an activation function, or None if the kernels lack the
-    function. Allows small differences, so that the tanh approximation of GELU counts as GELU."""
+    """Returns the kernels' name for an activation function, or None if they lack it. Allows small
+    differences, so that the tanh approximation of GELU counts as GELU."""
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
     for name in kernels.activations:
         expected = getattr(functional, name)(rows)
@@ -144,8 +142,7 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """Returns the factors of a norm. If the kernels' dtype represents the factors exactly, converts
-    them to this dtype."""
+    """Returns the factors of a norm, in the kernels' dtype if it represents them exactly."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of the class {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
@@ -157,7 +154,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """A placeholder for a layer. Records its input and rotation. Returns the input unchanged."""
+    """A placeholder for a layer. Records its input and rotation, and returns the input."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -175,8 +172,8 @@ class _NotingLayer(nn.Module):
 
 @torch.inference_mode()
 def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Rotation]:
-    """Runs the model with placeholders for its layers, and returns the rotation of each layer.
-    Raises `CannotFuse` if the parts outside of the layers are not those of a Llama."""
+    """Returns the rotation of each layer. Raises `CannotFuse` if the parts outside of the layers
+    are not those of a Llama."""
     base = module.base_model
     parts = {name for name, _ in base.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
@@ -208,8 +205,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
 
 
 def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
-    """Joins a layer's cosines and sines [1, positions, width] to tables [positions, width / 2].
-    Raises `CannotFuse` if the two halves of a row differ."""
+    """Joins a layer's cosines and sines [1, positions, width] to tables [positions, width / 2]."""
     tables = []
     for table in (torch.cat([part[which][0] for part in parts]) for which in (0, 1)):
         half = table.shape[1] // 2
@@ -220,7 +216,7 @@ def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
 
 
 def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """Returns the index of a rotation in `tables`. If `tables` lacks the rotation, appends it."""
+    """Returns the index of a rotation in `tables`, to which it is appended if missing."""
     for number, known in enumerate(tables):
         if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
             return number

@@ -1,8 +1,7 @@
 """Runs steps on a fused decoder.
 
-The new tokens of a step are cut into *spans*, each of consecutive tokens of one sequence. Spans
-have a maximum length. Up to this length, a token's attention is bit-equal in spans of any length.
-"""
+The new tokens of a step are cut into *spans*, each of consecutive tokens of one sequence. Up to the
+maximum length of spans, a token's attention is bit-equal in spans of any length."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -26,9 +25,8 @@ _ONE_STEP = Lock()
 """A step holds this lock, because the kernels' attention has only one working memory in a process,
 and a process may run two engines."""
 SPAN_TOKENS_MAX = 16
-"""Longer spans are not faster. For the demo target on one thread, a prompt of 512 tokens takes 823
-ms in spans of 8 and in spans of 64. A prompt of 1,024 tokens takes 1,770 ms in spans of 8, and
-2,170 ms in spans of 64."""
+"""Longer spans are not faster. For the demo target on one thread, a prompt of 1,024 tokens takes
+1,770 ms in spans of 8, and 2,170 ms in spans of 64."""
 
 
 class FusedSteps(Steps):
@@ -44,11 +42,8 @@ class FusedSteps(Steps):
         taps: Sequence[int] = (),
     ) -> None:
         """Runs the first layers, one for each of the `caches`. If `has_logits` is false, `run`
-        returns the output of the last of these layers instead of logits. `taps` are numbers of
-        layers, counted from 0."""
-        self._decoder = decoder
-        self._span_tokens = span_tokens
-        self._has_logits = has_logits
+        returns the last layer's output instead of logits. `taps` are indices of layers."""
+        self._decoder, self._span_tokens, self._has_logits = decoder, span_tokens, has_logits
         self._taps = sorted(taps)
         self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in `taps`
         self._keys = [cache.keys for cache in caches]
@@ -82,7 +77,7 @@ class FusedSteps(Steps):
             return output[0]
 
     def _attention(self, sequences: Sequence[HeldSequence]) -> Attention:
-        """Cuts the new tokens of the sequences into spans, and returns the tables of the spans."""
+        """Cuts the new tokens of the sequences into spans."""
         starts, ends, spans = [0], [], []
         for held in sequences:
             num, row = len(held.step.token_ids), starts[-1]
@@ -104,19 +99,17 @@ class FusedSteps(Steps):
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
-_NUM_PAGES = 257
-"""The number of pages of the trial's cache. Longer contexts use these pages several times."""
+_NUM_PAGES = 257  # of the trial's cache; longer contexts use them several times
 
 
 @torch.inference_mode()
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """Returns the greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps
-    with any number of rows. Returns None if rows differ even in spans of one token. The trial runs
-    the last tokens of short and of long sequences, with each of the `thread_counts`. Layers of one
-    kind compute alike, so the trial runs only as many of the first layers as are needed to include
-    every kind."""
+    """Returns the greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps of
+    any number of rows; None if they differ even in spans of one token. The trial runs the last
+    tokens of short and of long sequences, with each of the `thread_counts`. It runs the first
+    layers, as many as include every kind, because layers of one kind compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -132,8 +125,8 @@ def find_span_tokens(
     num_own = -(-_NUM_ROWS // PAGE_SIZE) + 1
 
     def rows(span: int, begin: int, num: int, length: int) -> Tensor:
-        """Runs `num` tokens of a sequence after `begin` other tokens, and returns their output
-        rows. The sequence has pages for `length` tokens."""
+        """Returns the rows of `num` tokens after `begin` other tokens of a sequence with pages for
+        `length` tokens."""
         before = torch.arange(-(-length // PAGE_SIZE)) % (_NUM_PAGES - num_own)
         pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
         ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
@@ -143,9 +136,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs the last `num` tokens of a sequence in one step, in spans of one token on
-        `thread_counts[0]` threads. Then runs some of these tokens again, in steps of `counts`
-        tokens. Returns whether their rows are bit-equal."""
+        """Whether the rows of some of the last `num` tokens, in steps of `counts` tokens, equal
+        their rows in one step, in spans of one token on `thread_counts[0]` threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

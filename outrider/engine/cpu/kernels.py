@@ -1,9 +1,8 @@
 """The fused CPU kernels of `amd-pace`: bfloat16, on processors with AVX-512 BF16.
 
-`amd-pace` requires exact versions of packages that only its own server needs. So `amd-pace` is
-installed without dependencies, and its Python package is not imported. Only its shared library is
-loaded. The library registers the operators `torch.ops.pace`, and is built for one version of
-torch."""
+`amd-pace` requires exact versions of packages that only its own server needs. So it is installed
+without dependencies, and only its shared library is loaded. The library registers the operators
+`torch.ops.pace`, and is built for one version of torch."""
 # `from __future__ import annotations` would hide the annotations of `FusedLayers` from TorchScript.
 
 from functools import cache
@@ -17,13 +16,11 @@ from outrider.errors import OutriderError
 
 PACKAGE = "amd-pace"
 VERSION = "1.3.0"
-TORCH_VERSION = "2.13"
-"""The version of torch for which `VERSION` of `amd-pace` is built."""
+TORCH_VERSION = "2.13"  # for which `VERSION` of `amd-pace` is built
 _LIBRARY = "pace/lib/libpace_cpp.so"
 _OUT_UNIT, _IN_UNIT = 32, 64
 """The sizes of a packed weight [out, in] are multiples of these numbers."""
-_ISA = "vec16"
-"""The name of the kernels' attention for pages of 16 tokens."""
+_ISA = "vec16"  # the kernels' attention for pages of 16 tokens
 
 
 class KernelsUnavailable(OutriderError):
@@ -31,21 +28,16 @@ class KernelsUnavailable(OutriderError):
 
 
 class Attention(NamedTuple):
-    """Tables for the attention of the T rows of a step. The rows form S spans (see
-    `fused_steps.py`)."""
+    """Tables for the attention of the T rows of a step in S spans (see `fused_steps.py`)."""
 
-    starts: Tensor
-    """[S + 1], int32: the first row of each span, and T at the end."""
-    ends: Tensor
-    """[S], int32: the number of slots of the span's sequence up to and including the span's last
-    token."""
+    starts: Tensor  # [S + 1], int32: the first row of each span, and T at the end
+    ends: Tensor  # [S], int32: the number of slots up to and including the span's last token
     pages: Tensor  # [S, any], int32: the page table of each span's sequence
     schedules: list[Tensor]  # `PaceKernels.schedule` for each `LayerWeights.kind`
 
 
 class LayerWeights(NamedTuple):
-    """The weights and options of one layer of a decoder. The weights of linear layers are
-    packed."""
+    """One layer of a decoder. The weights of linear layers are packed."""
 
     first_norm: Tensor
     qkv: Tensor
@@ -54,8 +46,7 @@ class LayerWeights(NamedTuple):
     key_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    attention_norm: Tensor | None
-    """The norm of attention's output. None if the layer has only two norms."""
+    attention_norm: Tensor | None  # the norm of attention's output, if there are four norms
     second_norm: Tensor
     gate: Tensor
     up: Tensor
@@ -81,8 +72,7 @@ class FusedLayers(nn.Module):
 
     A step of 30 layers calls more than 300 operators. In Python, each call would release and take
     the GIL, for which other threads compete. TorchScript makes all calls without the GIL, which
-    saves 1 ms for each step. TorchScript is deprecated, but still part of the torch version for
-    which the operators are built."""
+    saves 1 ms for each step. It is deprecated, but part of `TORCH_VERSION`."""
 
     weights: list[LayerWeights]
 
@@ -103,11 +93,10 @@ class FusedLayers(nn.Module):
         spans: Attention,
         taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Runs the first layers, one for each cache in `keys` and `values`. `rows` are embeddings
-        [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. Keys and values
-        are written to `slots` [T]. `taps` are numbers of layers, counted from 0, in ascending
-        order. Returns the last layer's output, the residual to be added to this output, and the
-        inputs of the layers in `taps`."""
+        """Runs the first layers, one for each cache in `keys` and `values`, on embeddings `rows`
+        [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. `taps` are
+        indices of layers in ascending order. Returns the last layer's output, the residual to be
+        added to it, and the inputs of the layers in `taps`."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -142,8 +131,8 @@ class FusedLayers(nn.Module):
     def after(
         self, layer: LayerWeights, attended: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Runs the part of a layer after attention. Returns the layer's output, and the residual to
-        be added to this output."""
+        """Runs the part of a layer after attention. Returns its output, and the residual to be
+        added to it."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
         attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
@@ -164,8 +153,8 @@ class FusedLayers(nn.Module):
         )
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Returns rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight has the
-        dtype of the rows, or a wider dtype, which Gemma's 1 + w needs to be exact."""
+        """Returns rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight may have
+        a wider dtype than the rows, which Gemma's 1 + w needs to be exact."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -218,7 +207,7 @@ class PaceKernels:
     layers: type[FusedLayers] = FusedLayers
 
     def can_pack(self, num_out: int, num_in: int) -> bool:
-        """Returns whether `pack` can pack a weight [out, in]."""
+        """Whether `pack` can pack a weight [out, in]."""
         return num_out % _OUT_UNIT == 0 and num_in % _IN_UNIT == 0
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -240,11 +229,9 @@ class PaceKernels:
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
         """Divides the work of attention among threads, for all layers with this window. Never
-        splits contexts, because the number of splits, and so the order in which a row's terms are
-        added, would depend on the other rows of the step."""
-        # The kernels ask OpenMP for the number of threads. OpenMP does not know this number in a
-        # new thread until the thread calls `torch.get_num_threads`.
-        torch.get_num_threads()
+        splits contexts, because the order in which a row's terms are added would then depend on the
+        other rows of the step."""
+        torch.get_num_threads()  # In a new thread, OpenMP does not know the number before.
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
             True, -1 if window is None else window, _ISA, False,

@@ -1,15 +1,9 @@
 """Runs steps on a CUDA device. A Triton kernel attends to the pages in place (`triton_kernels.py`).
-The kernel reads a step from tables, which are sent to the device in one copy.
+The kernel reads a step from tables of 64-bit words, which are sent to the device in one copy.
 
 A *row* is a new token of the step. A sequence's rows are cut into *blocks* of consecutive rows, and
 its context is cut into *splits*. Each program of the kernel computes one block for one key head and
-one split. The tables consist of 64-bit words:
-
-    token ids, positions, slots    for each row
-    logit rows                     the rows whose logits are wanted
-    blocks                         `BLOCK_WORDS` words for each block, see `_blocks`
-    pages                          the page tables of all sequences, one after another
-"""
+one split."""
 
 from __future__ import annotations
 
@@ -34,28 +28,24 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""A program's score matrix has at most this many rows: one for each pair of a token of its block
-and a query head that shares its key head. If more heads share it, a block has one token."""
+"""A program's score matrix has at most this many rows, unless its block is one token. There is one
+row for each token and query head that shares the key head."""
 _BLOCK_ROWS_MIN = 16
 """A matrix product on tensor cores has at least this many rows."""
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
 _WIDE = 128
-"""If heads are wider than this, a program loads half of `_BLOCK_SLOTS` at a time, because more
-slots do not fit into shared memory."""
+"""If heads are wider, a program loads half of `_BLOCK_SLOTS` at a time, because more slots do not
+fit into shared memory."""
 _SPLITS = (16, 4, 1)
-"""A context is cut into one of these numbers of splits. The list is short, because the kernel is
-compiled for each number."""
+"""A context is cut into one of these numbers of splits. The kernel is compiled for each number."""
 _SPLIT_SLOTS_MIN = 256
 """The splits of a step's longest context have at least this many slots. Shorter splits save less
 time than merging them takes."""
 _WARPS = 4
-_STAGES = 2
-"""The number of Triton's pipeline stages. With three stages, wide heads in float32 do not fit into
-shared memory."""
+_STAGES = 2  # pipeline stages; with three, wide heads in float32 do not fit into shared memory
 _PROGRAMS_EACH = 2
-"""The number of programs that each multiprocessor should run at a time. With one program, a
-multiprocessor would idle while the program waits for memory."""
+"""The number of programs for each multiprocessor, so that it is busy while one waits for memory."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,10 +53,8 @@ _log = logging.getLogger(__name__)
 class KernelForm:
     """The kernel's parameters for a step. It is compiled for each combination of them."""
 
-    block_tokens: int
-    """The maximum number of tokens of a block; a power of two."""
+    block_tokens: int  # the maximum number of tokens of a block; a power of two
     num_splits: int
-    """The number of splits of a context. Programs attend to the splits in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +66,8 @@ class TableStep:
     position_ids: Tensor  # [1, R]
     slots: Tensor  # [R]
     logit_rows: Tensor  # [L]
-    blocks: Tensor  # [B, BLOCK_WORDS]
-    pages: Tensor
+    blocks: Tensor  # [B, BLOCK_WORDS], see `_blocks`
+    pages: Tensor  # the page tables of all sequences, one after another
     page_size: int
 
     @classmethod
@@ -102,14 +90,9 @@ class TableStep:
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
-    """Returns the words of all blocks of a sequence. `row` is the row of the sequence's first new
-    token. `table` is the place in `TableStep.pages` at which the sequence's page table begins. The
-    words of a block are:
-
-    0    first row of the block
-    1    number of the block's rows
-    2    where the sequence's page table begins
-    3    number of slots that the block may see"""
+    """Returns the words of all blocks of a sequence, whose first new token has row `row`, and whose
+    page table begins at place `table`. The words of a block are its first row, its number of rows,
+    `table`, and the number of slots that it may see."""
     num = len(held.step.token_ids)
     starts = np.arange(0, num, block_tokens)
     sizes = np.minimum(block_tokens, num - starts)
@@ -120,8 +103,8 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
 def kernel_form(
     sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
 ) -> KernelForm:
-    """Chooses the form for a step. Each of the `key_heads` key heads is shared by `shared_heads`
-    query heads. Splits contexts only if the kernel then has at most `num_programs` programs."""
+    """Chooses the form for a step. Each key head is shared by `shared_heads` query heads. Splits
+    contexts only if the kernel then has at most `num_programs` programs."""
     counts = [len(held.step.token_ids) for held in sequences]
     block_tokens = min(_padded_power(max(counts)), _block_tokens_max(shared_heads))
     num_blocks = sum(-(-num // block_tokens) for num in counts)
@@ -140,8 +123,7 @@ def _padded_power(number: int) -> int:
 
 def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     """Returns the attention output [1, R, query heads, value width] of queries [1, query heads, R,
-    key width]. The keys and values must be in the cache already. With Hq query heads and Hkv key
-    heads, query head h reads key head h * Hkv // Hq."""
+    key width]. With Hq query heads and Hkv key heads, query head h reads key head h * Hkv // Hq."""
     from outrider.engine.cuda.triton_kernels import attend_blocks, merge_splits
 
     cache, softcap = layer.cache, layer.softcap
@@ -189,21 +171,16 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     return output[None]
 
 
-TableAttention = Callable[..., Tensor]
-"""Takes the arguments of `attend_tables`, and returns what it returns."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
     """A device's attention kernels, and how many programs the device should run at a time."""
 
-    attend: TableAttention
+    attend: Callable[..., Tensor]  # `attend_tables` or a substitute
     num_programs: int
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
-    """Returns the kernels for a model of this dtype on the device, or None if there are no such
-    kernels."""
+    """Returns the kernels for a model of this dtype on the device, or None."""
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -213,54 +190,45 @@ def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | No
     return DeviceBackend(attend_tables, _PROGRAMS_EACH * int(properties.multi_processor_count))
 
 
+@dataclass(frozen=True, slots=True)
 class TableSteps(Steps):
-    """Runs steps with a device's attention kernels. Only one thread at a time may use it."""
+    """Runs steps with a device's attention kernels."""
 
-    def __init__(
-        self,
-        backend: DeviceBackend,
-        forward: Forward,
-        layers: dict[nn.Module, LayerPages],
-        heads: tuple[int, int],
-        device: torch.device,
-    ) -> None:
-        """`heads` are the numbers of query heads and key heads of the layer that has the most query
-        heads for each key head."""
-        self._backend = backend
-        self._forward = forward
-        self._layers = layers
-        self._shared_heads, self._key_heads = heads[0] // heads[1], heads[1]
-        self._device = device
+    backend: DeviceBackend
+    forward: Forward
+    layers: dict[nn.Module, LayerPages]
+    shared_heads: int  # the most query heads of a key head in any layer
+    key_heads: int  # of this layer
+    device: torch.device
 
     def run(self, step: HeldStep) -> Tensor:
-        num_programs = self._backend.num_programs
-        form = kernel_form(step.sequences, self._shared_heads, self._key_heads, num_programs)
-        tables = TableStep.of(step, form, self._device)
-        attend = partial(self._backend.attend, step=tables)
-        with running(self._layers, tables.slots, attend):
-            return self._forward(tables.token_ids, tables.position_ids, tables.logit_rows)
+        num_programs = self.backend.num_programs
+        form = kernel_form(step.sequences, self.shared_heads, self.key_heads, num_programs)
+        tables = TableStep.of(step, form, self.device)
+        with running(self.layers, tables.slots, partial(self.backend.attend, step=tables)):
+            return self.forward(tables.token_ids, tables.position_ids, tables.logit_rows)
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, so that no form is compiled while requests
         wait. Writes to page 0, so no sequence may hold pages yet. After an error, still runs all
         other layers, because other ranks of the model wait for this rank's part of each layer. Then
         raises the first error."""
-        powers = range(_block_tokens_max(self._shared_heads).bit_length())
+        powers = range(_block_tokens_max(self.shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         held = HeldStep([HeldSequence(SequenceStep("", (0,), 1), 0, (0,))], PAGE_SIZE)
-        steps = [TableStep.of(held, form, self._device) for form in forms]
+        steps = [TableStep.of(held, form, self.device) for form in forms]
         failures: list[Exception] = []
 
         def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
             try:
                 for step in steps:
-                    self._backend.attend(query, layer, step)
+                    self.backend.attend(query, layer, step)
             except Exception as error:  # noqa: BLE001 (raised below)
                 failures.append(error)
             return query.new_zeros((1, 1, query.shape[1], layer.cache.values.shape[2]))
 
         first = steps[0]
-        with torch.inference_mode(), running(self._layers, first.slots, attend_layer):
-            self._forward(first.token_ids, first.position_ids, first.logit_rows)
+        with torch.inference_mode(), running(self.layers, first.slots, attend_layer):
+            self.forward(first.token_ids, first.position_ids, first.logit_rows)
         if failures:
             raise failures[0]

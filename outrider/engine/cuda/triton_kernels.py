@@ -1,11 +1,9 @@
 """Two Triton kernels that compute the attention of a step from its tables (see `table_steps.py`).
-The module needs Triton.
 
 `attend_blocks` has one program for each combination of a block of new tokens, a key head and a
-split of the context. The program loads `BLOCK_SLOTS` slots of its split at a time. For every row,
-the program keeps three results: the largest score, the sum of the weights relative to that score,
-and the weighted sum of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). With one split,
-the program computes the output from these results. With several splits, each program writes its
+split of the context. The program loads `BLOCK_SLOTS` slots at a time. For every row, it keeps the
+largest score, the sum of the weights relative to that score, and the weighted sum of the values
+(Milakov and Gimelshein, 2018; Dao et al., 2022). With several splits, each program writes these
 three results, and `merge_splits` combines the results of all splits (Dao et al., 2023)."""
 # mypy: ignore-errors
 
@@ -53,7 +51,7 @@ def attend_blocks(
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """See the module's docstring. The grid is [B, key heads, splits]."""
+    """The grid is [B, key heads, splits]."""
     block = blocks + tl.program_id(0) * 4
     num_rows = tl.load(block + 1).to(tl.int32)
     first_row = tl.load(block).to(tl.int32)
@@ -148,7 +146,7 @@ def merge_splits(
     VALUE_PADDED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """See the module's docstring. The grid is [R * query heads]."""
+    """The grid is [R * query heads]."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, NUM_SPLITS)
     value_lane = tl.arange(0, VALUE_PADDED)
