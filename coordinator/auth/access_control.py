@@ -1,16 +1,13 @@
 """Access control for gRPC and HTTP: checks API keys, and limits each caller. The limits hold for
 all coordinators together.
 
-A token bucket limits the rate of a caller's requests. The bucket has room for `requests_per_minute`
-requests, and refills evenly. Slots limit concurrent generations, because each generation holds one
-slot.
+A token bucket with room for `requests_per_minute` requests limits the rate of a caller's requests.
+For resumptions, the bucket is `RESUME_DEPTH` times as large, because the clients of a coordinator
+that ends resume all their sessions at once.
 
-A slot's name is the id of its session, so a session keeps its slot when another coordinator resumes
-the session. Each coordinator renews the leases of its slots. If a coordinator dies, its slots
-become free after `SLOT_LEASE_MS`.
-
-A resumption counts as a request. When a coordinator ends, its clients resume all their sessions at
-once, so the bucket is `RESUME_DEPTH` times as large for resumptions.
+Each generation holds a slot. A slot's name is the id of its session, so a session keeps its slot
+when another coordinator resumes the session. Each coordinator renews the leases of its slots. If a
+coordinator dies, its slots become free after `SLOT_LEASE_MS`.
 
 Redis keeps a bucket and slots for each caller. Both keys expire. `<name>` is the caller's name, and
 the braces are literal:
@@ -31,16 +28,10 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from outrider import limits
 from outrider.api_keys import ANYBODY, Caller, key_hash, read_key_file
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
-from outrider.limits import (
-    API_KEY_CHARS_MAX,
-    SLOT_LEASE_MS,
-    SLOT_RENEWAL_MS,
-    SLOT_RETRY_MS,
-    SLOTS_PER_SCRIPT_MAX,
-)
 from outrider.request import Event, Finished, Started
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import new_client
@@ -51,21 +42,20 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
-"""For resumptions, the bucket is larger by this factor."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def current_caller() -> Caller:
-    """Returns the caller of the current gRPC call; `ANYBODY` if no API keys are configured."""
+    """Returns the caller of the current gRPC call; `ANYBODY` without API keys."""
     return _CALLER.get()
 
 
 def watch_keys(
     path: Path | None, given: dict[str, Caller] | None = None
 ) -> FileWatch[Mapping[str, Caller]]:
-    """Reads a file of API keys, and reads the file again when it changes. The keys in `given` are
-    added to those of the file. The result maps the hash of each key to the key's caller. Raises
-    `ConfigError` if the file cannot be read or has errors."""
+    """Watches a file of API keys. The keys in `given` are added to those of the file. The result
+    maps the hash of each key to the key's caller. Raises `ConfigError` if the file cannot be read
+    or has errors."""
 
     def read() -> Mapping[str, Caller]:
         return (given or {}) | (read_key_file(path) if path else {})
@@ -77,7 +67,7 @@ def watch_keys(
 
 
 class RateExceeded(Overloaded):
-    """The caller has made too many requests. The next request is allowed after `left_ms`."""
+    """The next request is allowed after `left_ms`."""
 
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
@@ -86,17 +76,15 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request, and the slots that the request holds. If the caller's `concurrency` is
-    unlimited, the request holds no slots."""
+    """An admitted request, and its slots. With an unlimited `concurrency`, it holds no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
 
     async def note(self, event: Event, index: int = 0) -> None:
-        """Must be called before an event of generation `index` is sent. If the event finishes the
-        request's last running generation, frees the slots. The client can then make its next
-        request as soon as it has the event."""
+        """Must be called before an event of generation `index` is sent. The event that finishes the
+        last generation frees the slots, so that the client can make its next request at once."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0 and (freed := self.drop()):
@@ -107,7 +95,7 @@ class Grant:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Frees the request's slots in the background. A second call does nothing."""
+        """Frees the slots in the background. A second call does nothing."""
         names, self._held = self._held, []
         return self._access.exchange(self._caller, names) if names else None
 
@@ -124,8 +112,7 @@ class AccessControl:
         """Caller's name -> slot -> number of streams that use the slot. While a session is resumed
         and its old stream is still open, two streams use the session's slot."""
         self._empty_until: dict[Caller, float] = {}
-        """Caller whose bucket was empty -> time of the caller's next allowed request, on the event
-        loop's clock."""
+        """Caller whose bucket was empty -> loop time of the caller's next allowed request."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -134,9 +121,8 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """Returns the caller of a request. `shown` has all values of the HTTP header or gRPC
-        metadata `authorization`. If API keys are configured, the request must have exactly one
-        value, `Bearer KEY`. Raises `Unauthenticated`."""
+        """Returns the caller of a request. `shown` has all values of `authorization`. If API keys
+        are configured, there must be exactly one, `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -147,15 +133,14 @@ class AccessControl:
         if scheme.lower() != "bearer":
             raise Unauthenticated("authorization: is not `Bearer`; send `Bearer` and an API key")
         key = key.strip()
-        is_key = 0 < len(key) <= API_KEY_CHARS_MAX
+        is_key = 0 < len(key) <= limits.API_KEY_CHARS_MAX
         found = self._keys.current().get(key_hash(key)) if is_key else None
         if found is None:
             raise Unauthenticated("authorization: this API key does not exist")
         return found
 
     def check_call(self, method: str, context: Context) -> None:
-        """Identifies the caller of a gRPC method. Health checks need no API key, because probes
-        have no keys."""
+        """Identifies the caller of a gRPC method. Health checks need no API key."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(
@@ -163,8 +148,8 @@ class AccessControl:
             )
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket
-        is still empty. Does not ask Redis, so the check can run before a request's body is read."""
+        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and it is
+        still empty. Does not ask Redis."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -175,9 +160,8 @@ class AccessControl:
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
-        ends. `resumes` has the ids of the sessions that the request resumes. If a limit is reached,
-        raises `Overloaded` with the time to wait. Also raises `StoreUnavailable`. After an error,
-        the request holds no slot."""
+        ends. `resumes` has the ids of resumed sessions. Raises `Overloaded` with the time to wait
+        if a limit is reached, and `StoreUnavailable`. After an error, it holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:
@@ -202,8 +186,8 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees the `old` slots that no other stream uses, and holds the `new` slots. The returned
-        task updates Redis."""
+        """Frees `old` slots that no other stream uses, and holds `new` slots. The returned task
+        updates Redis."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -215,8 +199,7 @@ class AccessControl:
         return self._in_background(caller, freed)
 
     async def close(self) -> None:
-        """Frees all slots, and closes the connections to Redis. If Redis does not answer, the slots
-        become free when their leases end."""
+        """Frees all slots, and closes the connections to Redis."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -241,12 +224,12 @@ class AccessControl:
 
     async def _renew(self) -> None:
         while self._held:
-            await asyncio.sleep(SLOT_RENEWAL_MS / 1e3)
+            await asyncio.sleep(limits.SLOT_RENEWAL_MS / 1e3)
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """For each caller in `freed` (name -> slots), renews all held slots. Frees the given slots
-        unless a stream holds them again."""
+        """For each caller in `freed` (name -> slots), renews all held slots, and frees the given
+        slots unless a stream holds them again."""
         if self._store is None:
             return
         told = {}
@@ -264,7 +247,7 @@ _KEEP = Script("keep_slots")
 
 
 class RedisSlots:
-    """Keeps slots and buckets in Redis. Every method may raise `StoreUnavailable`."""
+    """Slots and buckets in Redis. Every method may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._client = new_client(address)
@@ -273,11 +256,11 @@ class RedisSlots:
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
         """Counts a request, and takes slots with these names. Slots that the caller already holds
-        do not count again. `depth` multiplies the size of the caller's bucket. If the bucket is
-        empty, or too few slots are free, raises `Overloaded` and changes nothing."""
+        do not count again. `depth` multiplies the size of the bucket. Raises `Overloaded` and
+        changes nothing if the bucket is empty or too few slots are free."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
-            caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
+            caller.requests_per_minute, depth, caller.concurrency, limits.SLOT_LEASE_MS, *slots
         ]  # fmt: skip
         match await self._scripts.run(_TAKE, (keys, arguments)):
             case [b"taken", _]:
@@ -288,18 +271,20 @@ class RedisSlots:
                 raise Overloaded(
                     f"the key {caller.name!r} may run {caller.concurrency} generations at a time; "
                     f"there is no room for {len(slots)} more now",
-                    retry_after_ms=SLOT_RETRY_MS,
+                    retry_after_ms=limits.SLOT_RETRY_MS,
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """Renews and frees slots. `slots`: caller's name -> (slots to renew, slots to free)."""
+        """`slots`: caller's name -> (slots to renew, slots to free)."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)
             gone, kept = list(free), list(held)
-            for start in range(0, max(len(gone), len(kept)), SLOTS_PER_SCRIPT_MAX):
-                some, rest = (one[start : start + SLOTS_PER_SCRIPT_MAX] for one in (gone, kept))
-                calls.append((keys, [SLOT_LEASE_MS, len(some), *some, *rest]))
+            for start in range(0, max(len(gone), len(kept)), limits.SLOTS_PER_SCRIPT_MAX):
+                some, rest = (
+                    one[start : start + limits.SLOTS_PER_SCRIPT_MAX] for one in (gone, kept)
+                )
+                calls.append((keys, [limits.SLOT_LEASE_MS, len(some), *some, *rest]))
         for answer in await self._scripts.run_all(_KEEP, calls):
             if isinstance(answer, Exception):
                 raise answer

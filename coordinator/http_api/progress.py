@@ -1,12 +1,9 @@
 """Resumes broken streams, and continues repeated requests.
 
 The client receives server-sent events, here called *parts*. The id of a part says how much of each
-choice the client has after this part. A repeated request with the same `Idempotency-Key` continues
-the first request.
-
-To resume an answer, the coordinator makes all parts of the answer again, and sends only the parts
-that the client lacks. So a part may depend on all earlier parts, and on data that is stored with
-the session, but on nothing else.
+choice the client has after this part. To resume an answer, the coordinator makes all its parts
+again, and sends only those that the client lacks. So a part may depend on all earlier parts, and on
+data that is stored with the session, but on nothing else.
 """
 
 from __future__ import annotations
@@ -34,20 +31,19 @@ _EVENT_ID = re.compile(
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 _WAITING_MAX = 8
-"""At most this many requests wait for a running request with the same key."""
+"""At most this many requests wait for one with the same key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in the events of one choice."""
+    """A position in the events of one choice: what comes before it."""
 
     num_tokens: int = 0
-    """Number of the answer's tokens before this position."""
+    """Number of the answer's tokens."""
     digest: int = EMPTY_DIGEST
-    """Digest of the answer's tokens before this position."""
+    """Digest of the answer's tokens."""
     num_others: int = 0
-    """Counts everything else before this position: 1 for each prompt token of a `PromptTokens`
-    event, and 1 for each event without tokens."""
+    """Number of prompt tokens in `PromptTokens`, plus number of events without tokens."""
 
     def after(self, event: Event) -> Position:
         if isinstance(event, Tokens) and event.token_ids:
@@ -59,22 +55,21 @@ class Position:
 
 
 class Progress:
-    """Tracks how much of each choice of a request the client has. An event of a choice becomes zero
-    or more parts."""
+    """Tracks how much of each choice of a request the client has. An event becomes zero or more
+    parts."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
-        """`last_event_id` is the id of the newest part that the client has. None = the client has
-        no parts. If the id is malformed, or has another number of choices, raises `BadRequest`."""
+        """`last_event_id` is the id of the newest part that the client has, if any. Raises
+        `BadRequest` if the id is malformed or of another number of choices."""
         self._now = [Position()] * num_choices
         """For each choice, the position after its newest event."""
         self._sent = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self.num_parts = 0
-        """Number of parts that the client has. Before the first event, 0 means that the request has
-        no `last_event_id`."""
+        """Number of parts that the client has."""
         self._begun = (0, 0, 0)
-        """If the client has only some parts of an event: the index of the event's choice, the
-        event's number of tokens, and the number of parts that the client has. Otherwise zeros."""
+        """If the client has only some parts of an event: the event's choice, its number of tokens,
+        and the number of parts that the client has. Otherwise zeros."""
         if last_event_id is not None:
             found = _EVENT_ID.fullmatch(last_event_id)
             choices = found["choices"].split(".") if found else []
@@ -83,15 +78,13 @@ class Progress:
             split = [one.split("-") for one in choices]
             self._sent = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
             self.num_parts = int(found["num_parts"])
-            if found["begun"]:
-                index, num_tokens, num_parts = map(int, found["begun"].split("-"))
-                self._begun = index, num_tokens, num_parts
+            index, num_tokens, num_parts = map(int, (found["begun"] or "0-0-0").split("-"))
+            self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request that makes all events of a choice again. Must be called before the
-        choice's first event. `cuts` has two numbers of tokens after which events end. The client
-        has all parts of the events up to the first cut, and some parts of the event between the
-        cuts, if the cuts differ."""
+        choice's first event. The client has all parts of the events up to the first of two `cuts`,
+        and some parts of the event between the cuts, if they differ."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -104,14 +97,14 @@ class Progress:
         return any(now != Position() for now in self._now)
 
     def is_behind(self, index: int) -> bool:
-        """Whether the client has the next event of the choice."""
+        """Whether the client has the choice's next event."""
         now, known = self._now[index], self._sent[index]
         return now.num_tokens < known.num_tokens or now.num_others < known.num_others
 
     def unsent(
         self, index: int, event: Event, parts: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yields each of an event's `parts` that the client lacks, with the id of the part."""
+        """Yields those of an event's `parts` that the client lacks, with their ids."""
         before, is_known, num_known = self._now[index], self.is_behind(index), 0
         if isinstance(event, RoundReport):  # A resumed session repeats no round reports.
             after, is_known = before, False
@@ -138,8 +131,8 @@ class Progress:
 
 
 def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
-    """Makes a key for each choice of a request. `key` is the request's `Idempotency-Key`. Raises
-    `BadRequest` for a malformed `key`."""
+    """Makes a key for each choice of a request with this `Idempotency-Key`. Raises `BadRequest` for
+    a malformed `key`."""
     if not _KEY.fullmatch(key):
         raise BadRequest(
             "Idempotency-Key",
@@ -160,21 +153,20 @@ class _Turn:
 
 
 class RepeatedRequests:
-    """Lets only one request with each key run at a time. Clients repeat broken requests. If two
-    requests with one key ran, they could take the session from each other again and again."""
+    """Lets only one request with each key run at a time, so that repeated requests do not take the
+    session from each other again and again."""
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}
 
     @asynccontextmanager
     async def turn(self, key: RequestKey, progress: Progress) -> AsyncIterator[None]:
-        """Waits until no other request with this key runs. If too many requests wait already,
-        raises `Unavailable`.
+        """Waits until no other request with this key runs. Raises `Unavailable` if too many
+        requests wait already.
 
-        A request with a `Last-Event-ID` takes over without waiting. Its client already has parts of
-        the running request's answer and asks for the rest, so the connection of the running request
-        must be broken. If the new request fails before its first event, the running request goes
-        on."""
+        A request with a `Last-Event-ID` takes over without waiting. Its client has parts of the
+        running request's answer, so the connection of that request must be broken. If the new
+        request fails before its first event, the running request goes on."""
         while not progress.num_parts and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
@@ -200,7 +192,7 @@ class RepeatedRequests:
 
 
 def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
-    """Splits the id of an answer into one of the `prefixes` and the id of the session. Raises
+    """Splits the id of an answer into one of the `prefixes` and the session's id. Raises
     `SessionNotFound` if the id is malformed."""
     found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
     if found is None:

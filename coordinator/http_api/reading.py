@@ -1,7 +1,7 @@
 """Reads the bodies of requests within limits, and writes JSON and errors in OpenAI's form.
 
 Parsing a body blocks the coordinator's event loop, which must renew leases every 0.5 s. So
-`read_body` counts the values of a body before it parses the body, and refuses too many values.
+`read_body` refuses a body with too many values before it parses the body.
 """
 
 import asyncio
@@ -24,18 +24,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
-from outrider import limits
+from outrider import errors, limits
 from outrider.api_keys import ANYBODY, Caller
-from outrider.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    Incompatible,
-    OutriderError,
-    Overloaded,
-    PermissionDenied,
-    SessionNotFound,
-    Unavailable,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +34,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 UNKNOWN_FIELD = "extra_forbidden"
 """pydantic's type of errors about fields that do not exist."""
 SHOWN_CHARS_MAX = 64
-"""An error repeats at most this many characters of a name or value from the body."""
+"""An error repeats at most this many characters of a name or value."""
 _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     400: ("invalid_request_error", "invalid_value", None),
     401: ("authentication_error", "invalid_api_key", None),
@@ -60,7 +50,7 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
 _CODES = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
-"""`code` of an error that FastAPI raises, or of an unknown session, by the HTTP status."""
+"""`code` of FastAPI's errors, and of an unknown session, by the HTTP status."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
 """Names that pydantic and FastAPI add to the path of a wrong field."""
 
@@ -91,33 +81,31 @@ class ErrorBody(BaseModel):
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Returns the body for an error. An error that is not an `OutriderError` is a bug. The client
-    gets only a general message about a bug. The traceback of every error with status 500 is
-    logged."""
-    shown = OutriderError("internal error; the server's log has its traceback")
-    if isinstance(error, OutriderError):
+    """Returns the body for an error. An error that is not an `OutriderError` is a bug, about which
+    the client gets only a general message. Logs the traceback of errors with status 500."""
+    shown = errors.OutriderError("internal error; the server's log has its traceback")
+    if isinstance(error, errors.OutriderError):
         shown = error
     if shown.http_status == 500:
         _log.error("a request failed", exc_info=error)
     name, code, param = _KINDS[shown.http_status]
-    if isinstance(shown, BadRequest):
+    if isinstance(shown, errors.BadRequest):
         param = shown.field or None
-    if isinstance(shown, SessionNotFound):
+    if isinstance(shown, errors.SessionNotFound):
         code, param = _CODES[404], None
     return _body(shown.message, name, param, code)
 
 
 def error_response(error: Exception) -> Response:
-    """Returns the response for an error. `Retry-After` says when a repeated request may succeed.
-    OpenAI's clients repeat every request that ends with status 409 or 504. The header
-    `x-should-retry: false` prevents a repetition that cannot help."""
-    status = error.http_status if isinstance(error, OutriderError) else 500
+    """Returns the response for an error. OpenAI's clients repeat requests after status 409 and 504,
+    unless `x-should-retry: false` says that this cannot help."""
+    status = error.http_status if isinstance(error, errors.OutriderError) else 500
     headers = {}
-    if isinstance(error, Incompatible | DeadlineExceeded):
+    if isinstance(error, errors.Incompatible | errors.DeadlineExceeded):
         headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, errors.Overloaded | errors.Unavailable):
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1e3))
     return json_response(error_body(error), status, headers)
 
@@ -137,7 +125,7 @@ def add_error_handlers(app: FastAPI) -> None:
             return json_response(body, error.status_code, error.headers)
         return error_response(error)
 
-    kinds = OutriderError, RequestValidationError, HTTPException, ClientDisconnect, Exception
+    kinds = errors.OutriderError, RequestValidationError, HTTPException, ClientDisconnect, Exception
     for kind in kinds:
         app.add_exception_handler(kind, raised)
 
@@ -147,11 +135,11 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
     return {"error": {"message": message, "type": name, "param": param, "code": code}}
 
 
-def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """Chooses one of the errors that pydantic found in a body. If a value fits no member of a
-    union, pydantic reports an error for each member. Among the errors about the first wrong field,
-    the error with the longest path is the most specific, and is chosen."""
-    same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
+    """Chooses one of pydantic's errors about a body. pydantic reports an error for each member of a
+    union that a value does not fit. Among the errors about the first wrong field, the one with the
+    longest path is the most specific."""
+    same = [one for one in wrong if one["loc"][:2] == wrong[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
     *path, last = found["loc"]
@@ -170,19 +158,18 @@ def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
         reason = found.get("ctx", {}).get("reason", "there is no such field")
     elif kind != "value_error":
         reason = f"{reason[:1].lower()}{reason[1:]}; got {_shown(found.get('input'))}"
-    return BadRequest(field, reason)
+    return errors.BadRequest(field, reason)
 
 
-def of_body(reason: str) -> BadRequest:
-    """Makes an error about the whole body, not about a field."""
-    error = BadRequest("", reason)
+def of_body(reason: str) -> errors.BadRequest:
+    error = errors.BadRequest("", reason)
     error.message = f"the body {reason}"
     return error
 
 
 def _names_a_field(part: object) -> bool:
-    """Whether a part of an error's path is a field or an index. Other parts are names of a union's
-    members. Such a name is in `_WORDS_OF_TYPES`, or is not an identifier."""
+    """Whether a part of an error's path is a field or an index. Other parts name a union's members:
+    they are in `_WORDS_OF_TYPES`, or are no identifiers."""
     return isinstance(part, int) or (
         isinstance(part, str) and part.isidentifier() and part not in _WORDS_OF_TYPES
     )
@@ -209,8 +196,7 @@ PAGE = "/page"
 
 
 class BodyRoute(APIRoute):
-    """A route that checks the caller's rate limit, and then parses the body with `read_body`. A
-    route that takes no body does neither."""
+    """If the route takes a body, checks the caller's rate limit, and then calls `read_body`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -228,18 +214,16 @@ class BodyRoute(APIRoute):
 
 
 class Unsent(Response):
-    """Sends nothing, for a client that has disconnected."""
+    """For a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
-    than `HTTP_BODY_S_MAX`, or takes longer than `HTTP_BODY_PART_S_MAX` for one part.
-
-    For each tenant, `num_bytes` counts the received bytes of incomplete bodies. The sum over all
-    tenants is limited to `HTTP_BODIES_BYTES_MAX`. If there are API keys, the bytes of each tenant
-    are limited to `HTTP_TENANT_BODIES_BYTES_MAX`."""
+    than `HTTP_BODY_S_MAX`, or takes longer than `HTTP_BODY_PART_S_MAX` for one part. `num_bytes`
+    counts the bytes of incomplete bodies by tenant. They are limited to `HTTP_BODIES_BYTES_MAX`
+    together and, with API keys, to `HTTP_TENANT_BODIES_BYTES_MAX` for each tenant."""
     caller: Caller = request.state.caller
     tenant, data, now = caller.tenant, bytearray(), asyncio.get_running_loop().time
     end = now() + limits.HTTP_BODY_S_MAX
@@ -252,10 +236,10 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
                 if len(data) > (most := limits.HTTP_BODY_BYTES_MAX):
                     raise HTTPException(413, f"the body has more than {most} bytes")
                 if num_bytes.total() > limits.HTTP_BODIES_BYTES_MAX:
-                    raise Unavailable("too many bodies are being read; try again later")
+                    raise errors.Unavailable("too many bodies are being read; try again later")
                 most = limits.HTTP_TENANT_BODIES_BYTES_MAX
                 if caller is not ANYBODY and num_bytes[tenant] > most:
-                    raise Overloaded(
+                    raise errors.Overloaded(
                         f"the tenant {tenant!r} sends bodies of more than {most} bytes at a time; "
                         "try again later"
                     )
@@ -273,9 +257,9 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 def read_body(data: bytes) -> Any:
     """Returns the value of a body. Raises `BadRequest` if the body is not JSON in UTF-8, has more
     than `HTTP_VALUES_MAX` values, or more than `HTTP_CONTAINERS_MAX` lists and objects."""
-    if _too_many(data):  # Some of the marks may be within strings. Count again without strings.
+    if _too_many(data):  # Some marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        # Each string is a key or a value, so too many quotes mean too many values.
+        # Each string is a key or a value.
         found = f"more than {limits.HTTP_VALUES_MAX} values"
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
@@ -288,7 +272,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """Returns the limit that is exceeded, or an empty text. Marks within strings count, too."""
+    """Returns the exceeded limit, if any. Marks within strings count, too."""
     if sum(map(data.count, _OPENINGS)) > limits.HTTP_CONTAINERS_MAX:
         return f"more than {limits.HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > limits.HTTP_VALUES_MAX:
@@ -297,8 +281,7 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key. Probes have no key. The files of the window need no key,
-    because the window itself asks its user for a key."""
+    """Whether a path needs no API key: probes have none, and the window asks its user for one."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
@@ -313,11 +296,13 @@ class Entrance:
         try:
             # This prevents DNS rebinding (see `HttpOptions.hosts`).
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
-                wanted = "call localhost, or give the server API keys"
-                raise PermissionDenied(f"the header Host does not name this machine; {wanted}")
+                raise errors.PermissionDenied(
+                    "the header Host does not name this machine; call localhost, or give the "
+                    "server API keys"
+                )
             if not is_open(scope["path"]):
                 caller = self._access.identify(headers.getlist("authorization"))
-        except OutriderError as error:
+        except errors.OutriderError as error:
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller

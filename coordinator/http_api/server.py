@@ -4,11 +4,11 @@
   after the first byte of a later request.
 - If a client takes no data for `HTTP_STUCK_WRITE_S`, the kernel breaks its connection.
 - When the maximum number of connections is reached, each new connection replaces a connection
-  without a request. So idle connections do not keep other callers out.
+  without a request.
 
-A stopping server first closes its listening socket. If another server shares the port, all new
-connections then go to the other server. For `HTTP_LAST_REQUEST_S`, the stopping server still serves
-requests on open connections. Then it waits for the running requests.
+A stopping server first closes its listening socket, so that new connections go to a server that
+shares the port. For `HTTP_LAST_REQUEST_S`, it still serves requests on open connections. Then it
+waits for the running requests.
 """
 
 from __future__ import annotations
@@ -35,16 +35,10 @@ from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.reading import error_body, error_response, to_json
+from outrider import limits
 from outrider.config import CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, Unavailable
 from outrider.files import FileWatch
-from outrider.limits import (
-    HTTP_CONNECTIONS_MAX,
-    HTTP_HEADERS_S,
-    HTTP_KEEP_ALIVE_S,
-    HTTP_LAST_REQUEST_S,
-    HTTP_STUCK_WRITE_S,
-)
 from outrider.transport.server import check_port
 
 if TYPE_CHECKING:
@@ -55,10 +49,10 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048
 """The kernel queues at most this many connections until they are accepted."""
 _ACCEPTS = 16
-"""At most this many connections are accepted before they are counted. More uncounted connections
+"""At most this many connections are accepted before they are counted, because uncounted connections
 could use up all file descriptors."""
 CLOSE_S = 2.0
-"""When the server ends a response, the response has this time to send its last event."""
+"""Time for a response to send its last event when the server stops."""
 _POLL_S = 0.02
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -83,7 +77,7 @@ class TlsFiles:
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Because a password is given, OpenSSL does not ask for a password at the terminal.
+        # Without a password, OpenSSL would ask for one at the terminal.
         context.load_cert_chain(self.certificate, self.key, password="")
         if self.authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -100,30 +94,24 @@ class HttpOptions:
     """The options of a server."""
 
     host: str = "127.0.0.1"
-    """The address to bind. The default can be reached only from this machine."""
     port: int = 0
     """0 = any free port."""
     shares_port: bool = False
     """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
-    in use is an error."""
+    """Whether this server may listen on the port of a server with `shares_port`."""
     metrics: Metrics = bytes
-    """The default returns no metrics."""
     access: AccessControl = OPEN
-    """Identifies and limits callers."""
     tls: TlsFiles | None = None
     """None = without TLS. Changed files are read again. If the new files are invalid, the old
     certificates stay in use."""
     times: HttpTimes | None = None
-    """Records the time of each request."""
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The allowed values of the header `Host`. An empty set means that all are allowed. The
-        values are limited if the server has no API keys and listens on loopback. This prevents DNS
-        rebinding, in which a web page lets its own host name resolve to this machine, and makes a
-        browser call this server."""
+        """The allowed values of the header `Host`; empty = all. They are limited if the server has
+        no API keys and listens on loopback. This prevents DNS rebinding, in which a web page lets
+        its own host name resolve to this machine, and makes a browser call this server."""
         if self.access.asks_for_keys or not is_loopback(self.host):
             return frozenset()
         return _LOOPBACK_NAMES | {_in_url(self.host).lower()}
@@ -131,14 +119,12 @@ class HttpOptions:
 
 class _State(IntEnum):
     """The state of a connection. To make room for a new connection, the server closes a connection
-    in the lowest state. The server never closes a `BUSY` connection for this purpose."""
+    in the lowest state, but none that is `BUSY`."""
 
     INCOMPLETE = 0
     """Waits for complete headers, or for the TLS handshake."""
     IDLE = 1
-    """Waits for another request."""
     BUSY = 2
-    """Has a request."""
 
 
 class OpenConnections(dict["HttpConnection", _State]):
@@ -148,12 +134,11 @@ class OpenConnections(dict["HttpConnection", _State]):
         super().__init__()
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptors == resource.RLIM_INFINITY:
-            descriptors = 2 * HTTP_CONNECTIONS_MAX
-        self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
+            descriptors = 2 * limits.HTTP_CONNECTIONS_MAX
+        self.num_max = min(limits.HTTP_CONNECTIONS_MAX, descriptors // 2)
         """The maximum number of connections. Exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
-        """If the maximum is reached, closes a connection that is not busy, if there is one."""
         if len(self) >= self.num_max:
             oldest = min(self, key=self.__getitem__)
             if self[oldest] is not _State.BUSY:
@@ -171,7 +156,7 @@ class HttpConnection(H11Protocol):
         super().__init__(config, state, app_state={})
         self._open, self._tls = others, tls
         self._early = bytearray()
-        """Decrypted bytes that arrived after the handshake, but before `_encrypt` resumed."""
+        """Decrypted bytes that arrived before `_encrypt` resumed."""
         self.handshake: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
         """Closes the connection if headers stay incomplete."""
@@ -224,7 +209,6 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def break_off(self) -> None:
-        """Closes the connection at once, even if its client has not read everything."""
         self._leave_state()
         if self.handshake is not None:
             self.handshake.cancel()
@@ -232,7 +216,7 @@ class HttpConnection(H11Protocol):
 
     def _await_headers(self) -> None:
         self._enter(_State.INCOMPLETE)
-        self._late = self._late or self.loop.call_later(HTTP_HEADERS_S, self.break_off)
+        self._late = self._late or self.loop.call_later(limits.HTTP_HEADERS_S, self.break_off)
 
     def _enter(self, state: _State) -> None:
         if self._open.get(self) is not state:
@@ -250,7 +234,7 @@ class HttpServer:
     """Serves an application, from `start` to `stop`."""
 
     def __init__(self, options: HttpOptions, app: ASGIApp) -> None:
-        """If the TLS files cannot be read, raises `OSError` or `ValueError`."""
+        """Raises `OSError` or `ValueError` if the TLS files cannot be read."""
         self._options, self._app = options, app
         self._tls = None
         if (tls := options.tls) is not None:
@@ -266,7 +250,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=HTTP_KEEP_ALIVE_S,
+            timeout_keep_alive=limits.HTTP_KEEP_ALIVE_S,
             limit_concurrency=self._open.num_max + 1,  # At this number, uvicorn refuses requests.
         )
         config.load()
@@ -282,8 +266,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio also uses `backlog` as the length of the kernel's queue. `listen` then
-        # sets this length to `BACKLOG`.
+        # handshake. asyncio also sets the kernel's queue to `backlog`, until `listen` changes it.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -292,10 +275,9 @@ class HttpServer:
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, and records the time from the request's arrival to the last byte
-        sent. While the server stops, each response closes the connection. If the request is
-        cancelled before the response has begun, for example while the body arrives, responds with
-        an error."""
+        """Serves one request, and records its time. While the server stops, each response closes
+        its connection. If the request is cancelled before the response has begun, for example while
+        the body arrives, responds with an error."""
         status: int | None = None
 
         async def send_noted(message: Message) -> None:
@@ -332,7 +314,7 @@ class HttpServer:
             _log.exception("the HTTP server has failed, and stops")
             self.failed = True
         await self._leave_port(listening)
-        for _ in range(round(HTTP_LAST_REQUEST_S / _POLL_S)):
+        for _ in range(round(limits.HTTP_LAST_REQUEST_S / _POLL_S)):
             if any(state is not _State.BUSY for state in self._open.values()):
                 await asyncio.sleep(_POLL_S)
         for connection in [one for one in self._open if one.handshake is not None]:
@@ -340,10 +322,9 @@ class HttpServer:
         await self._server.shutdown()
 
     async def _leave_port(self, listening: socket.socket) -> None:
-        """Closes the listening socket. Serves the connections that the kernel has queued."""
+        """Closes the listening socket, and serves the connections that the kernel has queued."""
         queued: list[socket.socket] = []
-        # If the queue is empty, `accept` raises an error. New connections may keep the queue full,
-        # so the number of accepted connections is limited.
+        # `accept` raises an error once the queue is empty. New connections may keep it full.
         with suppress(OSError):
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
         self._server.servers[0].close()  # The kernel resets all connections still in the queue.
@@ -357,12 +338,11 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops the server. Cancels requests that still run after `grace_s` seconds. Each of these
-        requests then gets an error."""
+        """Stops the server. Requests that still run after `grace_s` seconds get an error."""
         if self._serving is None:
             return
-        # uvicorn's time limit begins after `HTTP_LAST_REQUEST_S`.
-        left_s = max(0.0, grace_s - HTTP_LAST_REQUEST_S) + CLOSE_S
+        # uvicorn's time limit begins after `limits.HTTP_LAST_REQUEST_S`.
+        left_s = max(0.0, grace_s - limits.HTTP_LAST_REQUEST_S) + CLOSE_S
         self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=grace_s)
@@ -414,7 +394,6 @@ class LiveResponse(Response):
             self._has_begun = True
 
     def _error_events(self, error: dict[str, Any]) -> bytes:
-        """Returns the events that end a stream with this error."""
         return b"data: " + to_json(error) + b"\n\n"
 
 
@@ -423,7 +402,6 @@ def _stopping() -> Unavailable:
 
 
 async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None:
-    """Sends a part of a response's body. If `more` is false, it is the last part."""
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
@@ -452,6 +430,6 @@ def _bind(options: HttpOptions) -> socket.socket:
         ) from error
     bound.setblocking(False)
     # The connections of the socket inherit this option.
-    timeout_ms = round(HTTP_STUCK_WRITE_S * 1e3)
+    timeout_ms = round(limits.HTTP_STUCK_WRITE_S * 1e3)
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     return bound

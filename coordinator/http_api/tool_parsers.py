@@ -210,8 +210,8 @@ class Reader:
         self._parts.append(Part(kind, text))
 
     def _until(self, kind: Kind, *marks: str) -> Reading[str]:
-        """Adds the text before the next mark as parts of this `kind`. Returns the mark, or an empty
-        text at the end."""
+        """Adds the text before the next mark as parts of this `kind`. Returns the mark, or "" at
+        the end."""
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
@@ -238,25 +238,24 @@ class Reader:
             yield
 
     def _peek(self) -> Reading[str]:
-        """Returns the next character that is not white space, or an empty text at the end."""
+        """Returns the next character that is not white space, or "" at the end."""
         num_seen = 0
         while not (text := self._text[num_seen:].lstrip()) and not self._is_over:
             num_seen = len(self._text)
             yield
         return text[:1]
 
-    def _take(self, char: str) -> Reading[str]:
-        """If the next character that is not white space is in `char`, removes it from the text, and
-        returns it. Otherwise returns an empty text."""
+    def _take(self, chars: str) -> Reading[str]:
+        """If the next character that is not white space is in `chars`, removes and returns it."""
         found = yield from self._peek()
-        if found and found in char:
+        if found and found in chars:
             self._text = self._text.lstrip()[1:]
             return found
         return ""
 
     def _calls(self, mark: str = "") -> Reading[None]:
-        """Parses a call, several calls with commas or semicolons between them, or a list of calls.
-        Stops at the first text that is not a call. If there is no call, `mark` becomes content."""
+        """Parses a call, several calls with commas or semicolons between them, or a list of calls,
+        up to the first text that is not a call. If there is no call, `mark` becomes content."""
         before = mark + (opening := (yield from self._take("[")))
         while (yield from self._call(before)):
             before = ""
@@ -267,8 +266,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call, and returns True. If no call follows, adds `before` as content and returns
-        False. If a JSON object follows that is not a call, this object becomes content, too."""
+        """Parses a call, and returns True. If no call follows, adds `before` as content, and a JSON
+        object that is not a call, and returns False."""
         self._is_extra = self._num_calls > 0 and not self._form.several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
@@ -306,10 +305,10 @@ class Reader:
         self._add("name", name)
 
     def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
-        """Parses a JSON object, and returns its text. If the object has no end, returns all text
-        that is left. `depth` is the number of the object's brackets that are already open. With
-        `is_added`, adds the object's text as arguments, piece by piece. Looks only for brackets and
-        strings, because the JSON may be invalid."""
+        """Parses a JSON object to its end, or to the end of the text, and returns its text. `depth`
+        is the number of its brackets that are already open. With `is_added`, adds the text as
+        arguments, piece by piece. Looks only for brackets and strings, because the JSON may be
+        invalid."""
         taken, is_in_string, is_whole = list[str](), False, False
         while True:
             end = len(self._text)
@@ -339,7 +338,7 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _without_space(text: str) -> str:
-    """Removes white space from the end of the text, at most `_SPACE_MAX` characters."""
+    """Removes at most `_SPACE_MAX` characters of white space from the end."""
     return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
 
 
@@ -351,8 +350,8 @@ def _loaded(text: str) -> Any:
 
 
 def _arguments(call: dict[str, Any]) -> str:
-    """Returns the arguments of a call, as JSON text. Some models write the arguments as a string
-    that contains JSON. If there are no arguments, some models write null or leave the field out."""
+    """Returns the arguments of a call, as JSON text. Some models write a string with JSON. If there
+    are no arguments, some models write null or leave the field out."""
     found = call.get("arguments", call.get("parameters"))
     if isinstance(found, str):
         return found
@@ -365,11 +364,11 @@ class ChatFormats:
     def __init__(
         self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> None:
-        """The settings name the parsers. If a setting is `auto`, the chat template decides."""
+        """If a setting is `auto`, the chat template decides."""
         self._template = template = "" if text is None else text.chat_template
         self._text = text
         self._calls = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
-        """The parser of calls. Empty = it is unknown how the model writes calls."""
+        """A key of `CALL_FORMATS`. Empty = unknown."""
         self._has_reasoning = reasoning_parser != "none" and (
             reasoning_parser != AUTO or "</think>" in template
         )
@@ -379,9 +378,9 @@ class ChatFormats:
         self, tools: Tools | None, constraint: Constraint | None, variables: Mapping[str, Any]
     ) -> AnswerForm:
         """Returns the form of answers that may call these tools. `variables` are those of the chat
-        template. Constrained answers have no reasoning. If the body asks for JSON, for example by
-        `response_format`, the answer is content even if it looks like a call. If the answer may
-        have calls but the model's way of writing calls is unknown, raises `BadRequest`."""
+        template. Constrained answers have no reasoning. JSON that the body asks for is content even
+        if it looks like a call. Raises `BadRequest` if the answer may have calls but it is unknown
+        how the model writes them."""
         form = PLAIN
         if tools is not None and self._text is not None:
             self._text.check_tools("tools")
@@ -416,7 +415,7 @@ class ChatFormats:
 
 
 def _calls_in(template: str) -> str:
-    """Returns the name of the parser that fits this chat template, or an empty text."""
+    """Returns the name of the format that a chat template shows, or ""."""
     for name in ("deepseek", "mistral"):
         if CALL_FORMATS[name].marks[0] in template:
             return name

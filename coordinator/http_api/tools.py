@@ -24,10 +24,9 @@ class Tools:
     functions: Sequence[Mapping[str, Any]]
     """Each function has a `name`, `parameters` (a JSON schema), and perhaps a `description`."""
     named: str = ""
-    """The name of the tool that the answer must call. Empty = no tool is named."""
+    """The tool that the answer must call. Empty = no tool is named."""
     is_required: bool = False
-    """Whether a constraint forces the answer to consist of calls. If a tool is `named`, this is
-    true."""
+    """Whether the answer must consist of calls. True if a tool is `named`."""
     several: bool = True
     """Whether the answer may have more than one call."""
 
@@ -35,34 +34,27 @@ class Tools:
         return [{"type": "function", "function": dict(one)} for one in self.functions]
 
     def constraint(self) -> Constraint | None:
-        """Returns the constraint on an answer that must consist of calls. If a tool is `named`, the
-        answer is the arguments of this tool. Otherwise the answer is a list of objects with `name`
-        and `arguments`. If the answer may be text, returns None. Raises `BadRequest`."""
+        """Returns the constraint on an answer that must consist of calls: the arguments of the
+        `named` tool, or a list of objects with `name` and `arguments`. Returns None if the answer
+        may be text. Raises `BadRequest`."""
         if not self.is_required:
             return None
         if self.named:
             [schema] = [one["parameters"] for one in self.functions if one["name"] == self.named]
             return Constraint.of_schema(schema, "tools")
         call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        calls = [
-            {
-                **call,
-                "properties": {
-                    "name": {"const": one["name"]},
-                    "arguments": {"$ref": f"#/$defs/{one['name']}"},
-                },
-            }
-            for one in self.functions
-        ]
+        calls, schemas = list[Any](), dict[str, Any]()
+        for one in self.functions:
+            name, place = one["name"], f"#/$defs/{one['name']}"
+            schemas[name] = _moved(one["parameters"], place)
+            own = {"name": {"const": name}, "arguments": {"$ref": place}}
+            calls.append({**call, "properties": own})
         schema = {
             "type": "array",
             "minItems": 1,
             "maxItems": CALLS_MAX if self.several else 1,
             "items": {"anyOf": calls},
-            "$defs": {
-                one["name"]: _moved(one["parameters"], f"#/$defs/{one['name']}")
-                for one in self.functions
-            },
+            "$defs": schemas,
         }
         return Constraint.of_schema(schema, "tools")
 
@@ -70,9 +62,9 @@ class Tools:
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool
 ) -> Tools | None:
-    """Makes the tools of a request with these functions. Returns None if there are no functions or
-    `choice` is `NONE`. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice`
-    must be `REQUIRED`. Raises `BadRequest`."""
+    """Makes the tools of a request. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is
+    `named`, it must be `REQUIRED`. Returns None without functions, or if `choice` is `NONE`. Raises
+    `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = Counter(one["name"] for one in functions)
@@ -97,14 +89,14 @@ def check_arguments(texts: Sequence[str], field: str) -> None:
 
 
 def call_id_of(session_id: str, index: int) -> str:
-    """Makes the id of a call in a session. When the session is resumed, the id is the same. The id
-    has nine letters and digits, as Mistral's chat templates require."""
+    """Makes the id of a call in a session: nine letters and digits, as Mistral's chat templates
+    require."""
     return hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:9]
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """Returns a call in the form for chat templates, where the arguments are an object. Empty text
-    counts as an empty object. Raises `BadRequest` with this `field`."""
+    """Returns a call for chat templates, with its arguments as an object. Raises `BadRequest` with
+    this `field`."""
     try:
         found = from_json(arguments) if arguments else {}
     except ValueError as error:
@@ -115,8 +107,7 @@ def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Completes the schema of a function's arguments, which are an object. If the function has no
-    parameters, the object must be empty."""
+    """Completes the schema of a function's arguments, which are an object."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})
@@ -124,7 +115,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Moves a schema to `place` of a larger schema. Each `$ref` in the schema gets this prefix."""
+    """Returns the schema with this prefix before each `$ref`, for a larger schema."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):

@@ -34,17 +34,9 @@ from outrider.request import (
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
+from outrider.transport import request_codec as codec
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import from_proto, session_id_from_wire
-from outrider.transport.request_codec import (
-    event_from_proto,
-    from_coordinator,
-    request_from_proto,
-    request_to_proto,
-    resume_from_proto,
-    resume_to_proto,
-    session_to_proto,
-)
 from outrider.transport.status import status_to_error
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
@@ -214,8 +206,8 @@ class GrpcTransport(Transport):
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         if isinstance(request, ResumeRequest):
-            return self._events(self._stub.Resume, resume_to_proto(request), timeout_s)
-        return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
+            return self._events(self._stub.Resume, codec.resume_to_proto(request), timeout_s)
+        return self._events(self._stub.Generate, codec.request_to_proto(request), timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """`healthy` also works at the address of a draft or target."""
@@ -227,10 +219,10 @@ class GrpcTransport(Transport):
             case "get_session":
                 asked = pb.GetSessionRequest(session_id=session_id_from_wire(session_id))
                 found = await self._call(stub.GetSession, asked, timeout_s)
-                return from_coordinator(found, SessionView)
+                return codec.from_coordinator(found, SessionView)
             case "describe":
                 found = await self._call(stub.Describe, types_pb2.DescribeRequest(), timeout_s)
-                return from_coordinator(found, CoordinatorDescription)
+                return codec.from_coordinator(found, CoordinatorDescription)
         found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
         return found.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -249,7 +241,7 @@ class GrpcTransport(Transport):
             call = method(request, timeout=timeout_s, metadata=self._metadata)
             try:
                 async for message in self._messages(call):
-                    event = event_from_proto(message)
+                    event = codec.event_from_proto(message)
                     if event is not None:
                         yield event
             finally:
@@ -340,10 +332,10 @@ class InProcessTransport(Transport):
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         if isinstance(request, ResumeRequest):
-            asked: Any = resume_from_proto(resume_to_proto(request))
+            asked: Any = codec.resume_from_proto(codec.resume_to_proto(request))
             stream = self._service.resume(asked, self._tenant)
         else:
-            asked = request_from_proto(request_to_proto(request))
+            asked = codec.request_from_proto(codec.request_to_proto(request))
             stream = self._service.generate(asked, self._tenant)
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
@@ -369,7 +361,7 @@ class InProcessTransport(Transport):
                     return await service.cancel(session_id_from_wire(session_id), self._tenant)
                 case "get_session":
                     found = await service.session(session_id_from_wire(session_id), self._tenant)
-                    return from_proto(session_to_proto(found), SessionView)
+                    return from_proto(codec.session_to_proto(found), SessionView)
                 case "describe":
                     served, num_running = service.served, service.num_running
                     return CoordinatorDescription(

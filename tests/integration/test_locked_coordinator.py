@@ -224,8 +224,8 @@ async def test_the_slots_of_a_dead_coordinator_are_free_again(
 ) -> None:
     """The slots are free once their lease has expired. A living coordinator renews its slots. A
     resumed session uses the slot that it had."""
-    monkeypatch.setattr("coordinator.auth.access_control.SLOT_LEASE_MS", 2000)
-    monkeypatch.setattr("coordinator.auth.access_control.SLOT_RENEWAL_MS", 200)
+    monkeypatch.setattr("outrider.limits.SLOT_LEASE_MS", 2000)
+    monkeypatch.setattr("outrider.limits.SLOT_RENEWAL_MS", 200)
     caller = Caller("three", "t", concurrency=2)
     async with AsyncExitStack() as exits:
         living, dead = (AccessControl(None, RedisSlots(locked.redis)) for _ in range(2))

@@ -179,7 +179,7 @@ async def test_all_addresses_of_ipv6_are_those_of_ipv4_as_well() -> None:
 async def test_a_client_that_stops_reading_is_given_up(
     monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.5)
+    monkeypatch.setattr("outrider.limits.HTTP_STUCK_WRITE_S", 0.5)
     tls, context = encryption
     num_pieces = 20_000  # More than the buffers of the kernel hold.
     service = Service(num_pieces)
@@ -272,7 +272,7 @@ async def test_a_web_page_whose_name_leads_here_is_refused() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A low maximum of connections."""
-    monkeypatch.setattr("coordinator.http_api.server.HTTP_CONNECTIONS_MAX", NUM_PLACES)
+    monkeypatch.setattr("outrider.limits.HTTP_CONNECTIONS_MAX", NUM_PLACES)
 
 
 @pytest.mark.usefixtures("few")
@@ -339,7 +339,7 @@ async def test_headers_that_do_not_come_are_not_waited_for(
 ) -> None:
     """The server closes the connection. The same holds for a TLS handshake, the rest of an unread
     body, and empty lines. An idle connection stays open."""
-    monkeypatch.setattr("coordinator.http_api.server.HTTP_HEADERS_S", HEADERS_S)
+    monkeypatch.setattr("outrider.limits.HTTP_HEADERS_S", HEADERS_S)
     tls, context = encryption
     refused = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4000\r\n\r\n"
     async with serving(tls=tls, access=ACCESS) as port:
