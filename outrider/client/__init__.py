@@ -5,17 +5,14 @@
             if isinstance(event, Tokens):
                 print(event.text_delta, end="")
 
-| class | calls | from |
-| --- | --- | --- |
-| `Client` | a server by gRPC | one event loop |
-| `Client(InProcessTransport(c))` | the coordinator `c` in this process | the event loop of `c` |
-| `SyncClient` | a server by gRPC | any thread |
+A `Client` belongs to one event loop. `SyncClient` blocks, for any thread.
+`Client(InProcessTransport(c))` calls the coordinator `c` in this process.
 
     trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS
     Client("inference.example:50051", api_key=os.environ["OUTRIDER_API_KEY"], trust=trust)
 
-Every call has a deadline. Every error is one of `outrider.errors`. If the caller closes a stream
-early, the session is cancelled.
+Every call has a deadline. Every error is one of `outrider.errors`. Closing a stream early cancels
+its session.
 """
 
 from __future__ import annotations
@@ -51,30 +48,11 @@ if TYPE_CHECKING:
     from outrider.transport.tls import caller_trust
 
 __all__ = [
-    "ChatMessage",
-    "Client",
-    "Completion",
-    "CompletionBuilder",
-    "Constraint",
-    "CoordinatorDescription",
-    "Event",
-    "Finished",
-    "GenerateRequest",
-    "InProcessTransport",
-    "Metrics",
-    "ResumeRequest",
-    "RoundReport",
-    "Rule",
-    "SamplingParams",
-    "SessionView",
-    "Started",
-    "SyncClient",
-    "Tokens",
-    "Transport",
-    "Trust",
-    "Usage",
-    "caller_trust",
-]
+    "ChatMessage", "Client", "Completion", "CompletionBuilder", "Constraint",
+    "CoordinatorDescription", "Event", "Finished", "GenerateRequest", "InProcessTransport",
+    "Metrics", "ResumeRequest", "RoundReport", "Rule", "SamplingParams", "SessionView", "Started",
+    "SyncClient", "Tokens", "Transport", "Trust", "Usage", "caller_trust",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Calls the coordinators of a deployment in turn, and resumes a generation whose stream breaks."""
+"""Calls the coordinators of a deployment in turn, and resumes broken streams."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class EndpointPool(Generic[Endpoint]):
 
 
 class ResumingTransport(Transport):
-    """Calls one coordinator of a deployment after another until one answers. Continues a broken
-    stream at the same or another coordinator. The caller gets `Started` and each token once."""
+    """Calls one coordinator after another until one answers. Continues a broken stream at any of
+    them. The caller gets `Started` and each token once."""
 
     def __init__(
         self,
@@ -276,13 +276,13 @@ class Tries:
             if event.token_ids:  # Only tokens count as progress, because their number is limited.
                 self._tried_until, self._num_waits, self._stayed = None, 0, False
             characters, digest = known.num_characters, known.tokens_digest
+            if characters is not None:
+                characters += len(event.text_delta)
             if digest is not None:
                 digest = reduce(extend_digest, event.token_ids, digest)
-            self.received = replace(
-                known,
-                num_tokens=event.first_index + len(event.token_ids),
-                num_characters=None if characters is None else characters + len(event.text_delta),
-                tokens_digest=digest,
+            num_tokens = event.first_index + len(event.token_ids)
+            self.received = ResumeRequest(
+                known.session_id, num_tokens, characters, known.deadline_ms, digest
             )
         return True
 

@@ -83,7 +83,7 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorDescription:
-    """The model that a coordinator serves, and the number of its running sessions."""
+    """The served model, and the number of the coordinator's running sessions."""
 
     model: str
     """Name of the model in requests."""
@@ -138,19 +138,11 @@ class CompletionBuilder:
             return tuple(one for event in self._tokens for one in getattr(event, name))
 
         return Completion(
-            session_id=started.session_id,
-            model=started.model,
-            seed=started.seed,
-            rule=started.rule,
-            text=self.text,
-            token_ids=joined("token_ids"),
-            origins=joined("origins"),
-            logprobs=joined("logprobs"),
-            rounds=tuple(self._rounds),
-            finish_reason=finished.finish_reason,
-            usage=finished.usage,
+            started.session_id, started.model, started.seed, started.rule, self.text,
+            token_ids=joined("token_ids"), origins=joined("origins"), logprobs=joined("logprobs"),
+            rounds=tuple(self._rounds), finish_reason=finished.finish_reason, usage=finished.usage,
             metrics=finished.metrics,
-        )
+        )  # fmt: skip
 
 
 Method = Literal["cancel", "get_session", "describe", "healthy"]
@@ -315,13 +307,12 @@ class InProcessTransport(Transport):
     """Calls a coordinator in this process."""
 
     def __init__(self, service: Any, tenant: str = "") -> None:
-        """`service` is a `coordinator.service.CoordinatorService`. `close` does not close the
-        service. Sessions belong to `tenant`."""
+        """`service` is a `coordinator.service.CoordinatorService`, which `close` does not close."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
         self._idle: set[AsyncGenerator[Event]] = set()
-        """Streams whose caller has received an event and has not asked for the next event yet."""
+        """Streams whose caller has an event and has not asked for the next one."""
         self._closed = False
 
     @property
@@ -340,8 +331,7 @@ class InProcessTransport(Transport):
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
-                # Each event has its own timeout. A timeout around a `yield` would cancel what the
-                # caller awaits at this time.
+                # A timeout around a `yield` would cancel what the caller awaits.
                 async with self._until(deadline):
                     try:
                         event = await anext(events)
