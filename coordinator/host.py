@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
-from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.http_api.tools import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
 from outrider.api_keys import given_keys
 from outrider.config import CoordinatorConfig

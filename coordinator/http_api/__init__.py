@@ -6,8 +6,7 @@
 | `app.py` | the routes, and the responses to requests for generations |
 | `reading.py` | parses bodies within limits; errors in OpenAI's form |
 | `bodies.py` | the fields of bodies, and their translation into the coordinator's requests |
-| `tools.py` | the tools of a body, and the constraints on answers that must call a tool |
-| `tool_parsers.py` | splits the text of an answer into content, reasoning and calls |
+| `tools.py` | tools of a body; splits the text of an answer into content, reasoning and calls |
 | `answers.py` | turns events into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
 | `schemas.py` | the form of answers, for the OpenAPI document |

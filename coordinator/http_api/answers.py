@@ -9,8 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
-from coordinator.http_api.tool_parsers import ARGUMENTS, PLAIN, AnswerForm, Part, Reader
-from coordinator.http_api.tools import call_id_of
+from coordinator.http_api.tools import ARGUMENTS, PLAIN, AnswerForm, Part, Reader, call_id_of
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason

@@ -24,7 +24,7 @@ from coordinator.http_api.bodies import CompletionBody, TranslatedBody
 from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys, split_answer_id
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send_part
-from coordinator.http_api.tool_parsers import AnswerForm, ChatFormats
+from coordinator.http_api.tools import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller

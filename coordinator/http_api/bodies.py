@@ -18,8 +18,16 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
-from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, ChatFormats
-from coordinator.http_api.tools import REQUIRED, Tools, check_arguments, parsed_call, tools_of
+from coordinator.http_api.tools import (
+    PLAIN,
+    REQUIRED,
+    AnswerForm,
+    ChatFormats,
+    Tools,
+    check_arguments,
+    parsed_call,
+    tools_of,
+)
 from outrider import limits
 from outrider.errors import BadRequest, did_you_mean
 from outrider.grammar.constraint import Constraint
@@ -412,8 +420,6 @@ class Message(Body):
 
 
 class OfFunction(Body):
-    """A tool, or the choice of a tool. Only tools of the type `function` are supported."""
-
     type: Literal["function"]
 
 

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from coordinator.http_api import bodies
 from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
 from coordinator.http_api.bodies import ANY_VALUE, Body, Several, asks_nothing, lines
-from coordinator.http_api.tool_parsers import ChatFormats, Part
-from coordinator.http_api.tools import call_id_of, check_arguments, parsed_call
+from coordinator.http_api.tools import ChatFormats, Part, call_id_of, check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished, RoundReport, Started
 from outrider.sessions.store import FinishReason

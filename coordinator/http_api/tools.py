@@ -1,20 +1,367 @@
-"""The tools of a request, their form in chat templates, and the constraint on an answer that must
-call a tool."""
+"""The tools of a request, the constraint on an answer that must call a tool, and the reader that
+splits an answer's text, while it is generated, into content, reasoning and tool calls.
+
+A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. The reader
+gets the text in pieces. If a piece ends with what may be the beginning of a mark, the reader holds
+this end back until more text arrives. The reader drops marks and the white space around them. Text
+that only looks like a call is content, and so is the mark before it.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from pydantic_core import from_json
 
+from coordinator.decoding.detokenizer import overlap
+from outrider import limits
 from outrider.errors import BadRequest
-from outrider.grammar.constraint import Constraint
-from outrider.limits import CALLS_MAX, HTTP_CONTAINERS_MAX, TOOLS_BYTES_MAX
+from outrider.grammar.constraint import Constraint, ConstraintKind
+
+if TYPE_CHECKING:
+    from outrider.tokenizer import TokenizerText
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""A generator that parses some text and returns a T. At each `yield` it waits for more text."""
+Kind = Literal["content", "reasoning_content", "name", "arguments"]
 
 AUTO, REQUIRED, NONE = "auto", "required", "none"
+_SPACE_MAX = 256
+"""Before a mark, at most this many characters of white space are dropped."""
+_HEAD_CHARS_MAX = 256
+"""A call has at most this many characters before its arguments."""
+_SOME_TURN = {"role": "user", "content": "x"}
+_THINK = ("<think>", "</think>")
+_JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
+_OTHER_CALLS = ("<function=", "<arg_key>")
+"""Chat templates that contain one of these texts do not write JSON within `<tool_call>`."""
+_HEAD_OF_OBJECT = re.compile(
+    r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""Matches the usual beginning of a call that is a JSON object, up to its arguments. Llama writes
+`parameters` instead of `arguments`. A match contains no closing brace, so `_call` waits for a match
+only until the first closing brace."""
+_JSON_MARK = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+"""Matches the characters by which `_value` finds the end of a JSON object. A backslash and the next
+character are one match."""
+
+
+class CallFormat(NamedTuple):
+    """How a family of models writes calls."""
+
+    marks: tuple[str, ...] = ()
+    """After the first of these marks, the text has one or several calls. The other marks are
+    dropped. Without marks, all text is content."""
+    named_head: re.Pattern[str] | None = None
+    """Matches the text before the arguments of a call that is written as a name and a JSON object.
+    None = every call is a JSON object with a `name`."""
+    begins_with_calls: bool = False
+    """Whether a call at the beginning of the text needs no mark. A JSON object whose `name` is not
+    the name of a tool is then content."""
+
+
+CALL_FORMATS = {
+    # <tool_call>{"name": .., "arguments": {..}}</tool_call>, any number of times
+    "hermes": CallFormat(("<tool_call>", "</tool_call>")),
+    # {"name": .., "parameters": {..}}; {..}
+    "llama3": CallFormat(("<|python_tag|>",), begins_with_calls=True),
+    # [TOOL_CALLS] and a list of calls. Newer models: [TOOL_CALLS]name[ARGS]{..} for each call
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        re.compile(
+            r"\s*(?P<name>[^\s{}\[]+)\s*(?:(?:\[CALL_ID\][^{}\[]*)?\[ARGS\])?\s*(?=\{)"
+        ),
+    ),
+    # V3: `function`, the name, and the arguments in a code block. V3.1: the name and the arguments
+    "deepseek": CallFormat(
+        (
+            "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>",
+        ),
+        re.compile(
+            r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{}<`]+?)\s*"
+            r"(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
+        ),
+    ),
+    "none": CallFormat(),
+}  # fmt: skip
+"""Formats by their names in `--tool-call-parser`."""
+LIST = "list"
+"""Instead of a format: the answer is a JSON list of calls. Any other text is dropped."""
+ARGUMENTS = "arguments"
+"""Instead of a format: the answer is the arguments of a named tool. As in OpenAI's API, the finish
+reason of these answers is not `tool_calls`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the texts of an answer are parsed. It is stored with the session, as JSON."""
+
+    calls: str = ""
+    """A key of `CALL_FORMATS`, `LIST` or `ARGUMENTS`. Empty = no calls."""
+    names: Sequence[str] = ()
+    """The tools that may be called."""
+    several: bool = True
+    """Whether the answer may have more than one call. If not, the second call and all text after
+    it are dropped."""
+    opens: bool | None = None
+    """Whether the text begins within reasoning, without `<think>`. None = reasoning is not
+    parsed."""
+
+    @property
+    def format(self) -> CallFormat:
+        return CALL_FORMATS.get(self.calls, CALL_FORMATS["none"])
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Texts that must be in the answer's text even if they are special tokens."""
+        return self.format.marks + (() if self.opens is None else _THINK)
+
+    def to_json(self) -> str:
+        """Empty text stands for `PLAIN`."""
+        return "" if self == PLAIN else json.dumps(asdict(self))
+
+
+PLAIN = AnswerForm()
+"""All text is content."""
+
+
+class Part(NamedTuple):
+    """A piece of an answer. A call becomes one part with its name, and then parts with its
+    arguments."""
+
+    kind: Kind
+    text: str
+
+
+class Reader:
+    """Parses the text of one answer."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._marks, self._named_head, self._begins_with_calls = form.format
+        self._num_calls = 0
+        self._is_extra = False
+        """Whether text is dropped, because a second call has begun and only one is allowed."""
+        self._text = ""
+        """Text that is not parsed yet."""
+        self._parts: list[Part] = []
+        """Parts that `push` has not returned yet."""
+        self._follows_mark = False
+        """Whether only white space was parsed since the last mark."""
+        self._is_over = False
+        self._reading = self._read()
+
+    def push(self, text: str) -> list[Part]:
+        """Adds text. Returns the new parts, except those that further text could still change."""
+        self._text += text
+        return self._go_on()
+
+    def finish(self) -> list[Part]:
+        """Ends the text. Returns the parts that were held back."""
+        self._is_over = True
+        return self._go_on()
+
+    def _go_on(self) -> list[Part]:
+        next(self._reading, None)
+        found, self._parts = self._parts, []
+        return found
+
+    def _read(self) -> Reading[None]:
+        form = self._form
+        if form.opens is not None:
+            yield from self._reasoning(form.opens)
+        if form.calls == LIST:
+            yield from self._calls()
+            return
+        if form.calls == ARGUMENTS:
+            self._begin_call(form.names[0])
+        if not self._marks:
+            yield from self._all("arguments" if form.calls == ARGUMENTS else "content")
+        if self._begins_with_calls and (yield from self._peek()) == "{":
+            yield from self._calls()
+        while mark := (yield from self._until("content", *self._marks)):
+            if mark == self._marks[0]:
+                yield from self._calls(mark)
+
+    def _reasoning(self, is_open: bool) -> Reading[None]:
+        """Parses the reasoning at the beginning of the text, from `<think>` to `</think>`."""
+        begin, end = _THINK
+        while begin.startswith(text := self._text.lstrip()) and text != begin:
+            if self._is_over:
+                break
+            yield
+        if text.startswith(begin) or is_open:
+            self._text = text.removeprefix(begin)
+            self._follows_mark = True
+            yield from self._until("reasoning_content", end)
+            yield from self._peek()
+            self._text = self._text.lstrip()
+
+    def _add(self, kind: Kind, text: str) -> None:
+        if not text or self._is_extra or (kind == "content" and self._form.calls == LIST):
+            return
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.kind == kind != "name":
+            text = self._parts.pop().text + text
+        self._parts.append(Part(kind, text))
+
+    def _until(self, kind: Kind, *marks: str) -> Reading[str]:
+        """Adds the text before the next mark as parts of this `kind`. Returns the mark, or "" at
+        the end."""
+        while True:
+            if self._follows_mark:
+                self._text = self._text.lstrip()
+            if (found := _any_of(marks).search(self._text)) is not None:
+                self._add(kind, _without_space(self._text[: found.start()]))
+                self._text = self._text[found.end() :]
+                self._follows_mark = True
+                return found[0]
+            certain = self._text
+            if not self._is_over:
+                held = max(overlap(certain, mark) for mark in marks)
+                certain = _without_space(certain[: len(certain) - held])
+            self._follows_mark = self._follows_mark and not certain
+            self._add(kind, certain)
+            self._text = self._text[len(certain) :]
+            if self._is_over:
+                return ""
+            yield
+
+    def _all(self, kind: Kind) -> Reading[None]:
+        while True:
+            self._add(kind, self._text)
+            self._text = ""
+            yield
+
+    def _peek(self) -> Reading[str]:
+        """Returns the next character that is not white space, or "" at the end."""
+        num_seen = 0
+        while not (text := self._text[num_seen:].lstrip()) and not self._is_over:
+            num_seen = len(self._text)
+            yield
+        return text[:1]
+
+    def _take(self, chars: str) -> Reading[str]:
+        """If the next character that is not white space is in `chars`, removes and returns it."""
+        found = yield from self._peek()
+        if found and found in chars:
+            self._text = self._text.lstrip()[1:]
+            return found
+        return ""
+
+    def _calls(self, mark: str = "") -> Reading[None]:
+        """Parses a call, several calls with commas or semicolons between them, or a list of calls,
+        up to the first text that is not a call. If there is no call, `mark` becomes content."""
+        before = mark + (opening := (yield from self._take("[")))
+        while (yield from self._call(before)):
+            before = ""
+            yield from self._take(",;")
+            if (yield from self._peek()) != "{":
+                break
+        if opening and not before:
+            yield from self._take("]")
+
+    def _call(self, before: str) -> Reading[bool]:
+        """Parses a call, and returns True. If no call follows, adds `before` as content, and a JSON
+        object that is not a call, and returns False."""
+        self._is_extra = self._num_calls > 0 and not self._form.several
+        is_object = (yield from self._peek()) == "{"
+        head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
+        while head is not None:
+            if "{" in self._text:
+                found = head.match(self._text, 0, _HEAD_CHARS_MAX)
+            is_late = len(self._text) >= _HEAD_CHARS_MAX or "}" in self._text
+            if found is not None or is_late or self._is_over:
+                break
+            yield
+        if found is not None and self._is_known(found["name"]):
+            self._text = self._text[found.end() :]
+            self._begin_call(found["name"])
+            yield from self._value(is_added=True)
+            if is_object:  # Drop the rest of the object around the arguments.
+                yield from self._value(depth=1)
+            return True
+        if is_object:
+            whole = yield from self._value()
+            call = _loaded(whole)
+            if isinstance(call, dict) and self._is_known(call.get("name")):
+                self._begin_call(call["name"])
+                self._add("arguments", _arguments(call))
+                return True
+        self._add("content", before + whole)
+        self._follows_mark = False
+        return False
+
+    def _is_known(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._form.names or not self._begins_with_calls)
+
+    def _begin_call(self, name: str) -> None:
+        self._num_calls += 1
+        self._follows_mark = True
+        self._add("name", name)
+
+    def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
+        """Parses a JSON object to its end, or to the end of the text, and returns its text. `depth`
+        is the number of its brackets that are already open. With `is_added`, adds the text as
+        arguments, piece by piece. Looks only for brackets and strings, because the JSON may be
+        invalid."""
+        taken, is_in_string, is_whole = list[str](), False, False
+        while True:
+            end = len(self._text)
+            for found in _JSON_MARK.finditer(self._text):
+                mark = found[0]
+                if mark == "\\" and not self._is_over:
+                    end = found.start()  # The next character is not there yet.
+                elif mark == '"':
+                    is_in_string = not is_in_string
+                elif mark in "{}[]" and not is_in_string:
+                    depth += 1 if mark in "{[" else -1
+                    if is_whole := depth == 0:
+                        end = found.end()
+                        break
+            piece, self._text = self._text[:end], self._text[end:]
+            taken.append(piece)
+            if is_added:
+                self._add("arguments", piece)
+            if is_whole or self._is_over:
+                return "".join(taken)
+            yield
+
+
+@lru_cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
+
+
+def _without_space(text: str) -> str:
+    """Removes at most `_SPACE_MAX` characters of white space from the end."""
+    return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    """Returns the arguments of a call, as JSON text. Some models write a string with JSON. If there
+    are no arguments, some models write null or leave the field out."""
+    found = call.get("arguments", call.get("parameters"))
+    if isinstance(found, str):
+        return found
+    return json.dumps({} if found is None else found, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +399,7 @@ class Tools:
         schema = {
             "type": "array",
             "minItems": 1,
-            "maxItems": CALLS_MAX if self.several else 1,
+            "maxItems": limits.CALLS_MAX if self.several else 1,
             "items": {"anyOf": calls},
             "$defs": schemas,
         }
@@ -73,8 +420,10 @@ def tools_of(
     if named and named not in names:
         raise BadRequest("tool_choice", f"{named[:64]!r} is none of the tools")
     size = len(json.dumps(functions, ensure_ascii=False).encode(errors="surrogatepass"))
-    if size > TOOLS_BYTES_MAX:
-        raise BadRequest("tools", f"have {size} bytes; at most {TOOLS_BYTES_MAX} are allowed")
+    if size > limits.TOOLS_BYTES_MAX:
+        raise BadRequest(
+            "tools", f"have {size} bytes; at most {limits.TOOLS_BYTES_MAX} are allowed"
+        )
     if not functions or choice == NONE:
         return None
     whole = [{**one, "parameters": _of_object(one.get("parameters"))} for one in functions]
@@ -83,8 +432,8 @@ def tools_of(
 
 def check_arguments(texts: Sequence[str], field: str) -> None:
     """Raises `BadRequest` if the arguments of all calls together would take too long to parse."""
-    if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
-        most = f"{HTTP_CONTAINERS_MAX} lists and objects in all"
+    if sum(text.count("{") + text.count("[") for text in texts) > limits.HTTP_CONTAINERS_MAX:
+        most = f"{limits.HTTP_CONTAINERS_MAX} lists and objects in all"
         raise BadRequest(field, f"have calls with more than {most}")
 
 
@@ -127,3 +476,71 @@ def _moved(schema: Any, place: str) -> Any:
         for key, value in schema.items()
         if key not in ("$schema", "$id") or not isinstance(value, str)
     }
+
+
+class ChatFormats:
+    """Knows how the served model writes calls and reasoning."""
+
+    def __init__(
+        self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> None:
+        """If a setting is `auto`, the chat template decides."""
+        self._template = template = "" if text is None else text.chat_template
+        self._text = text
+        self._calls = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
+        """A key of `CALL_FORMATS`. Empty = unknown."""
+        self._has_reasoning = reasoning_parser != "none" and (
+            reasoning_parser != AUTO or "</think>" in template
+        )
+        self._always_reasons = reasoning_parser == "deepseek_r1"
+
+    def form(
+        self, tools: Tools | None, constraint: Constraint | None, variables: Mapping[str, Any]
+    ) -> AnswerForm:
+        """Returns the form of answers that may call these tools. `variables` are those of the chat
+        template. Constrained answers have no reasoning. JSON that the body asks for is content even
+        if it looks like a call. Raises `BadRequest` if the answer may have calls but it is unknown
+        how the model writes them."""
+        form = PLAIN
+        if tools is not None and self._text is not None:
+            self._text.check_tools("tools")
+        is_json = constraint is not None and constraint.kind in _JSON
+        if tools is not None and (tools.is_required or not is_json):
+            calls, names = self._calls, sorted(one["name"] for one in tools.functions)
+            if tools.named:
+                calls, names = ARGUMENTS, [tools.named]
+            elif tools.is_required:
+                calls = LIST
+            elif not calls and self._template:
+                raise BadRequest(
+                    "tool_choice",
+                    f"got auto, but the chat template does not show how the model writes calls; "
+                    f"start the server with --tool-call-parser (one of {', '.join(CALL_FORMATS)}), "
+                    "or send tool_choice required",
+                )
+            form = AnswerForm(calls, names, tools.several)
+        if self._has_reasoning and constraint is None:
+            form = replace(form, opens=self._always_reasons or self._opens_with(variables))
+        return form
+
+    def _opens_with(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the chat template with these variables ends prompts with `<think>`."""
+        if self._text is None:
+            return False
+        try:
+            rendered = self._text.render([_SOME_TURN], (), variables)
+        except BadRequest:
+            return False
+        return rendered.rstrip().endswith("<think>")
+
+
+def _calls_in(template: str) -> str:
+    """Returns the name of the format that a chat template shows, or ""."""
+    for name in ("deepseek", "mistral"):
+        if CALL_FORMATS[name].marks[0] in template:
+            return name
+    if "<tool_call>" in template and not any(one in template for one in _OTHER_CALLS):
+        return "hermes"
+    if "<|eot_id|>" in template and '"parameters"' in template:
+        return "llama3"
+    return ""

@@ -19,7 +19,7 @@ from told_coordinator import ToldCoordinator as Service
 from coordinator.auth.access_control import OPEN, AccessControl, RateExceeded, watch_keys
 from coordinator.http_api.app import Generated, HttpOptions, build_app
 from coordinator.http_api.progress import Progress
-from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.http_api.tools import ChatFormats
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Unavailable
 from outrider.messages import PositionLogprobs

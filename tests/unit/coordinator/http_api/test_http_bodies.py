@@ -16,7 +16,7 @@ from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body, wrong_body
-from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.http_api.tools import ChatFormats
 from outrider import limits
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint

@@ -14,7 +14,7 @@ from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, TranslatedBody
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
-from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.http_api.tools import ChatFormats
 from outrider.errors import BadRequest, Unavailable
 from outrider.limits import CHAT_MESSAGES_MAX
 from outrider.messages import PositionLogprobs

@@ -15,7 +15,7 @@ from told_coordinator import MemorySlots
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions
-from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.http_api.tools import ChatFormats
 from outrider.api_keys import Caller, given_keys, key_hash
 from outrider.errors import StoreUnavailable, Unavailable
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX

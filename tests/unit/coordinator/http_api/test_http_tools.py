@@ -15,7 +15,7 @@ from test_http_answers import finished, started, tokens
 from test_http_bodies import USER, chat, refused
 
 from coordinator.http_api.answers import ChatAnswer
-from coordinator.http_api.tool_parsers import (
+from coordinator.http_api.tools import (
     ARGUMENTS,
     CALL_FORMATS,
     LIST,
@@ -23,8 +23,8 @@ from coordinator.http_api.tool_parsers import (
     AnswerForm,
     ChatFormats,
     Reader,
+    call_id_of,
 )
-from coordinator.http_api.tools import call_id_of
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config import HERMES as TEMPLATE
 from outrider.errors import BadRequest, SettingError
