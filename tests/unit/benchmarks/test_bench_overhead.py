@@ -1,13 +1,20 @@
-"""`bench overhead`: figures are compared with hand calculations, and each part has a small run."""
+"""`bench overhead`: figures are compared with hand calculations, and each part has a small run.
+Also the processes of benchmarks, and services that answer late."""
 
+import asyncio
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bench_sides import ProcessHere
 
 from benchmarks.measurement import BenchClient, Completion
 from benchmarks.overhead import added_ms, round_figures
+from benchmarks.processes import Process, delayed
 from deploy.cli.main import main
+from outrider.clock import run_virtually
+from outrider.errors import ConfigError
 from outrider.request import GenerateRequest, RoundReport
 
 
@@ -61,3 +68,36 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     names = "grpc_ttft_added_ms_p50 grpc_chunk_added_ms http_ttft_added_ms_p50 http_chunk_added_ms"
     assert value["transports"].keys() == set(names.split())
     assert all(ms > 0 for ms in value["transports"].values())
+
+
+def test_each_message_takes_longer_in_each_direction_and_waits_for_no_other() -> None:
+    """The service answers each item at once, with the time at which it got the item."""
+    arrived: list[Any] = []
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+
+        def connect(send: Any) -> Any:
+            return SimpleNamespace(receive=lambda item: send((item, clock())), close=None)
+
+        def note(answer: Any) -> None:
+            arrived.append((*answer, clock()))
+
+        connection = delayed(SimpleNamespace(connect=connect), 0.5).connect(note)
+        for item in range(3):
+            connection.receive(item)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
+
+    run_virtually(run())
+    assert arrived == [
+        (item, pytest.approx(0.5 + item / 10), pytest.approx(1.0 + item / 10)) for item in range(3)
+    ]
+
+
+async def test_a_process_that_cannot_start_says_why() -> None:
+    setup = {"service": "target", "config": {"engine": "emulated:no=1"}, "delay_ms": 0}
+    process = Process("benchmarks.processes:service", "the target process", setup)
+    with pytest.raises(ConfigError, match="the target process: emulated: no="):
+        async with process:
+            pass
