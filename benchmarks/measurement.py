@@ -147,12 +147,9 @@ class SideResult:
 
 
 async def measure(
-    prompts: Sequence[BenchPrompt],
-    contestants: Sequence[Contestant],
-    progress: Progress,
-    drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
-    rest_s: float = 0.0,
-) -> dict[str, SideResult]:
+    prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress,
+    drops: Callable[[str, OutriderError], bool] = lambda side, error: False, rest_s: float = 0.0,
+) -> dict[str, SideResult]:  # fmt: skip
     """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
     turn. If a side raises an error and `drops` returns True, continues without this side."""
     sides = {contestant.side: contestant for contestant in contestants}

@@ -232,11 +232,9 @@ class Replicas:
 
 @asynccontextmanager
 async def running_pair(
-    target: TargetConfig,
-    draft: DraftConfig | None,
-    coordinator: CoordinatorConfig,
+    target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig,
     delay_ms: float = 0.0,
-) -> AsyncIterator[Replicas]:
+) -> AsyncIterator[Replicas]:  # fmt: skip
     """Starts a temporary Redis, a target, and a draft if the drafter runs in a draft service.
     `Replicas.coordinator` starts coordinators with the settings in `coordinator`. Each message to
     or from the draft takes `delay_ms` longer."""

@@ -181,11 +181,9 @@ def build(config: type[Config], values: Mapping[str, Value], **internal: Any) ->
 
 
 def layers(
-    settings: Mapping[str, Setting],
-    file: Path | None,
-    environment: Mapping[str, str],
+    settings: Mapping[str, Setting], file: Path | None, environment: Mapping[str, str],
     flags: Mapping[str, object],
-) -> Iterator[dict[str, tuple[Setting, object, str]]]:
+) -> Iterator[dict[str, tuple[Setting, object, str]]]:  # fmt: skip
     """Yields three layers: the settings of a YAML file, of the environment, and of flags. A layer
     maps the key of each setting to the setting, its raw value, and the source to name in errors.
     Raises `ConfigError` for an unknown key."""

@@ -51,12 +51,10 @@ _METHODS = {
 """`method` of vLLM -> `draft_model` of Outrider. {} stands for vLLM's `model`."""
 _LOOK_UPS = ("ngram", "suffix")
 _ALLOWED: dict[str, tuple[Value, ...]] = {
-    "method": tuple(_METHODS),
-    "parallel_drafting": (True,),
-    "draft_sample_method": ("probabilistic",),
-    _RULE: (*_RULES, _SYNTHETIC),
+    "method": tuple(_METHODS), "parallel_drafting": (True,),
+    "draft_sample_method": ("probabilistic",), _RULE: (*_RULES, _SYNTHETIC),
     "suffix_decoding_max_cached_requests": (0,),
-}
+}  # fmt: skip
 """Key of vLLM -> allowed values. All known keys also allow null and false."""
 _KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED, *_RATES)))
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")

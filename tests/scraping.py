@@ -149,14 +149,9 @@ async def watched_stack(
     draft = options.pop("draft_engine", None) or ToyEngine(VOCAB, salt=2, max_model_len=256)
     try:
         async with running_stack(
-            target,
-            draft,
-            directory,
-            registry=registry,
-            link=lambda *_: described(away_until=inf),
-            **observers(exports, config),
-            **options,
-        ) as stack:
+            target, draft, directory, registry=registry, link=lambda *_: described(away_until=inf),
+            **observers(exports, config), **options,
+        ) as stack:  # fmt: skip
             yield Watched(stack, registry, exports)
     finally:
         for made in exports.values():

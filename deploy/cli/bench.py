@@ -142,13 +142,11 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     num_threads = max(target.num_threads or available_cores(), draft.num_threads)
     directory = connection.target_directory
     return Subject(
-        client=GrpcClient(client, raw=raw),
-        model=target.model if settings else connection.address,
+        client=GrpcClient(client, raw=raw), model=target.model if settings else connection.address,
         draft_model=draft.model if settings else "its own",
-        dtype=target.dtype if settings else "unknown",
-        num_draft_tokens=int(num_draft_tokens),
+        dtype=target.dtype if settings else "unknown", num_draft_tokens=int(num_draft_tokens),
         target=replace(target, directory=directory, num_threads=num_threads) if directory else None,
-    )
+    )  # fmt: skip
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:

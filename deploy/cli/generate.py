@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
 
 STYLES = {
-    Origin.ACCEPTED: "green",
-    Origin.CORRECTION: "bold red",
-    Origin.BONUS: "bold cyan",
+    Origin.ACCEPTED: "green", Origin.CORRECTION: "bold red", Origin.BONUS: "bold cyan",
     Origin.STORED: "dim",
-}
+}  # fmt: skip
 
 
 def _token_ids(text: str) -> tuple[int, ...]:

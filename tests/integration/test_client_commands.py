@@ -211,13 +211,11 @@ async def facts(code: int, *words: str) -> Any:
 
 async def test_a_deployment_is_described(slow: Stack) -> None:
     known = recorded.record(
-        grpc_address=slow.client.address,
-        target_addresses=[slow.target_server.address],
+        grpc_address=slow.client.address, target_addresses=[slow.target_server.address],
         draft_addresses=[slow.draft_server.address],
-        redis={"url": slow.redis.url, "key_prefix": "outrider:"},
-        ray_address="",
+        redis={"url": slow.redis.url, "key_prefix": "outrider:"}, ray_address="",
         settings={"max_num_seqs": 64},
-    )
+    )  # fmt: skip
     recorded.run_here(state_directory(), known)
     events = slow.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))
     await anext(events)

@@ -112,11 +112,9 @@ async def methods_of(channel: Any, key: str) -> list[str]:
 async def test_no_method_answers_without_a_key(locked: Locked) -> None:
     key, wrong = locked.keys["alice"], locked.keys["alice"][:-2] + "xx"
     refused: list[tuple[tuple[str, str], ...]] = [
-        (),
-        (("authorization", f"Bearer {wrong}"),),
-        (("authorization", key),),
+        (), (("authorization", f"Bearer {wrong}"),), (("authorization", key),),
         (("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")),
-    ]
+    ]  # fmt: skip
     address, bearer = locked.addresses[0], (("authorization", f"Bearer {key}"),)
     async with open_channel(address) as channel:
         methods = await methods_of(channel, key)

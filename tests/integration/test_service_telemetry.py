@@ -236,11 +236,9 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
         assert host.http is not None
         await host.http.stop()
     for method, route, status, num in (
-        ("POST", "/v1/completions", 200, 2),
-        ("POST", "/v1/completions", 400, 1),
-        ("GET", "/v1/models/{name:path}", 404, 1),
-        ("GET", "/health", 200, 1),
-    ):
+        ("POST", "/v1/completions", 200, 2), ("POST", "/v1/completions", 400, 1),
+        ("GET", "/v1/models/{name:path}", 404, 1), ("GET", "/health", 200, 1),
+    ):  # fmt: skip
         labels = {"http_request_method": method, "http_response_status_code": f"{status}"}
         assert page.value(TIMES, http_route=route, url_scheme="http", **labels) == num, route
     assert page.value(TIMES, http_response_status_code="405") == 2

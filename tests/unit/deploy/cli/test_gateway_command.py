@@ -25,12 +25,9 @@ WAIT_S = 20.0
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("named", [False, True], ids=["deployment", "coordinators"])
 async def test_it_answers_until_it_is_told_to_stop(
-    tls: bool,
-    named: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tls: bool, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """The certificate of the deployment may name another host."""
     told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
     files, words, settings = None, ["gateway", "--port", "0", "--json"], {}
