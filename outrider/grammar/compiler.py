@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -18,20 +18,11 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from outrider import limits
 from outrider.errors import BadRequest, ConfigError, Overloaded
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.grammar.token_mask import TokenMask
-from outrider.limits import (
-    ALTERNATIVES_MAX,
-    COMPILATIONS_MAX,
-    COMPILE_THREADS,
-    COMPILE_WAIT_S_MAX,
-    GRAMMARS_MAX,
-    LEXER_STATES_MAX,
-    LIST_ALTERNATIVE,
-    MASK_S_MAX,
-    TOO_SLOW_S,
-)
+from outrider.limits import ALTERNATIVES_MAX, LIST_ALTERNATIVE
 from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
 
@@ -51,12 +42,12 @@ class Grammar:
 
     constraint: Constraint
     start: LLMatcher
-    """The matcher before the first token. Callers use copies of this matcher."""
+    """The matcher before the first token. Callers use copies of it."""
     tokenizer: GrammarTokenizer
     digest: bytes
     tenant: str = ""
     compile_s: float = 0.0
-    """The CPU time of the compilation."""
+    """CPU time of the compilation."""
 
     @property
     def key(self) -> _Key:
@@ -65,24 +56,18 @@ class Grammar:
     def is_used_up(self) -> bool:
         """Whether the grammar can compute no more masks. All copies of its matcher share the
         lexer's states, whose number is limited."""
-        copy = self.start.deep_copy()
-        copy.compute_bitmask()
-        return bool(copy.is_error())
+        return first_mask_error(self.start) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The reason why a constraint has no grammar."""
-
     kind: str
     reason: str
     until_s: float = math.inf
-    """The time at which the refusal ends. Refusals of slow constraints end, because a constraint
-    may be slow by chance."""
+    """Refusals of slow constraints end, because a constraint may be slow by chance."""
 
     def error(self) -> BadRequest:
-        """A new error for each caller. A shared error would keep references to the stack frames of
-        all callers, and the frames refer to requests."""
+        """A new error. An error shared by all callers would keep their stack frames alive."""
         return BadRequest(self.kind, self.reason)
 
 
@@ -91,7 +76,7 @@ class GrammarTokenizer:
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
-        a second. Raises `ConfigError` for other tokenizers, and if there are no end tokens."""
+        a second. Raises `ConfigError` for other tokenizers, or if there are no end tokens."""
         if not eos_token_ids:
             raise ConfigError("a constraint needs a token that ends a text; the model has none")
         try:
@@ -101,7 +86,9 @@ class GrammarTokenizer:
             raise ConfigError(
                 f"the model's tokenizer does not support constraints: {error}"
             ) from error
-        self._limits = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_lexer_states=limits.LEXER_STATES_MAX, verbose_errors=False
+        )
         self.eos_token_ids = frozenset(eos_token_ids)
         is_eos = np.isin(np.arange(self.tokens.vocab_size), eos_token_ids)
         self.eos_mask = TokenMask(np.packbits(is_eos, bitorder="little"), is_over=True)
@@ -109,21 +96,25 @@ class GrammarTokenizer:
 
     def compile(self, constraint: Constraint) -> Grammar:
         """If the constraint cannot be compiled, raises `BadRequest` with the kind as the field."""
+        error: str | None = None
         try:
             text = _grammar_text(constraint)
-        except ValueError as error:
-            reason = f"cannot be compiled: {_reason(str(error))}"
-            raise BadRequest(constraint.kind, reason) from None
-        start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
-        if not start.is_error():
+            start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
             # The first mask is slow and would delay a step, so this thread computes it.
-            first = start.deep_copy()
-            first.compute_bitmask()
-            if first.is_error():
-                start = first
-        if start.is_error():
-            raise BadRequest(constraint.kind, f"cannot be compiled: {_reason(start.get_error())}")
+            error = first_mask_error(start)
+        except ValueError as refused:
+            error = str(refused)
+        if error is not None:
+            reason = " ".join(error.split())[:_REASON_CHARS_MAX]
+            raise BadRequest(constraint.kind, f"cannot be compiled: {reason}")
         return Grammar(constraint, start, self, constraint.digest())
+
+
+def first_mask_error(start: LLMatcher) -> str | None:
+    """Computes a mask with a copy of a matcher. Returns the copy's error, if any."""
+    copied = start.deep_copy()
+    copied.compute_bitmask()
+    return copied.get_error() if copied.is_error() else None
 
 
 def backend_json(tokenizer: Any) -> str:
@@ -150,7 +141,7 @@ class Grammars:
         self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
+        self._found: Newest[_Key, Grammar | _Refusal] = Newest(limits.GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
         """All grammars that are still referenced."""
         self._slow: WeakSet[Grammar] = WeakSet()
@@ -158,7 +149,7 @@ class Grammars:
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
         """Grammars that were too slow after draft tokens. They are used only after committed
         tokens. Only the thread that runs steps may use this set."""
-        self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
+        self._calls = SharedCalls[_Key, Grammar | _Refusal](limits.COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
         """The grammar, or the error that refused the constraint. None if the digest is unknown."""
@@ -177,10 +168,10 @@ class Grammars:
         key = tenant, constraint.digest()
         found = self._look_up(key)
         if found is None:
-            if len(self._calls) >= COMPILATIONS_MAX and key not in self._calls:
-                raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
+            if len(self._calls) >= (most := limits.COMPILATIONS_MAX) and key not in self._calls:
+                raise Overloaded(f"{most} constraints wait to be compiled; try later")
             try:
-                async with asyncio.timeout(COMPILE_WAIT_S_MAX):
+                async with asyncio.timeout(limits.COMPILE_WAIT_S_MAX):
                     found = await self._calls.result(key, lambda: self._compile(constraint, tenant))
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
@@ -188,15 +179,14 @@ class Grammars:
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A new grammar for the constraint of `used_up`, which can compute no more masks. If no
-        other session has compiled the constraint again, compiles it on this thread. All sessions
-        wait for this thread. So if the last compilation took longer than `MASK_S_MAX`, raises
-        `BadRequest` instead."""
+        other session has compiled the constraint again, compiles it on this thread, for which all
+        sessions wait. Raises `BadRequest` if the last compilation took over `MASK_S_MAX`."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
                 self._drop(key)
             is_known = self._known(key) is not None
-        if not is_known and used_up.compile_s > MASK_S_MAX:
+        if not is_known and used_up.compile_s > limits.MASK_S_MAX:
             raise BadRequest(
                 used_up.constraint.kind, "has used up its states, and is slow to compile again"
             )
@@ -208,8 +198,8 @@ class Grammars:
         if grammar not in self._slow:
             self._slow.add(grammar)
             return
-        reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
-        refusal = _Refusal(grammar.constraint.kind, reason, self.now() + TOO_SLOW_S)
+        reason = f"takes more than {limits.MASK_S_MAX:g} s a token; simplify it"
+        refusal = _Refusal(grammar.constraint.kind, reason, self.now() + limits.TOO_SLOW_S)
         self._keep(grammar.key, refusal)
         raise refusal.error()
 
@@ -276,25 +266,17 @@ def _grammar_text(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choices)))
         case _:
             schema = json.loads(constraint.text)
-            _check_strict(schema, constraint.kind)
+            options = schema.get("x-guidance")
+            if isinstance(options, dict) and options.get("lenient", False) is not False:
+                reason = "x-guidance.lenient is not allowed: it ignores parts of a schema"
+                raise BadRequest(constraint.kind, reason)
             check_alternatives(schema, constraint.kind)
             return LLMatcher.grammar_from_json_schema(constraint.text, defaults=_SPACES)
-
-
-def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema, because the compiler would ignore parts of it."""
-    options = schema.get("x-guidance")
-    if isinstance(options, dict) and options.get("lenient", False) is not False:
-        raise BadRequest(field, "x-guidance.lenient is not allowed: it ignores parts of a schema")
 
 
 def _literal(text: str) -> str:
     """A regular expression that matches exactly this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _reason(error: str) -> str:
-    return " ".join(error.split())[:_REASON_CHARS_MAX]
 
 
 _UNIONS = ("anyOf", "oneOf")
@@ -315,7 +297,7 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
     """Raises `BadRequest` if a schema has so many alternatives that masks would take too long. An
     *alternative* is an entry of anyOf, oneOf or enum that may be an object or a list."""
     try:
-        found = _Document(schema).num_alternatives()
+        found = _Document(schema).num_alternatives
     except RecursionError:
         raise BadRequest(field, "has too many nested references") from None
     if found > ALTERNATIVES_MAX:
@@ -332,22 +314,16 @@ class _Document:
         self._schema = schema
         self._reached: dict[int, float] = {}
         """The result of `_reach` for each visited part, by the part's `id`."""
-        self._all_listed = sum(map(self._listed, self._parts()))
-
-    def num_alternatives(self) -> float:
-        return sum(map(self._own, self._parts()))
-
-    def _parts(self) -> Iterator[dict[str, Any]]:
-        waiting: list[Any] = [self._schema]
-        while waiting:
-            part = waiting.pop()
-            waiting += containers_in(part)
-            if isinstance(part, dict):
-                yield part
+        parts: list[Any] = [schema]
+        for part in parts:
+            parts += containers_in(part)
+        schemas = [part for part in parts if isinstance(part, dict)]
+        self._all_listed = sum(map(self._listed, schemas))
+        self.num_alternatives = sum(map(self._own, schemas))
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The larger of two numbers: the alternatives that a schema lists itself, and the
-        combinations of alternatives of its parts that apply together."""
+        """The larger of two numbers: the alternatives that a schema lists, and the combinations of
+        alternatives of its parts that apply together."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
@@ -360,8 +336,7 @@ class _Document:
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """The sum of the weights of a union's alternatives. If only one alternative has a weight
-        above 0, the sum is 0, because there is no choice."""
+        """The sum of the alternatives' weights, or 0 if only one weight is above 0."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -381,19 +356,13 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """The number of alternatives in each part of a schema, for parts that apply together.
-        Omits parts without alternatives."""
-        patterns = schema.get("patternProperties")
-        at_once = [
-            *_list_at(schema, "allOf"),
-            *containers_in(patterns if isinstance(patterns, dict) else ()),
-        ]
+        """For each part of a schema that applies together with other parts: the number of its
+        alternatives, if above 0."""
+        at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
         parts = [self._reach(part) for part in at_once]
         parts.append(self._reach_by(schema.get("$ref")))
-        parts += [
-            self._of_union(entries) + sum(map(self._reach, entries))
-            for entries in (_list_at(schema, key) for key in _UNIONS)
-        ]
+        unions = [_list_at(schema, key) for key in _UNIONS]
+        parts += [self._of_union(entries) + sum(map(self._reach, entries)) for entries in unions]
         parts.append(sum(self._reach(schema[key]) for key in schema if key not in _APART))
         return [part for part in parts if part > 0]
 
@@ -413,7 +382,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names, or `_all_listed` if this part is missing."""
+        """`_reach` of the part that a reference names. A missing part counts as recursive."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

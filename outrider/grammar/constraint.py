@@ -13,8 +13,6 @@ from outrider.errors import BadRequest, InvariantError
 from outrider.limits import CHOICES_MAX, CONSTRAINT_BYTES_MAX, REGEX_BYTES_MAX, SCHEMA_DEPTH_MAX
 
 DIGEST_BYTES = 16
-ANY_OBJECT = '{"type":"object"}'
-"""The canonical text for any JSON object."""
 
 
 class ConstraintKind(StrEnum):
@@ -55,7 +53,7 @@ class Constraint:
     @classmethod
     def any_object(cls) -> Constraint:
         """Any JSON object."""
-        return cls(ConstraintKind.JSON_OBJECT, ANY_OBJECT)
+        return cls(ConstraintKind.JSON_OBJECT, '{"type":"object"}')
 
     @classmethod
     def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
@@ -153,21 +151,14 @@ def _check_depth(value: Any, field: str) -> None:
 
 def containers_in(value: Any) -> list[Any]:
     """The lists and objects directly inside a list or object."""
-    parts: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, Sequence):
-        parts = value
-    return [part for part in parts if isinstance(part, dict | list | tuple)]
+    parts = value.values() if isinstance(value, Mapping) else value
+    is_container = isinstance(value, Mapping | Sequence)
+    return [part for part in parts if isinstance(part, dict | list | tuple)] if is_container else []
 
 
 def _without_anchors(regex: str) -> str:
     """Removes every ^ at the beginning and every unescaped $ at the end."""
     bare = regex.lstrip("^")
-    while bare.endswith("$"):
-        before = bare[:-1]
-        num_escapes = len(before) - len(before.rstrip("\\"))
-        if num_escapes % 2:
-            break
-        bare = before
-    return bare
+    before = bare.rstrip("$")
+    num_escapes = len(before) - len(before.rstrip("\\"))
+    return before + "$" if num_escapes % 2 and before != bare else before

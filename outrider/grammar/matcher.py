@@ -1,20 +1,22 @@
 """Computes which tokens may follow a session's tokens, by the session's grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation. The grammar also accepts other tokens that begin this continuation.
+begin this continuation. The grammar also accepts other tokens that begin it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLMatcher
 
+from outrider import limits
 from outrider.errors import BadRequest, Incompatible, OutriderError, check
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
-from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, MATCHERS_MAX
 from outrider.newest import Newest
 
 _USED_UP = "it needs too many states"
@@ -32,31 +34,24 @@ class PrefixMatcher:
         self._is_broken = False
         """Whether the grammar's matcher has failed and must be rebuilt."""
         self._is_ahead = False
-        """Whether the next mask is for a position after draft tokens."""
+        """Whether the position is after draft tokens."""
         self._tokens: list[int] = []
         """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
-        """The number of `_tokens` before the first end token. The grammar has consumed these
-        tokens."""
+        """The number of `_tokens` that the grammar has consumed: those before an end token."""
 
-    def ask_ahead(self, is_ahead: bool) -> None:
-        """Sets whether the next calls of `stand` and `mask` are for a position after draft tokens.
-        Raises `Incompatible` if the grammar has been too slow after draft tokens."""
+    def stand(self, length: int, token_ids: Sequence[int], is_ahead: bool = False) -> int:
+        """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
+        token that the grammar does not allow. Returns the number of `token_ids` that were added.
+        `is_ahead` says whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar
+        takes too many states or too long, or has been too slow after draft tokens."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
-
-    def stand(self, length: int, token_ids: Sequence[int]) -> int:
-        """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
-        token that the grammar does not allow. Returns the number of `token_ids` that were added.
-        Raises `Incompatible` if the grammar takes too many states or too long."""
         tokens = self._tokens
         check(length <= len(tokens), f"{length} of {len(tokens)} tokens cannot be kept")
-        common = 0
-        for token_id, there in zip(token_ids, tokens[length:], strict=False):
-            if token_id != there:
-                break
-            common += 1
+        pairs = zip(token_ids, tokens[length:], strict=False)
+        common = sum(takewhile(bool, (token_id == there for token_id, there in pairs)))
         self._back_to(length + common)
         num_legal = common + self._consume(token_ids[common:])
         if num_legal < len(token_ids) and self._mend():
@@ -85,32 +80,25 @@ class PrefixMatcher:
     def _consume(self, token_ids: Sequence[int]) -> int:
         """Adds `token_ids` up to the first illegal token. Returns the number of added tokens."""
         tokenizer, num_legal = self.grammar.tokenizer, 0
-        ends = tokenizer.eos_token_ids
+        ends, vocab_size = tokenizer.eos_token_ids, tokenizer.tokens.vocab_size
         if self._num_fed == len(self._tokens):
-            words = []
-            for token_id in token_ids:
-                if token_id in ends or token_id >= tokenizer.tokens.vocab_size:
-                    break
-                words.append(token_id)
+            words = [*takewhile(lambda v: v not in ends and v < vocab_size, token_ids)]
             num_legal = self._feed(words)
             self._tokens += words[:num_legal]
             self._num_fed += num_legal
             may_end = num_legal == len(words) < len(token_ids) and self._matcher.is_accepting()
             if not may_end:
                 return num_legal
-        for token_id in token_ids[num_legal:]:
-            if token_id not in ends:
-                break
-            self._tokens.append(token_id)
-            num_legal += 1
-        return num_legal
+        added = [*takewhile(ends.__contains__, token_ids[num_legal:])]
+        self._tokens += added
+        return num_legal + len(added)
 
-    def _feed(self, words: Sequence[int]) -> int:
+    def _feed(self, words: list[int]) -> int:
         """Feeds `words` to the grammar up to the first illegal token. Returns the number fed."""
         if not words:
             return 0
         began = self._grammars.clock()
-        num_legal = int(self._matcher.try_consume_tokens(list(words)))
+        num_legal = int(self._matcher.try_consume_tokens(words))
         self._check_time(began, len(words))
         return num_legal
 
@@ -126,17 +114,17 @@ class PrefixMatcher:
     def _mend(self) -> bool:
         """If the grammar is used up, replaces the grammar and returns True. Raises `Incompatible`
         if the constraint gets no new grammar, or if the matcher has failed for another reason."""
-        if self.grammar.is_used_up():
-            try:
-                self.grammar = self._grammars.renewed(self.grammar)
-            except OutriderError as error:
-                raise self._too_hard(error.message) from error
-            if not self._start_over():
-                raise self._too_hard(_USED_UP)
-            return True
-        if self._matcher.is_error():
-            raise self._too_hard()
-        return False
+        if not self.grammar.is_used_up():
+            if self._matcher.is_error():
+                raise self._too_hard()
+            return False
+        try:
+            self.grammar = self._grammars.renewed(self.grammar)
+        except OutriderError as error:
+            raise self._too_hard(error.message) from error
+        if not self._start_over():
+            raise self._too_hard(_USED_UP)
+        return True
 
     def _start_over(self) -> bool:
         """Rebuilds the state with a new matcher. Returns whether the matcher accepts the tokens."""
@@ -148,7 +136,7 @@ class PrefixMatcher:
     def _check_time(self, began: float, num_tokens: int) -> None:
         """Reports a grammar that took too long, because all sessions of the step had to wait.
         Raises `Incompatible` if the constraint is now refused."""
-        allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
+        allowed = limits.MASK_S_MAX * -(-num_tokens // limits.FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
         if self._is_ahead:
@@ -166,37 +154,32 @@ class PrefixMatcher:
         return Incompatible(f"{kind}: cannot be followed after {num_tokens} tokens: {said}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Followed:
     """Implements `Allowed`."""
 
-    __slots__ = ("_committed", "_length", "_matcher")
-
-    def __init__(
-        self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
-    ) -> None:
-        """The committed tokens are the matcher's first `length` tokens, and then `committed`."""
-        self._matcher = matcher
-        self._length = length
-        self._committed = committed
+    matcher: PrefixMatcher
+    length: int
+    """The committed tokens are the matcher's first `length` tokens, and then `committed`."""
+    committed: tuple[int, ...] = ()
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
-        tokens = (*self._committed, *drafted)
-        self._matcher.ask_ahead(len(drafted) > 0)
-        if self._matcher.stand(self._length, tokens) < len(tokens):
+        tokens = (*self.committed, *drafted)
+        if self.matcher.stand(self.length, tokens, len(drafted) > 0) < len(tokens):
             return None
-        return self._matcher.mask()
+        return self.matcher.mask()
 
     def behind(self, committed: Sequence[int]) -> Followed:
-        return Followed(self._matcher, self._length, (*self._committed, *committed))
+        return replace(self, committed=(*self.committed, *committed))
 
 
 class Matchers:
-    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers.
-    Builds other matchers again. Only the thread that runs steps may use this object."""
+    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers,
+    and builds other matchers again. Only the thread that runs steps may use this object."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._matchers: Newest[str, PrefixMatcher] = Newest(MATCHERS_MAX)
+        self._matchers: Newest[str, PrefixMatcher] = Newest(limits.MATCHERS_MAX)
 
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
@@ -212,7 +195,6 @@ class Matchers:
             raise Incompatible(refused.message) from refused
         if matcher is None or matcher.grammar.key != compiled.key:
             matcher = PrefixMatcher(compiled, self._grammars)
-        matcher.ask_ahead(False)
         num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):
             kind = compiled.constraint.kind

@@ -10,7 +10,6 @@ import pytest
 from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
 
 from outrider.errors import BadRequest, ConfigError, Incompatible, Overloaded
-from outrider.grammar import compiler
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer, check_alternatives
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
@@ -110,7 +109,7 @@ async def test_a_grammar_in_use_is_found_however_many_came_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An item that waits for a step, or a running session, holds such a grammar."""
-    monkeypatch.setattr(compiler, "GRAMMARS_MAX", 2)
+    monkeypatch.setattr("outrider.limits.GRAMMARS_MAX", 2)
     known = grammars()
     held = await known.prepare(CONSTRAINTS["regex"])
     matchers = Matchers(known)
@@ -157,7 +156,7 @@ async def test_no_more_wait_than_may() -> None:
 async def test_no_session_waits_for_ever_for_what_others_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiler, "COMPILE_WAIT_S_MAX", 0.3)
+    monkeypatch.setattr("outrider.limits.COMPILE_WAIT_S_MAX", 0.3)
     free = threading.Event()
 
     class Held(GrammarTokenizer):

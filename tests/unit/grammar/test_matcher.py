@@ -72,7 +72,7 @@ def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_foll
 def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.grammar.matcher.MATCHERS_MAX", 1)
+    monkeypatch.setattr("outrider.limits.MATCHERS_MAX", 1)
     matchers, schema = Matchers(grammars()), grammar("schema")
     ids = hf_tokenizer().encode('{"name":"x","tags":["bb"')
     first = matchers.follow("a", schema, ids[:5])
@@ -97,7 +97,7 @@ MANY_STATES = Constraint.of_regex("[a-d]*a[a-d]{15}")
 
 def with_states(lexer_states_max: int) -> Grammars:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("outrider.grammar.compiler.LEXER_STATES_MAX", lexer_states_max)
+        patched.setattr("outrider.limits.LEXER_STATES_MAX", lexer_states_max)
         limited = GrammarTokenizer(hf_tokenizer(), (eos(),))
     return Grammars(lambda: limited)
 
