@@ -23,7 +23,6 @@ from outrider.shared_calls import SharedCalls
 
 _log = logging.getLogger(__name__)
 
-_RETRY_MS = 1_000
 _TOO_SLOW = f"takes more than {limits.COMPILE_S_MAX:g} s to compile; simplify it"
 _TOO_LARGE = f"takes more than {limits.COMPILE_BYTES_MAX} bytes to compile; simplify it"
 _PROGRAM = (
@@ -49,8 +48,7 @@ class FairQueue:
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> "_Compiler":
-        """Waits for a compiler for a constraint of this tenant. Raises `Overloaded` if too many
-        constraints wait already."""
+        """Waits for a compiler. Raises `Overloaded` if too many constraints wait already."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
             most = f"{limits.COMPILATIONS_PER_TENANT_MAX} constraints of yours"
             raise Overloaded(f"{most} wait already; try again later")
@@ -70,13 +68,12 @@ class FairQueue:
 
 
 class ConstraintChecks:
-    """Checks the constraints of one coordinator's requests. Each tenant has its own cache of
-    results. With a shared cache, response times would reveal the constraints of other tenants."""
+    """Checks the constraints of one coordinator's requests. Tenants share no results, because
+    response times would reveal the constraints of other tenants."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        """`load` returns the tokenizer, as JSON of Hugging Face's `tokenizers`, and the EOS ids.
-        Because `load` may block, it runs on a thread. If `load` raises `ConfigError`, every
-        constraint is refused."""
+        """`load` returns the tokenizer, as JSON of Hugging Face's `tokenizers`, and the EOS ids. It
+        runs on a thread. If it raises `ConfigError`, every constraint is refused."""
 
         @cache
         def first_line() -> bytes:
@@ -90,9 +87,6 @@ class ConstraintChecks:
         self._turns = FairQueue(self._compilers)
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
-        """Raises `BadRequest` if the constraint cannot be compiled within `COMPILE_S_MAX` and
-        `COMPILE_BYTES_MAX`. The error's field is the constraint's kind. Raises `Overloaded` if the
-        check cannot be made now."""
         key = tenant, constraint.digest()
         if key not in self._reasons:
             try:
@@ -107,7 +101,6 @@ class ConstraintChecks:
             raise BadRequest(constraint.kind, reason)
 
     async def close(self) -> None:
-        """Kills the child processes."""
         for compiler in self._compilers:
             await compiler.close()
 
@@ -126,8 +119,8 @@ class ConstraintChecks:
 
 
 class _Compiler:
-    """Runs a child process with `coordinator.requests.grammar_process`. The first constraint starts
-    the process. If the process dies, a new process is started."""
+    """Runs `coordinator.requests.grammar_process` in a child process, from the first constraint on.
+    If the process dies, a new process is started."""
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
@@ -136,14 +129,14 @@ class _Compiler:
 
     async def compile(self, constraint: Constraint) -> str:
         """Returns the reason to refuse the constraint; empty = the constraint can be compiled.
-        Raises `Overloaded` if the process did not answer or was killed, and `InvariantError` if the
-        process died for an unknown reason."""
-        try:
-            process = self.process
-            if process is None or process.returncode is not None:
+        Raises `Overloaded` if the process did not answer or was killed, and `InvariantError` if it
+        died for an unknown reason."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            try:
                 process = await self._start()
-        except ConfigError as error:
-            return error.message
+            except ConfigError as error:
+                return error.message
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
@@ -194,5 +187,4 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _unavailable() -> Overloaded:
-    message = "constraints cannot be compiled now; try again later"
-    return Overloaded(message, retry_after_ms=_RETRY_MS)
+    return Overloaded("constraints cannot be compiled now; try again later")
