@@ -3,14 +3,13 @@ kinds of drafters."""
 
 import json
 import os
-from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 import yaml
 
 from benchmarks.report import Report
-from outrider.drafters.names import DRAFTERS
+from outrider.drafters.names import DRAFTER_COLUMNS, DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
 
@@ -57,14 +56,14 @@ def collect_env(arguments: Arguments) -> int:
 def drafters(arguments: Arguments) -> int:
     from rich.table import Table
 
-    found = [asdict(drafter) for drafter in DRAFTERS]
+    found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
     about = "q: what a draft sends of its distribution (one-hot: nothing; sparse: likely tokens)"
     table = Table(show_lines=True, caption=about)
-    for name in found[0]:
+    for name in DRAFTER_COLUMNS:
         is_name = name == "draft_model"
         table.add_column(
             "--draft-model" if is_name else name, no_wrap=is_name, min_width=MIN_WIDTHS.get(name)
         )
-    for one in found:
-        table.add_row(*one.values())
+    for row in DRAFTERS:
+        table.add_row(*row)
     return tell(Report({"drafters": found}, [table]), arguments.json)

@@ -22,8 +22,8 @@ _FORMS = (
     "whose MODEL may also be a head"
 )
 NEAR_WORD = 0.75
-"""A draft's name counts as misspelt if `difflib` finds at least this similarity to one of `_WORDS`.
-A target's name counts as misspelt if it is this similar to `demo`."""
+"""A draft's name counts as misspelt if `difflib` finds at least this similarity to one of `_WORDS`,
+a target's name if it is this similar to `demo`."""
 
 
 class LookupKind(StrEnum):
@@ -48,8 +48,7 @@ class DrafterChoice:
     """The model or head: a directory, a .gguf file, a hub id, or `mtp` for the MTP layer in the
     target's own files. Empty if a look-up drafts alone."""
     kind: str = ""
-    """The head's kind, `mtp` or `eagle3`; empty without a head. A head reads the target's hidden
-    states."""
+    """The head's kind, `mtp` or `eagle3`; empty without a head."""
 
 
 def parse_drafter(name: str) -> DrafterChoice:
@@ -118,61 +117,30 @@ def _wrong(name: str, reason: str) -> SettingError:
     return SettingError("draft_model", f"{name!r} is wrong: {reason}; it must be {_FORMS}")
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterDescription:
-    """One row of `outrider drafters`."""
-
-    draft_model: str
-    proposes: str
-    files: str
-    memory: str
-    training: str
-    q: str
-    """`one-hot` if each draw is certain, `sparse` if q is sent for the likeliest tokens."""
-
-
+_MODEL_MEMORY = "its weights, keys and values"
+_HEAD_MEMORY = "its weights; for each token one layer's key and value, and a hidden state"
+DRAFTER_COLUMNS = ("draft_model", "proposes", "files", "memory", "training", "q")
 DRAFTERS = (
-    DrafterDescription(
-        "ngram", "what followed the longest earlier match in the session",
-        "none", "200 bytes a token", "none", "one-hot",
-    ),
-    DrafterDescription(
-        "suffix", "what most often followed in the session and the tenant's earlier answers",
-        "none", "200 bytes a token; bounded history", "none", "one-hot",
-    ),
-    DrafterDescription(
-        "PATH_OR_ID", "what a model with the target's tokenizer draws",
-        "the model's", "its weights, keys and values", "none", "sparse",
-    ),
-    DrafterDescription(
-        SHIPPED[0], "what a small model for the target demo draws",
-        "in this package", "its weights, keys and values", "none", "sparse",
-    ),
-    DrafterDescription(
-        "PATH_OR_ID of PARD", "what a PARD model draws in one pass",
-        "the model's", "its weights, keys and values", "none", "sparse",
-    ),
-    DrafterDescription(
-        "eagle3:DIR_OR_ID",
-        "what an EAGLE-3 head draws, on the target or on draft replicas",
-        "a published head, or outrider distill --kind eagle3",
-        "its weights; for each token one layer's key and value, and a hidden state",
-        "needed unless published", "sparse",
-    ),
-    DrafterDescription(
-        SHIPPED[1], "what an EAGLE-3 head for the target demo draws", "in this package",
-        "its weights; for each token one layer's key and value, and a hidden state",
-        "none", "sparse",
-    ),
-    DrafterDescription(
-        MTP, "what the target's own MTP layer draws, sent with its verdicts", "the target's",
-        "its weights; for each token one layer's key and value, and a hidden state",
-        "none", "sparse",
-    ),
-    DrafterDescription(
-        "hybrid:LOOKUP,MODEL",
-        "as its look-up if the look-up is confident, otherwise as its model or head",
-        "the model's", "that of both parts", "the model's", "one-hot or sparse",
-    ),
+    ("ngram", "what followed the longest earlier match in the session",
+     "none", "200 bytes a token", "none", "one-hot"),
+    ("suffix", "what most often followed in the session and the tenant's earlier answers",
+     "none", "200 bytes a token; bounded history", "none", "one-hot"),
+    ("PATH_OR_ID", "what a model with the target's tokenizer draws",
+     "the model's", _MODEL_MEMORY, "none", "sparse"),
+    (SHIPPED[0], "what a small model for the target demo draws",
+     "in this package", _MODEL_MEMORY, "none", "sparse"),
+    ("PATH_OR_ID of PARD", "what a PARD model draws in one pass",
+     "the model's", _MODEL_MEMORY, "none", "sparse"),
+    ("eagle3:DIR_OR_ID", "what an EAGLE-3 head draws, on the target or on draft replicas",
+     "a published head, or outrider distill --kind eagle3",
+     _HEAD_MEMORY, "needed unless published", "sparse"),
+    (SHIPPED[1], "what an EAGLE-3 head for the target demo draws",
+     "in this package", _HEAD_MEMORY, "none", "sparse"),
+    (MTP, "what the target's own MTP layer draws, sent with its verdicts",
+     "the target's", _HEAD_MEMORY, "none", "sparse"),
+    ("hybrid:LOOKUP,MODEL",
+     "as its look-up if the look-up is confident, otherwise as its model or head",
+     "the model's", "that of both parts", "the model's", "one-hot or sparse"),
 )  # fmt: skip
-"""The rows of `outrider drafters`, the cheapest drafter first."""
+"""The rows of `outrider drafters`, the cheapest drafter first. `q` is `one-hot` if each draw is
+certain, and `sparse` if q is sent for the likeliest tokens."""
