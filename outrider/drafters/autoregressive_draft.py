@@ -33,7 +33,7 @@ class AutoregressiveDraft:
     def __init__(
         self, request: DraftRequest, num_wanted: int | None = None, unseen: tuple[int, ...] = ()
     ) -> None:
-        """Begins a proposal of `num_wanted` tokens, by default as many as the request asks for."""
+        """Begins a proposal of `num_wanted` tokens, by default as many as requested."""
         self.request = request
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
         self.unseen = unseen
@@ -42,14 +42,14 @@ class AutoregressiveDraft:
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """For each drawn token, the likely tokens of its row of logits. Shorter than `token_ids` if
-        some are unknown."""
+        """The likely tokens of each drawn token's row of logits. Shorter than `token_ids` if some
+        are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
 
     @property
     def sequence_id(self) -> str:
-        """Name of the engine's sequence that the draft extends."""
+        """The engine's sequence that the draft extends."""
         return self.request.session_id
 
     @property
@@ -69,13 +69,12 @@ class AutoregressiveDraft:
 
     @property
     def newest(self) -> int:
-        """The last drafted token, or the last committed token if none is drafted yet."""
+        """The last token, drafted or committed."""
         return self.token_ids[-1] if self.token_ids else self.request.token_ids[-1]
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether the draw of a token depends only on its row of logits, not on the tokens drawn
-        before it."""
+        """Whether a draw depends only on its row of logits, not on the tokens drawn before."""
         return not self.request.sampling.penalised and self.request.allowed is None
 
     @property
@@ -133,67 +132,50 @@ class DraftSampler:
         """Draws one token from each row of a draft's logits [n, N]. Only a draft that
         `draws_at_once` may have several rows. If no token can be drawn from a row, or the grammar
         allows no further token, the draft ends. Returns the drafts that got a token."""
-        if any(draft.request.allowed is not None for draft in drafts):
-            drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
-        groups: dict[torch.device, list[int]] = {}
-        for index, row in enumerate(rows):
-            groups.setdefault(row.device, []).append(index)
-        for indices in groups.values():
-            self._draw([drafts[index] for index in indices], [rows[index] for index in indices])
-        before = zip(drafts, lengths, strict=True)
-        return [draft for draft, length in before if len(draft.token_ids) > length]
-
-    def _masked(
-        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
-    ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        going_on: list[AutoregressiveDraft] = []
+        by_row: list[AutoregressiveDraft] = []
+        depths: list[int] = []
+        masks: list[TokenMask | None] = []
         left: list[Tensor] = []
-        masks: dict[int, TokenMask] = {}
-        for draft, row in zip(drafts, rows, strict=True):
+        for draft, own, length in zip(drafts, rows, lengths, strict=True):
+            mask = None
             if draft.request.allowed is not None:
                 mask = draft_mask(draft.request.allowed, draft.token_ids, self.vocabulary)
                 if mask is None:
                     draft.stop()
                     continue
-                masks[len(left)] = mask
-            going_on.append(draft)
-            left.append(row)
-        if masks:
-            logits = joined_rows([left[place] for place in masks]).cpu()
-            masked = masked_logits(logits, [*masks.values()], self.vocabulary)
-            for place, row in zip(masks, torch.split(masked, 1), strict=True):
-                left[place] = row
-        return going_on, left
+            by_row += [draft] * len(own)
+            depths += range(length, length + len(own))
+            masks += [mask] * len(own)
+            left.append(own)
+        if left:
+            self._draw(by_row, depths, masked_logits(joined_rows(left), masks, self.vocabulary))
+        before = zip(drafts, lengths, strict=True)
+        return [draft for draft, length in before if len(draft.token_ids) > length]
 
-    def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws from rows on the same device. After an error, draws from each row alone, so that
-        the error ends only the draft that caused it."""
-        by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
-        depths = [
-            len(draft.token_ids) + index
-            for draft, own in zip(drafts, rows, strict=True)
-            for index in range(len(own))
-        ]
-        logits = joined_rows(rows)
+    def _draw(
+        self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
+    ) -> None:
+        """Draws token `depths[i]` of draft i from row i of `logits`. After an error, draws from
+        each row alone, so that the error ends only the draft that caused it."""
         try:
             tokens, drawn_from = draw_from_logits(
                 logits,
-                [draft.request.sampling for draft in by_row],
-                [draft.request.noise for draft in by_row],
+                [draft.request.sampling for draft in drafts],
+                [draft.request.noise for draft in drafts],
                 depths,
-                [draft.history for draft in by_row],
+                [draft.history for draft in drafts],
                 self.vocabulary,
             )
         except OutriderError as error:
-            if len(by_row) == 1:
+            if len(drafts) == 1:
                 drafts[0].end(error)
                 return
-            for draft, row in zip(by_row, torch.split(logits, 1), strict=True):
+            for draft, depth, row in zip(drafts, depths, torch.split(logits, 1), strict=True):
                 if not draft.is_whole:
-                    self._draw([draft], [row])
+                    self._draw([draft], [depth], row)
             return
-        for draft, (token_id, q), likely in zip(by_row, tokens, drawn_from, strict=True):
+        for draft, (token_id, q), likely in zip(drafts, tokens, drawn_from, strict=True):
             draft.add(token_id, q)
             draft.unseen = (token_id,)
             if likely is not None:

@@ -45,8 +45,7 @@ class DraftDeadline:
     def after(
         cls, budget_us: int, clock: Callable[[], float], now: float | None = None
     ) -> DraftDeadline:
-        """A limit `budget_us` microseconds after `now`, by default the time of `clock`. If
-        `budget_us` is 0, there is no limit."""
+        """A limit `budget_us` microseconds after `now`, by default now. 0 = no limit."""
         if budget_us == 0:
             return NO_DEADLINE
         return cls((clock() if now is None else now) + budget_us / 1e6, clock)
@@ -66,7 +65,7 @@ class DraftDeadline:
 
     def close_undrawn(self) -> bool:
         """If no token has been drawn, refuses all draws from now on. The first such call returns
-        True, and its caller must report an empty proposal. All other calls return False."""
+        True, and its caller must report an empty proposal. All others return False."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False
@@ -82,8 +81,7 @@ class DraftRequest:
     """Asks for up to `num_draft_tokens` tokens after the committed tokens of a session."""
 
     session_id: str
-    """A drafter may cache data of the session under this id, but the data must not change
-    proposals."""
+    """A drafter may cache data under this id, but the data must not change proposals."""
     tenant: str
     token_ids: Sequence[int]
     """All committed tokens, prompt first. After the drafter's answer, the sequence may change."""
@@ -95,10 +93,9 @@ class DraftRequest:
     features: Features | None = None
     """New hidden states of committed tokens, for a head."""
     allowed: Allowed | None = None
-    """The tokens that the grammar allows after the committed tokens. None if there is no grammar,
-    or if this process does not know it."""
+    """What may follow the committed tokens. None = all tokens, or unknown to this process."""
     digests: TokenSequence | None = None
     """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix.
-    After the drafter's answer, the prefix may change."""
+    After the drafter's answer, it may change."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Look-ups ignore this time limit, because they take only microseconds."""
+    """Look-ups ignore it, because they take only microseconds."""

@@ -31,8 +31,8 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of `num` among `num_all` occurrences of a match. A few short matches are weak
-    evidence, so `num_all` is increased by 1 / `match_length`."""
+    """The share of `num` among `num_all` occurrences of a match. Because a few short matches are
+    weak evidence, adds 1 / `match_length` to `num_all`."""
     return num / (num_all + 1 / match_length)
 
 
@@ -70,12 +70,11 @@ _NO_PLACE = 0
 
 class TextIndex:
     """A text of tokens, with an index of the n-grams in it. The text grows at its end, and may be
-    cut at its beginning.
+    cut at its beginning. Appending or cutting a token takes O(1). A token takes about 200 bytes.
 
     A *place* is a position between two tokens. Its number counts all tokens before the place, also
     those that were cut off. The index links each place to the previous place that follows the same
-    n-gram. Appending or cutting a token takes O(1). A token takes about 200 bytes.
-    """
+    n-gram."""
 
     def __init__(self, gram_length: int) -> None:
         self._gram_length = gram_length
@@ -83,7 +82,7 @@ class TextIndex:
         self._num_cut = 0
         self._digest = EMPTY_DIGEST
         self._last: dict[tuple[int, ...], int] = {}
-        """Maps each n-gram to the place after its last occurrence."""
+        """The place after the last occurrence of each n-gram."""
         self._previous: list[int] = []
         """The link of the place after each kept token."""
 
@@ -159,14 +158,12 @@ class TextIndex:
 OCCURRENCES_MAX = 256
 """The longest match is searched among this many of the latest occurrences."""
 TOKENS_PER_MATCH = 3
-"""A guess has at most this many tokens for each token of its match, because a short match predicts
-few tokens."""
+"""The maximum length of a guess for each token of its match: a short match predicts few tokens."""
 
 
 class NgramDrafter(LookupDrafter):
     """Prompt lookup: proposes the tokens that followed an earlier occurrence of the session's last
-    tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max). The defaults
-    were the best for texts of a chat model of 135 million parameters, at K = 8 and 16."""
+    tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max)."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
         """A match has at least `ngram_min` tokens. Matches of `ngram_max` tokens or more count as
@@ -176,8 +173,7 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow the match, the text has begun to repeat these tokens, so the guess repeats
-        them too."""
+        few tokens follow the match, repeats them, because the text has begun to repeat them."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

@@ -3,7 +3,7 @@ answers to the same tenant.
 
 The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
 occurrence of the last tokens. The *share* of a token is the fraction of the matches that the token
-follows. The paper keeps a tree of all suffixes, which takes O(depth) memory for each token. Here an
+follows. Instead of the paper's tree of all suffixes, which takes O(depth) memory for each token, an
 index finds the latest matches, and each round counts the tokens that followed them.
 """
 
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter, TextIndex, share_of
@@ -24,8 +25,7 @@ MATCH_IN_HISTORY_MIN = 2
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """Limits of the search, of the history and of drafts. For texts of a chat model of 135 million
-    parameters at K = 8, the defaults were nearly the best, and a look-up took 45 us."""
+    """Limits of the search, of the history and of drafts."""
 
     depth: int = 16
     """Matches of this many tokens or more count as equally long."""
@@ -39,13 +39,10 @@ class SuffixConfig:
     occurrences_max: int = 64
     """Only this many latest matches are read, in the session and in the history each."""
     tokens_per_match: int = 4
-    """A draft has at most this many tokens for each token of its match."""
+    """Maximum number of draft tokens for each token of the match."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Occurrence:
-    """An earlier occurrence of a session's last tokens."""
-
+class _Occurrence(NamedTuple):
     text: TextIndex
     place: int
     """The place after the occurrence."""
@@ -53,8 +50,8 @@ class _Occurrence:
     """How many tokens before the place equal the session's last tokens."""
 
     def follower(self, drafted: Sequence[int]) -> int:
-        """The token that comes `len(drafted)` tokens after the place. The drafted tokens count as
-        the continuation of the text, because a session's text ends where the draft begins."""
+        """The token `len(drafted)` tokens after the place. The drafted tokens count as the
+        continuation of the text, because a session's text ends where the draft begins."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
@@ -72,11 +69,10 @@ class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
     Under the rules token and block, sessions with the same seed have the same noise. A draft copied
-    from an earlier session with the same seed would depend on the noise that tests the draft, so
-    the test would be biased. So under these rules, only the tenant's first session with a seed
-    reads the history. Later sessions do not even read the outputs of other seeds, because the
-    length of the first session's output may decide which outputs are kept. Under the other rules,
-    all sessions read the history.
+    from an earlier session with the same seed would depend on the noise that tests the draft, which
+    would bias the test. So under these rules, only the tenant's first session with a seed reads the
+    history. Later sessions do not even read the outputs of other seeds, because the length of the
+    first session's output may decide which outputs are kept.
 
     Only the first session with a seed adds its output to the history, when the session ends. If the
     drafter forgets the seed, it also forgets this output.
@@ -92,8 +88,8 @@ class SuffixDrafter(LookupDrafter):
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """Maps each tenant and seed to the first session, or to None after that session has ended.
-        The newest `seeds_max` entries are kept."""
+        """The first session of each tenant and seed, or None after that session has ended. Has at
+        most `seeds_max` entries, oldest first."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
@@ -106,8 +102,8 @@ class SuffixDrafter(LookupDrafter):
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
-        """Ends the session. If the session is the first with its seed, adds the last tokens of the
-        prompt, and the output that `guess` has seen, to the history."""
+        """If the session is the first with its seed, adds the last tokens of its prompt, and the
+        output that `guess` has seen, to the history."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -134,8 +130,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """For each length of a match, makes a guess from all matches at least this long. Returns the
-    best guess."""
+    """The best of several guesses: for each length of a match, one from all matches this long."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -157,12 +152,9 @@ def _most_frequent(
     score, product = 0.0, 1.0
     while len(drafted) < limit:
         followed: dict[int, list[_Occurrence]] = {}
-        num_all = 0
         for occurrence in matching:
-            token_id = occurrence.follower(drafted)
-            if token_id != END:
-                followed.setdefault(token_id, []).append(occurrence)
-                num_all += 1
+            followed.setdefault(occurrence.follower(drafted), []).append(occurrence)
+        num_all = len(matching) - len(followed.pop(END, ()))
         if not followed:
             break
         token_id, matching = max(followed.items(), key=lambda item: (len(item[1]), -item[0]))
@@ -182,7 +174,7 @@ class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Maps each seed to the length of its output with `END`. The oldest output comes first."""
+        """Seed -> length of its output with `END`, the oldest output first."""
 
 
 class History:
@@ -200,9 +192,8 @@ class History:
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds the last tokens of an output, as many as a history may have. To make room, drops
-        older outputs of the tenant, and then those of other tenants. The tenant must have no output
-        of this seed yet."""
+        """Adds the last tokens of an output, as many as a history may have. To make room, drops the
+        oldest outputs, of this tenant first. The tenant must have no output of this seed yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -219,8 +210,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """If the tenant's history has an output of this seed, forgets this output and all older
-        ones, because the output's length has decided which older outputs were kept."""
+        """Forgets the tenant's output of this seed, if any, and all older outputs, because the
+        output's length has decided which of these were kept."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 

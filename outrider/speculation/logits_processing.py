@@ -356,8 +356,8 @@ def masked_logits(
     if not given:
         return logits
     width = logits.shape[1]
-    forbidden = torch.from_numpy(np.stack([~_flags(mask, width, vocabulary) for mask in given]))
-    masked = logits.clone()
+    flags = np.stack([~_flags(mask, width, vocabulary) for mask in given])
+    masked, forbidden = logits.clone(), torch.from_numpy(flags).to(logits.device)
     if len(wanted) == len(masked):
         return masked.masked_fill_(forbidden, float("-inf"))
     masked[wanted] = masked[wanted].masked_fill_(forbidden, float("-inf"))

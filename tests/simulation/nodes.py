@@ -266,12 +266,11 @@ class ReplicaNode(Node):
         draw = sampler._draw
         num_drawn: dict[tuple[str, int], int] = {}
 
-        def counted(drafts: Any, rows: Any) -> None:
-            for draft in drafts:
+        def counted(drafts: Any, depths: Any, logits: Any) -> None:
+            for draft, depth in zip(drafts, depths, strict=True):
                 request = draft.request
-                key = request.session_id, request.noise.committed_length
-                num_drawn[key] = len(draft.token_ids) + 1
-            draw(drafts, rows)
+                num_drawn[request.session_id, request.noise.committed_length] = depth + 1
+            draw(drafts, depths, logits)
 
         def compared(items: Any) -> Any:
             answers = step(items)
