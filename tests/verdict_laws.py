@@ -14,7 +14,7 @@ from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.draft_sampling import DraftedToken, quantise
-from outrider.speculation.gumbel_max import BLOCK, race, token_keys, uniforms
+from outrider.speculation.gumbel_max import race, token_keys, uniforms
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
@@ -34,13 +34,7 @@ from outrider.speculation.random_streams import (
     uniform,
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import (
-    Question,
-    check_parts,
-    judge_by_weights,
-    subtract_drafts,
-    verdicts_from_logits,
-)
+from outrider.speculation.verification import Question, subtract_drafts, verdicts_from_logits
 
 
 def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
@@ -87,24 +81,13 @@ def verdict_from_logits(
 def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
     """The verdict on one proposal, from `probabilities` [K + 1, V], whose rows sum to 1. Leaves
     them unchanged."""
-    check_parts(probabilities, proposal, noise.rule)
-    return scores(probabilities, [(proposal, noise)])[0]
-
-
-def scores(
-    probabilities: torch.Tensor, asked: Sequence[tuple[Proposal, RoundNoise]]
-) -> list[Verdict]:
-    """The verdicts on several proposals with one rule, whose rows follow each other."""
-    if not asked:
-        return []
-    rows = ProposalRows(asked)
-    if asked[0][1].rule is Rule.GREEDY:
+    if noise.rule is Rule.GREEDY:
         greedy = SamplingParams(temperature=0.0)
-        parts = zip(torch.split(probabilities.log(), rows.sizes.tolist()), asked, strict=True)
-        return [verdict_from_logits(part, greedy, NO_HISTORY, *one) for part, one in parts]
-    width = -probabilities.shape[1] % BLOCK
-    weights = torch.nn.functional.pad(probabilities, (0, width)).contiguous()
-    return rows.verdicts(judge_by_weights(weights, row_sums(weights).cpu().numpy(), rows))
+        return verdict_from_logits(probabilities.log(), greedy, NO_HISTORY, proposal, noise)
+    rows = ProposalRows([(proposal, noise)])
+    weights = probabilities.clone()
+    behind, left = subtract_drafts(weights, row_sums(weights).numpy(), rows)
+    return rows.verdicts(JudgedRows(behind, left, race(weights, rows.keys())))[0]
 
 
 def verdict_law(

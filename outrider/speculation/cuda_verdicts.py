@@ -33,17 +33,13 @@ _WEIGHING_WARPS = 32
 _ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
-
-
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""The parameters, history and masks that change the logits of one session. The sequence of masks
-has an entry for each row, or is empty."""
+"""What changes the logits of one session. The masks have an entry for each row, or are empty."""
 _FAILED: set[torch.device] = set()
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether verdicts and draws on the device use kernels. Kernels need CUDA and Triton, and
-    `give_up` turns them off."""
+    """Whether verdicts and draws on the device use kernels, which need CUDA and Triton."""
     return device.type == "cuda" and device not in _FAILED and _has_compiler()
 
 
@@ -88,12 +84,11 @@ def send_rows(
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sends the kernels' arguments for each row of `logits` to the device. `logits` are [R, V], or
-    [R, N] with a `vocabulary`, in float32 or narrower. For each session, `transforms` has an entry,
-    and `sizes` has the number of its rows. `drafted` has the draft token that each row judges, or
-    -1. If a session changes its logits, runs `change_rows` on the current device.
+    [R, N] with a `vocabulary`, in float32 or narrower. `transforms` and `sizes` have each session's
+    parameters and number of rows. `drafted` has the draft token that each row judges, or -1.
 
     Returns the words [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and the logits
-    after masks, biases and penalties."""
+    after masks, biases and penalties (`change_rows`)."""
     num_rows, width = logits.shape
     words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
     kept = np.array([filters(sampling) for sampling, _, _ in transforms])
@@ -165,8 +160,8 @@ def _changes(
     end: int,
     vocabulary: DraftVocabulary | None,
 ) -> list[npt.NDArray[Any]]:
-    """Returns the arrays that are sent after the first `end` bytes: tables of tokens with biases or
-    penalties, and then masks. Writes the byte offset of each array into `words`."""
+    """The arrays that are sent after the first `end` bytes: tables of tokens with biases or
+    penalties, and then masks. Writes their byte offsets into `words`."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1
@@ -175,13 +170,12 @@ def _changes(
         start, at = at, at + size
         if sampling.penalised or sampling.logit_bias:
             tables.append(changed_tokens(sampling, history, width, vocabulary))
-            penalties = (
-                sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-            )  # fmt: skip
             rows = words[start:at]
             rows[:, 5:7] = len(tables[-1]), end
             rows[:, 8] = np.arange(size)
-            rows[:, 9:] = np.array(penalties, dtype=np.float64).view(np.int64)
+            penalties = rows[:, 9:].view(np.float64)
+            penalties[:, 0] = sampling.repetition_penalty
+            penalties[:, 1:] = sampling.presence_penalty, sampling.frequency_penalty
             end += tables[-1].nbytes
         for row, mask in enumerate(row_masks, start):
             if mask is not None:
@@ -197,13 +191,13 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Copies the bytes of all parts to a device in one copy, and does not wait for the copy."""
+    """Starts one copy of the bytes of all parts to a device."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device current, because Triton starts kernels on the current device."""
+    """Makes the device current: Triton starts kernels on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -2,9 +2,9 @@
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
 from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
-To get the counts, the draft multiplies the cumulative distribution by `COUNT_TOTAL`, rounds it, and
-takes the differences. A draw takes one uniform u, and returns the first token at which the running
-sum of counts exceeds u times their total.
+The counts are the differences of the cumulative distribution, multiplied by `COUNT_TOTAL` and
+rounded. A draw takes one uniform u, and returns the first token at which the running sum of counts
+exceeds u times their total.
 
 Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`).
 """
@@ -56,17 +56,17 @@ from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 DraftedToken = tuple[int, DraftDistribution | None]
-"""A token and the distribution from which it was drawn. The distribution is None if the rule does
-not use q, or if the draw was certain."""
+"""A token and its q. None if the rule does not use q, or if the draw was certain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikelyTokens:
-    """The M likeliest tokens of each of R rows, likeliest first, on the CPU. `ids` [R, M], int64,
-    are token ids of the target. `mass` [R, M], float64, is proportional to the probabilities."""
+    """The M likeliest tokens of each of R rows, likeliest first, on the CPU."""
 
     ids: IntArray
+    """[R, M], the target's ids."""
     mass: RealArray
+    """[R, M], proportional to the probabilities."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -78,14 +78,9 @@ class LikelyTokens:
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
-        """Splits the rows into consecutive parts of these sizes."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]
-
-    def row(self, index: int) -> LikelyTokens:
-        """Only row `index`."""
-        return LikelyTokens(self.ids[index : index + 1], self.mass[index : index + 1])
 
 
 def draw_from_logits(
@@ -97,12 +92,11 @@ def draw_from_logits(
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
     """Draws the next token for each of B sessions. Session b draws token `indices[b]` (from 0) of
-    its round, from row b of `logits` [B, V]. With a `vocabulary`, `logits` are [B, N]. All other
-    arguments and results use the target's ids. Only penalties need `histories`.
+    its round, from row b of `logits`: [B, V], or [B, N] with a `vocabulary`. All other arguments
+    and results use the target's ids. Only penalties need `histories`.
 
     Also returns the likely tokens of each row, or None if the draw takes the likeliest token. Waits
-    for the device only once. Raises `InvariantError` for rows that `target_probabilities`
-    refuses."""
+    for the device once. Raises `InvariantError` for rows that `target_probabilities` refuses."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     if not noises:
         return [], []
@@ -114,7 +108,6 @@ def draw_from_logits(
     if set(rules) == {Rule.GREEDY}:
         return tokens, [None] * len(rules)
     likely = found.likely(params)
-    rows = [None if rule is Rule.GREEDY else likely.row(i) for i, rule in enumerate(rules)]
     quantised = [index for index, rule in enumerate(rules) if rule.needs_q]
     if quantised:
         levels, ids = count_levels(likely.mass[quantised]), likely.ids[quantised]
@@ -124,16 +117,16 @@ def draw_from_logits(
         for index, row, own, place in zip(quantised, ids, levels, places, strict=True):
             q = _as_distribution(row, own)
             tokens[index] = int(row[place]), q if len(q.token_ids) > 1 else None
-    return tokens, rows
+    rows = zip(likely.split([1] * len(rules)), rules, strict=True)
+    return tokens, [None if rule is Rule.GREEDY else row for row, rule in rows]
 
 
 def likely_tokens(
     logits: Tensor, params: Sequence[SamplingParams], vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
-    [R, N] with a `vocabulary`. Each row has its own `params`. If these are greedy, the masses of
-    the row are those of temperature 1. Raises `InvariantError` for penalties, and for rows that
-    `target_probabilities` refuses."""
+    [R, N] with a `vocabulary`. A row with greedy `params` has the masses of temperature 1. Raises
+    `InvariantError` for penalties, and for rows that `target_probabilities` refuses."""
     check(not any(each.penalised for each in params), "penalties would count draft tokens")
     params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
     transforms = [(each, NO_HISTORY) for each in params]
@@ -143,8 +136,6 @@ def likely_tokens(
 
 
 class _Rows(NamedTuple):
-    """Results from R rows of logits, on the CPU."""
-
     tokens: IntArray
     """[R]: the likeliest token under greedy, the race's winner under coupled, else arbitrary."""
     maxima: RealArray
@@ -257,8 +248,7 @@ def _any_changed(transforms: _Transforms) -> bool:
 
 
 def _spread(weights: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    """Moves the weights of a `vocabulary` from their columns to their ids, because the noise of a
-    race belongs to ids."""
+    """Moves weights from their columns to their ids, to which the noise of a race belongs."""
     if vocabulary is None:
         return weights
     table = vocabulary.table(weights.device)
@@ -267,8 +257,7 @@ def _spread(weights: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
 
 
 def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArray:
-    found: IntArray = columns if vocabulary is None else vocabulary.token_ids[columns]
-    return found
+    return columns if vocabulary is None else vocabulary.token_ids[columns]
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
@@ -287,14 +276,14 @@ def quantise(
     probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
     """Quantises the `entries_max` likeliest of `probabilities` [V], or [N] with a `vocabulary`.
-    Tokens whose count would be 0 are left out. The result has the target's ids."""
+    Leaves out tokens whose count would be 0. The result has the target's ids."""
     values, columns = largest(probabilities[None], entries_max)
     levels = count_levels(values.double().numpy())
     return _as_distribution(_token_ids(columns.numpy(), vocabulary)[0], levels[0])
 
 
 def count_levels(mass: RealArray) -> RealArray:
-    """Quantises `mass` [R, M]. Returns cumulative counts, whole numbers: [R, M]."""
+    """Quantises `mass` [R, M] into cumulative counts [R, M], which are whole numbers."""
     sums = mass.cumsum(axis=1)
     levels: RealArray = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels

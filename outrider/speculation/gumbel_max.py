@@ -10,11 +10,10 @@ Exp(1). So v wins with probability w_v / sum w, and the weights w need not be no
 the Gumbel-max trick over log w. If a draft and a target race with the same keys, they usually draw
 the same token.
 
-*Waits* have two levels, so that a race over a large vocabulary computes only a few waits. Tokens
+*Waits* have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
 128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and every token
-of the block is equally likely to have this wait. Exp(1) is memoryless, so every other wait is the
-shortest wait plus an independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of
-number i.
+of the block is equally likely to have it. Exp(1) is memoryless, so every other wait is the shortest
+wait plus an independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of number i.
 
 - The shortest wait of block b is m_b = E_i / 128 with i = 2^32 + b. The lower 7 bits of number i
   say which token of the block has this wait.
@@ -46,8 +45,7 @@ RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def whole_blocks(width: int) -> int:
-    """The least multiple of `BLOCK` that is at least `width`. If the width of a race's rows is no
-    multiple of `BLOCK`, `race` makes padded copies of the rows."""
+    """The least multiple of `BLOCK` from `width` on. `race` copies rows of any other width."""
     return -(-width // BLOCK) * BLOCK
 
 
@@ -58,8 +56,8 @@ def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
 
 
 def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
-    """The numbers with these `indices` ([R, M] or [1, M]) of each row: [R, M], int64 with 64 random
-    bits. `keys` are columns [R, 1]."""
+    """The numbers with these `indices` ([R, M] or [1, M]) of each row: [R, M], int64. `keys` are
+    columns [R, 1]."""
     first, second = keys
     bits = indices * _GAMMA + first
     bits ^= (bits >> 30) & (2**34 - 1)  # The mask clears the copies of the sign bit.
@@ -73,8 +71,7 @@ def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
 
 def uniforms(keys: tuple[IntArray, IntArray], indices: IntArray) -> RealArray:
     """`numbers` as float64 in (0, 1)."""
-    drawn: RealArray = _uniforms(numbers(keys, indices))
-    return drawn
+    return _uniforms(numbers(keys, indices))
 
 
 def race(weights: Tensor, keys: RowKeys) -> IntArray:
@@ -101,8 +98,8 @@ def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
     """`race` for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each block.
-    First computes the score of the token with the shortest wait in each block. Then computes only
-    those scores that could exceed the best of the first scores."""
+    First computes the score of the token with the shortest wait in each block, and then only those
+    scores that could exceed the best of the first scores."""
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))
@@ -139,11 +136,10 @@ def _block_numbers(num_blocks: int) -> IntArray:
 
 
 def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
-    key: IntArray = ((high << np.uint64(32)) | low).view(np.int64)[:, None]
-    return key
+    return ((high << np.uint64(32)) | low).view(np.int64)[:, None]
 
 
-def _uniforms(bits: IntArray) -> Any:
+def _uniforms(bits: IntArray) -> RealArray:
     fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
     drawn = fraction.astype(np.float64)
     drawn += 0.5
@@ -152,5 +148,4 @@ def _uniforms(bits: IntArray) -> Any:
 
 
 def _exponentials(bits: IntArray) -> RealArray:
-    found: RealArray = -np.log(_uniforms(bits))
-    return found
+    return -np.log(_uniforms(bits))

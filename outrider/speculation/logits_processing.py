@@ -1,7 +1,7 @@
 """Turns logits into the distribution that is sampled, on the CPU.
 
-The order is logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. A filter sees
-only what the filters before it kept. So top-p is a share of the mass that min-p and top-k kept.
+The order is logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. Top-p is a
+share of the mass that min-p and top-k kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import Incompatible, OutriderError, check
-from outrider.grammar.token_mask import Allowed, TokenMask
+from outrider.grammar.token_mask import Allowed, Flags, TokenMask
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -30,9 +30,8 @@ _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. The
-shift leaves the exponent of a float and six bits of its fraction. So the weights between two
-neighbouring powers of 2 are in 64 buckets."""
+"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift that
+leaves the exponent and six bits of the fraction, so that a power of 2 has 64 buckets."""
 _NUM_BUCKETS = 64 * 64
 """The buckets of weights from 1 down to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64
@@ -56,8 +55,8 @@ def target_probabilities(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. If `params` are
-    greedy, a row is one-hot at its largest logit (of equal logits, at the lowest id). Ids of V or
-    more in the bias or the history are ignored, because draft and target may pad their vocabularies
+    greedy, a row is one-hot at its largest logit (of equal logits, at the lowest id). Ignores ids
+    of V or more in the bias or the history, because draft and target may pad their vocabularies
     differently. Raises `InvariantError` for a row of `logits` with NaN or +inf, or only -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
@@ -68,8 +67,8 @@ def target_probabilities(
 
 def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> None:
     """Writes the sampled distribution of every row of `adjusted_logits` [R, V], up to a factor, to
-    `weights` [R, W], float32 or float64. Columns beyond V become 0. For a row without a
-    distribution, writes NaN, and `check_weights` raises an error."""
+    `weights` [R, W], float32 or float64. Columns beyond V become 0. A row without a distribution
+    becomes NaN, and `check_weights` raises an error."""
     width = logits.shape[1]
     weights[:, width:] = float("-inf")
     weights[:, :width] = logits
@@ -92,12 +91,9 @@ def row_sums(weights: Tensor) -> Tensor:
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
-    return (
-        weights.view(-1, 4 * _BLOCK if width % (4 * _BLOCK) == 0 else _BLOCK)
-        .sum(dim=1)
-        .view(num_rows, -1)
-        .sum(dim=1, dtype=torch.float64)
-    )
+    size = 4 * _BLOCK if width % (4 * _BLOCK) == 0 else _BLOCK
+    sums = weights.view(-1, size).sum(dim=1).view(num_rows, -1)
+    return sums.sum(dim=1, dtype=torch.float64)
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
@@ -118,8 +114,8 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
-    """The id of the largest logit of each row [R, V] after bias and penalties. Of equal logits,
-    takes the lowest id. Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    """The id of the largest logit of each row [R, V] after bias and penalties (of equal logits, the
+    lowest id). Raises `InvariantError` for rows that `target_probabilities` refuses."""
     found, maxima = largest_of_rows(adjusted_logits(logits, params, history))
     check_maxima(maxima)
     return found
@@ -145,8 +141,8 @@ def adjusted_logits(
     penalties, returns `logits` itself.
 
     The repetition penalty divides positive logits of tokens in the prompt or output, and multiplies
-    negative logits of these tokens (Keskar et al. 2019). Presence and frequency penalties are
-    subtracted from the logits of tokens in the output."""
+    their negative logits (Keskar et al. 2019). Presence and frequency penalties are subtracted from
+    the logits of tokens in the output."""
     if not (params.logit_bias or params.penalised):
         return logits
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -174,10 +170,9 @@ def changed_tokens(
     width: int,
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Returns a table [E, 3] of the tokens that have a bias or that penalties count. Tokens without
-    a column of the logits are left out. Each row has the token's column, the bits of its bias as a
-    float64, and twice its count in the output, plus 1 if the prompt has the token. `width` is the
-    number of columns of the logits."""
+    """A table [E, 3] of the tokens that have a bias or that penalties count, and that have one of
+    the `width` columns of the logits. Each row has the token's column, the bits of its bias as a
+    float64, and twice its count in the output, plus 1 if the prompt has the token."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
@@ -204,24 +199,19 @@ def raw_logprobs(
         ids = (exact[row] >= least).nonzero()[:, 0].tolist()
         ranked = zip(ids, (exact[row, ids] - normaliser[row]).tolist(), strict=True)
         tops[row] = tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0]))[:num_top])
-    return tuple(
-        (
-            float(exact[row, token_id] - normaliser[row])
-            if token_id < logits.shape[1]
-            else float("-inf"),
-            tops[row],
-        )
-        for row, token_id in zip(rows, chosen, strict=True)
-    )
+    found = []
+    for row, token_id in zip(rows, chosen, strict=True):
+        is_known = token_id < logits.shape[1]
+        logprob = float(exact[row, token_id] - normaliser[row]) if is_known else float("-inf")
+        found.append((logprob, tops[row]))
+    return tuple(found)
 
 
 def check_maxima(maxima: Sequence[float]) -> None:
     """Raises `InvariantError` if the largest logit of a row is NaN or infinite."""
     for row, largest in enumerate(maxima):
-        check(
-            math.isfinite(largest),
-            f"logits of row {row} cannot be sampled from: their maximum is {largest}",
-        )
+        reason = f"logits of row {row} cannot be sampled from: their maximum is {largest}"
+        check(math.isfinite(largest), reason)
 
 
 def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
@@ -250,19 +240,21 @@ def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     if math.isnan(ranked[0]):
         return
     ranked = ranked[: top_k if is_cut else None]
-    num_kept = len(ranked)
-    goal = 0.0
+    num_kept = int(np.count_nonzero(ranked))
+    last = float(ranked[num_kept - 1]) if num_kept else 0.0
     if top_p < 1.0:
         mass = ranked.cumsum(dtype=np.float64)
         goal = top_p * (float(mass[-1]) if is_cut else float(row_sums(row[None])))
-        num_kept = int(mass.searchsorted(goal)) + 1
-    if num_kept <= len(ranked) or is_cut or len(ranked) == len(row):
-        num_kept = min(num_kept, int(np.count_nonzero(ranked)))
-        threshold = float(ranked[num_kept - 1]) if num_kept else 0.0
-    else:
-        threshold, num_kept = _long_head_end(row.numpy(), goal)
-    _keep_from(row, threshold)
-    _drop_last_ties(row, int(np.count_nonzero(row.numpy())) - num_kept)
+        place = int(mass.searchsorted(goal))
+        if place < num_kept:
+            last, num_kept = float(ranked[place]), place + 1
+        elif place == len(ranked) < len(row) and not is_cut:
+            last, num_kept = _long_head_end(row.numpy(), goal)
+    _keep_from(row, last)
+    excess = int(np.count_nonzero(row.numpy())) - num_kept
+    if excess > 0:
+        ties = (row == row[row > 0].amin()).nonzero()[:, 0]
+        row[ties[-excess:]] = 0.0
 
 
 def _keep_from(row: Tensor, least: float) -> None:
@@ -271,16 +263,9 @@ def _keep_from(row: Tensor, least: float) -> None:
     torch.nn.functional.threshold(row, float(below), 0.0, inplace=True)
 
 
-def _drop_last_ties(row: Tensor, excess: int) -> None:
-    """Of the ids that share the smallest positive weight of `row`, drops the `excess` highest."""
-    if excess > 0:
-        ties = (row == row[row > 0].amin()).nonzero()[:, 0]
-        row[ties[-excess:]] = 0.0
-
-
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest weights of each row of `weights` [R, V], largest first, and their
-    indices: [R, count] each. Of equal weights at the boundary, any may be included."""
+    indices: [R, count] each. Which of equal weights at the boundary are included is undefined."""
     num_rows, width = weights.shape
     count = min(count, width)
     if weights.device.type != "cpu" or width < 4 * _BLOCK * count:
@@ -299,8 +284,8 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
     """Adds the weights of `row` [V], largest first, until their sum reaches `goal`. Returns the
-    last weight added, and how many were added. The leading bits of the floats divide the weights
-    into buckets by size. Sorts only the bucket in which the sum reaches the goal."""
+    last weight added, and how many were added. Divides the weights into buckets by their leading
+    bits, and sorts only the bucket in which the sum reaches the goal."""
     integers, bits_of_one, shift = _BUCKETS[row.dtype]
     buckets = (bits_of_one - row.view(integers)) >> shift
     np.minimum(buckets, _NUM_BUCKETS - 1, out=buckets)
@@ -327,7 +312,7 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
-        """The vocabulary of these tokens. None for an empty list, which means all tokens."""
+        """The vocabulary of these tokens, or None for an empty list, which means all tokens."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
@@ -349,8 +334,8 @@ class DraftVocabulary:
 def masked_logits(
     logits: Tensor, masks: Sequence[TokenMask | None], vocabulary: DraftVocabulary | None = None
 ) -> Tensor:
-    """A copy of `logits`, [R, V], or [R, N] with a `vocabulary`. Tokens that the mask of their row
-    forbids get -inf. If no row has a mask, returns `logits` itself."""
+    """A copy of `logits`, [R, V], or [R, N] with a `vocabulary`, with -inf for the tokens that the
+    mask of their row forbids. If no row has a mask, returns `logits` itself."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -364,8 +349,7 @@ def masked_logits(
     return masked
 
 
-@dataclass(frozen=True, slots=True)
-class RowMasks:
+class RowMasks(NamedTuple):
     """The masks of a proposal's rows."""
 
     masks: list[TokenMask | None]
@@ -430,9 +414,9 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """The tokens that a draft may draw after `drafted`. Returns None if the draft must stop,
-    because the completion has ended, because no token of the draft's vocabulary may follow, or
-    because the mask cannot be computed."""
+    """The tokens that a draft may draw after `drafted`. None if the draft must stop, because the
+    completion has ended, no token of the draft's vocabulary may follow, or the mask cannot be
+    computed."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:
@@ -444,10 +428,7 @@ def draft_mask(
     return mask
 
 
-def _flags(
-    mask: TokenMask, width: int, vocabulary: DraftVocabulary | None
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _flags(mask: TokenMask, width: int, vocabulary: DraftVocabulary | None) -> Flags:
     if vocabulary is None:
         return mask.flags(width)
-    flags = mask.flags(int(vocabulary.token_ids[-1]) + 1)
-    return flags[vocabulary.token_ids]
+    return mask.flags(int(vocabulary.token_ids[-1]) + 1)[vocabulary.token_ids]

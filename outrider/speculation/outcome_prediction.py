@@ -3,12 +3,11 @@
 A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft tokens are accepted, and
 a correction follows (for n = K, the bonus). The correction wins a race (`gumbel_max.py`) over the
 target's distribution, or over the residual after a rejection. The draft knows the noise of this
-race, so it runs the race over its own distribution q. Its guesses are the tokens with the highest
-log q + Gumbel noise.
+race, and runs it over its own distribution q. Its guesses are the tokens with the highest log q +
+Gumbel noise.
 
-The acceptance of a draft token is also predicted from noise. Under the rules coupled and greedy,
-acceptance is likelier if the draft token has a larger lead in the race. Under the rules token and
-block, acceptance is likelier if the uniform u that tests the draft token is smaller.
+The acceptance of a draft token is also predicted from noise. It is likelier with a larger lead of
+the token in the race (coupled, greedy), or with a smaller uniform u that tests it (token, block).
 
 Predictions do not bias the output. Under token and block, the tokens that are drafted for an
 outcome have the next round's noise, which is independent of the noise that predictions use. Under
@@ -37,16 +36,15 @@ class OutcomeGuesses:
     """A draft's guesses for a round of K draft tokens."""
 
     corrections: list[list[int]]
-    """Row n has the guesses of the correction after n accepted tokens, best first. The guesses do
-    not include draft token n + 1. Row K, for the bonus, may be missing."""
+    """Row n has the guesses of the correction after n accepted tokens, best first, without draft
+    token n + 1. Row K, for the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R], or [K, R] without the bonus: the scores of the guesses, up to a constant for each
-    row. A score is log q + Gumbel noise. If the parameters are greedy, it is log q. Scores
-    descend in each row, and are -inf after the last guess."""
+    """[K + 1, R], or [K, R] without the bonus: log q + Gumbel noise of each guess, or log q if the
+    parameters are greedy, up to a constant for each row. Scores descend in each row, and are -inf
+    after the last guess."""
     evidence: RealArray
-    """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
-    and greedy, the evidence is the token's score minus the best other score of its row. Under token
-    and block, the evidence is -log u."""
+    """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`: the token's
+    score minus the best other score of its row (coupled, greedy), or -log u (token, block)."""
 
     @property
     def num_drafted(self) -> int:
@@ -82,8 +80,8 @@ def guess_outcomes(
 def _apart(
     drafted: Sequence[int], ids: IntArray, scores: RealArray
 ) -> tuple[RealArray, IntArray, RealArray]:
-    """Removes draft token i from row i of `ids` and `scores`. Returns the scores [K] of the removed
-    tokens, or -inf if a row does not have the token, and the new ids and scores."""
+    """Removes draft token i from row i of `ids` and `scores`. Returns its scores [K], or -inf if
+    the row lacks it, and the new ids and scores."""
     num_drafted = len(drafted)
     found = np.zeros(ids.shape, dtype=bool)
     found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
@@ -108,8 +106,7 @@ def _evidence(
 _FADE = 1 - 1 / 500
 """Each new outcome multiplies the weight of earlier outcomes by this factor."""
 _PRIOR_WEIGHT, _PRIOR_OFFSET, _PRIOR_SHARPNESS = 1.0, 0.0, 1.0
-"""Initial coefficients. Under coupled, they fit a draft whose logits have errors as large as the
-Gumbel noise."""
+"""Under coupled, they fit a draft whose logits have errors as large as the Gumbel noise."""
 _PRIOR_INFORMATION = 5.0
 """Initial information about each coefficient, as much as about twenty outcomes give."""
 _WEIGHT_MAX, _OFFSET_MAX = 8.0, 6.0
@@ -130,14 +127,12 @@ class _Coefficient:
     """A coefficient of a model, and its observed Fisher information."""
 
     def __init__(self, value: float, low: float, high: float) -> None:
-        self.value = value
-        self._low = low
-        self._high = high
+        self.value, self._low, self._high = value, low, high
         self._information = _PRIOR_INFORMATION
 
     def step(self, slope: float, information: float) -> None:
-        """Updates the value by one outcome. `slope` is the derivative of the outcome's log
-        likelihood, and `information` is its negated second derivative."""
+        """Learns from one outcome. `slope` is the derivative of its log likelihood, `information`
+        the negated second derivative."""
         self._information = self._information * _FADE + information
         step = min(max(slope / self._information, -_STEP_MAX), _STEP_MAX)
         self.value = min(max(self.value + step, self._low), self._high)
@@ -147,7 +142,7 @@ class _Corrections(_Coefficient):
     """Predicts which guess of a correction is right, by a softmax of coefficient times score."""
 
     def chances(self, scores: RealArray) -> RealArray:
-        """The probabilities [N, R] of guesses with these `scores` [N, R]."""
+        """The probabilities [N, R] of guesses."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
@@ -157,7 +152,7 @@ class _Corrections(_Coefficient):
         return weights
 
     def note(self, scores: RealArray, rank: int) -> None:
-        """Learns that of the guesses with these `scores` [R], guess `rank` was right."""
+        """Learns that of the guesses [R], guess `rank` was right."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]
         chances = self.chances(known[None])[0]
@@ -170,22 +165,19 @@ class OutcomeModel:
 
     def __init__(self) -> None:
         self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
-        self._offsets = [
-            _Coefficient(_PRIOR_OFFSET, -_OFFSET_MAX, _OFFSET_MAX)
-            for _ in range(NUM_DRAFT_TOKENS_MAX)
-        ]
-        self._recovery, self._bonus = (
-            _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX) for _ in range(2)
-        )
+        offset = _PRIOR_OFFSET, -_OFFSET_MAX, _OFFSET_MAX
+        self._offsets = [_Coefficient(*offset) for _ in range(NUM_DRAFT_TOKENS_MAX)]
+        self._recovery = _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX)
+        self._bonus = _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX)
 
     def _acceptance(self, index: int, evidence: float) -> float:
-        """The probability that a draft token is accepted after all draft tokens before it."""
+        """The probability that a draft token is accepted after all those before it."""
         total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
-        """Learns from a round with `num_accepted` accepted draft tokens. `rank` is the index of the
-        right guess of the correction, or None if no guess was right."""
+        """Learns from a round. `rank` is the index of the right guess of the correction, or None if
+        no guess was right."""
         for index in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[index])
             chance = self._acceptance(index, evidence)
@@ -198,34 +190,25 @@ class OutcomeModel:
 
     def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
         """At most `num_guesses` and `LOOK_AHEAD_MAX` outcomes, the likeliest first."""
-        evidence = guesses.evidence.tolist()
-        accepted = [self._acceptance(*place) for place in enumerate(evidence)]
+        accepted = [self._acceptance(*place) for place in enumerate(guesses.evidence.tolist())]
         reached = np.cumprod([1.0, *accepted])
         ends = reached * (1 - np.array([*accepted, 0.0]))
-        num_drafted = guesses.num_drafted
-        rows = [
-            self._recovery.chances(guesses.scores[:num_drafted]),
-            self._bonus.chances(guesses.scores[num_drafted:]),
-        ]
-        chances = np.concatenate(rows)
+        rejected, whole = np.split(guesses.scores, [guesses.num_drafted])
+        chances = np.concatenate([self._recovery.chances(rejected), self._bonus.chances(whole)])
         chances *= ends[: len(chances), None]
         flat = chances.ravel()
         chosen = np.argsort(-flat, kind="stable")[: min(num_guesses, LOOK_AHEAD_MAX)]
-        width = chances.shape[1]
-        return [
-            LikelyOutcome(place // width, place % width, chance)
-            for place, chance in zip(chosen.tolist(), flat[chosen].tolist(), strict=True)
-            if chance > 0.0
-        ]
+        num_accepted, rank = np.divmod(chosen, chances.shape[1])
+        found = zip(num_accepted.tolist(), rank.tolist(), flat[chosen].tolist(), strict=True)
+        return [LikelyOutcome(*outcome) for outcome in found if outcome[2] > 0.0]
 
 
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under token and block, sessions with the same seed have the same noise, and outcomes depend on
-    it. If the second session used a model that has learned from the first, predictions would depend
-    on noise that the second session has yet to use. So only the first session with a seed uses the
-    shared models. Each later session has its own model.
+    Under token and block, sessions with the same seed have the same noise. If the second session
+    used a model that has learned from the first, predictions would depend on noise that the second
+    session has yet to use. So each later session with a seed has its own model.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
@@ -237,8 +220,8 @@ class OutcomeModels:
         self._alone: dict[str, OutcomeModel] = {}
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
-        """The model that a session uses. Temperatures have separate models, because the temperature
-        determines how well scores predict outcomes."""
+        """The model that a session uses. How well scores predict outcomes depends on the
+        temperature."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()

@@ -63,19 +63,18 @@ class SealedProposal:
 
     @classmethod
     def of(cls, proposal: Proposal) -> SealedProposal:
-        """Encodes the q of a proposal."""
+        """Encodes a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q))
 
     def cut(self, num: int) -> SealedProposal:
-        """The first `num` tokens. Verifying the result is exact only if `num` does not depend on
-        the tokens."""
+        """The first `num` tokens. Verifying them is exact only if `num` does not depend on the
+        tokens."""
         if num >= len(self):
             return self
         end = 0
-        if self.q:
-            for _ in range(num):
-                size = int.from_bytes(self.q[end : end + _SIZE_BYTES], "little")
-                end += _SIZE_BYTES + size * ENTRY_BYTES
+        for _ in range(num if self.q else 0):
+            size = int.from_bytes(self.q[end : end + _SIZE_BYTES], "little")
+            end += _SIZE_BYTES + size * ENTRY_BYTES
         return SealedProposal(self.token_ids[:num], self.q[:end])
 
     def without_q(self, rule: Rule) -> SealedProposal:
@@ -84,8 +83,8 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q))
 
     def readable(self) -> SealedProposal:
-        """The tokens before the first q that cannot be decoded. Verifying these tokens is exact if
-        the fault of the q does not depend on the token drawn from that q."""
+        """The tokens before the first q that cannot be decoded. Verifying them is exact if the
+        fault of this q does not depend on the token drawn from it."""
         for num in range(min(len(self), NUM_DRAFT_TOKENS_MAX), 0, -1):
             part = self.cut(num)
             with suppress(BadRequest):
@@ -94,8 +93,7 @@ class SealedProposal:
         return NOTHING_SEALED
 
     def open(self) -> Proposal:
-        """The proposal with decoded q. Raises `BadRequest` for more tokens than are verified, and
-        for q that `decode_q` refuses."""
+        """Decodes q. Raises `BadRequest` for q that `decode_q` refuses, and for too many tokens."""
         if len(self) > NUM_DRAFT_TOKENS_MAX:
             reason = f"has {len(self)} tokens; at most {NUM_DRAFT_TOKENS_MAX} are verified"
             raise BadRequest("proposal.token_ids", reason)
@@ -106,8 +104,8 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If tokens without a q counted
-    as certain draws, the target would accept fewer of them, and no error would say why."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If its tokens counted as
+    certain draws, the target would silently accept fewer of them."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
@@ -129,9 +127,8 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 
 
 def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | None, ...]:
-    """The inverse of `encode_q` for the tokens `drawn`. Returns () if `data` is empty. Raises
-    `BadRequest` if `data` is shorter or longer than its numbers of entries require, or if a token's
-    distribution is invalid or lacks the token."""
+    """The inverse of `encode_q` for the tokens `drawn`; () for empty `data`. Raises `BadRequest` if
+    `data` has a wrong length, or a token's distribution is invalid or lacks the token."""
     if not data:
         return ()
     q: list[DraftDistribution | None] = []
@@ -143,16 +140,13 @@ def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | Non
         offset += _SIZE_BYTES
         end = offset + size * ENTRY_BYTES
         if size == 1 or size > DRAFT_SUPPORT_ENTRIES_MAX:
-            raise _bad_q(
-                index, f"has {size} entries; 0 or 2..{DRAFT_SUPPORT_ENTRIES_MAX} are allowed"
-            )
+            allowed = f"0 or 2..{DRAFT_SUPPORT_ENTRIES_MAX} are allowed"
+            raise _bad_q(index, f"has {size} entries; {allowed}")
         if end > len(data):
             raise _bad_q(index, f"needs {end - offset} bytes; {len(data) - offset} are left")
         values = struct.unpack_from(f"<{size}I{size}H", data, offset)
-        own = None
-        if size:
-            own = DraftDistribution(values[:size], values[size:], data[offset:end])
-            _check_distribution(index, token_id, own)
+        own = DraftDistribution(values[:size], values[size:], data[offset:end]) if size else None
+        _check_distribution(index, token_id, own)
         q.append(own)
         offset = end
     if offset != len(data):
@@ -161,7 +155,9 @@ def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | Non
     return tuple(q)
 
 
-def _check_distribution(index: int, token_id: int, q: DraftDistribution) -> None:
+def _check_distribution(index: int, token_id: int, q: DraftDistribution | None) -> None:
+    if q is None:
+        return
     ids, counts = q.token_ids, q.counts
     if len(set(ids)) != len(ids):
         raise _bad_q(index, "lists a token id twice")

@@ -13,10 +13,10 @@ A *position* is absolute: the committed length at the round's start plus the ind
 holds these two numbers separately. No two rounds of a session start at the same committed length,
 so every round has new index places.
 
-The rules token and block must not use positions. If they did, a rejected draft token would have the
-same noise as the next round's token at its position. This noise would not be new, because block
-verification and the choice of K may already depend on the rejected token. Coupled may use
-positions, because its draw at a position is the target's own draw, whatever was drafted there.
+The rules token and block must not use positions. A rejected draft token would have the same noise
+as the next round's token at its position, and block verification and the choice of K may already
+depend on the rejected token. Coupled may use positions, because its draw at a position is the
+target's own draw, whatever was drafted there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stream(IntEnum):
 
 
 class Place(NamedTuple):
-    """Two 32-bit words of a Philox counter. They say where in the session a number is used."""
+    """Where in the session a number is used, as two 32-bit words of a Philox counter."""
 
     a: int
     b: int
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 @value(frozen=True, slots=True)
 class RoundNoise:
-    """The noise of one round. `committed_length` is the number of committed tokens at its start."""
+    """The noise of one round, which begins after `committed_length` committed tokens."""
 
     seed: int
     rule: Rule
@@ -99,8 +99,8 @@ class RoundNoise:
 
 
 def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
-    """The keys for the rows of each round's verdict, one round after another. `sizes` are the
-    numbers K + 1 of rows. Row n draws the token after n draft tokens."""
+    """The keys for the rows of each round's verdict, one round after another. `sizes` has K + 1 for
+    each round. Row n draws the token after n draft tokens."""
     ends = np.cumsum(sizes).astype(np.uint64)
     starts = ends - np.array(sizes, dtype=np.uint64)
     index = np.arange(sum(sizes), dtype=np.uint64) - starts.repeat(sizes)
@@ -178,8 +178,7 @@ def rounds(
 ) -> tuple[int, int, int, int]:
     """Philox4x32-10: turns the four 32-bit words of a counter, and the two words of a seed, into
     four random words. An argument may also hold words of several counters or seeds in 64-bit
-    fields. `ones` then has a 1 in each field. Eight counters in one integer take little longer than
-    one."""
+    fields; `ones` then has a 1 in each field. Eight counters take little longer than one."""
     mask = WORD_MASK * ones
     for _ in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0

@@ -6,16 +6,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import chain
 
+from outrider import limits
 from outrider.errors import BadRequest
-from outrider.limits import (
-    GREEDY_TEMPERATURE,
-    LOGIT_BIAS_ENTRIES_MAX,
-    LOGIT_BIAS_MAX,
-    PENALTY_MAX,
-    REPETITION_PENALTY_MAX,
-    STOP_TOKEN_IDS_MAX,
-    TEMPERATURE_MAX,
-)
 
 
 class Rule(StrEnum):
@@ -59,7 +51,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE
+        return self.temperature < limits.GREEDY_TEMPERATURE
 
     @property
     def penalised(self) -> bool:
@@ -80,12 +72,12 @@ class SamplingParams:
 
 
 _RANGES = (
-    ("temperature", 0.0, TEMPERATURE_MAX, True),
+    ("temperature", 0.0, limits.TEMPERATURE_MAX, True),
     ("min_p", 0.0, 1.0, True),
-    ("presence_penalty", -PENALTY_MAX, PENALTY_MAX, True),
-    ("frequency_penalty", -PENALTY_MAX, PENALTY_MAX, True),
+    ("presence_penalty", -limits.PENALTY_MAX, limits.PENALTY_MAX, True),
+    ("frequency_penalty", -limits.PENALTY_MAX, limits.PENALTY_MAX, True),
     ("top_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, REPETITION_PENALTY_MAX, False),
+    ("repetition_penalty", 0.0, limits.REPETITION_PENALTY_MAX, False),
 )
 """For each real parameter: name, minimum, maximum, and whether the minimum itself is allowed."""
 
@@ -102,20 +94,19 @@ def check_sampling(
             raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {allowed}")
     if params.top_k < -1 or (vocab_size is not None and params.top_k > vocab_size):
         most = "the vocabulary's size" if vocab_size is None else str(vocab_size)
-        raise BadRequest(
-            f"{field}.top_k", f"got {params.top_k}; allowed: -1 or 0 (off), or 1..{most}"
-        )
+        reason = f"got {params.top_k}; allowed: -1 or 0 (off), or 1..{most}"
+        raise BadRequest(f"{field}.top_k", reason)
     if params.min_tokens < 0:
         raise BadRequest(f"{field}.min_tokens", f"got {params.min_tokens}; allowed: 0..max_tokens")
     given = [token_id for token_id, _ in params.logit_bias]
-    _check_ids(given, f"{field}.logit_bias", LOGIT_BIAS_ENTRIES_MAX, vocab_size)
+    _check_ids(given, f"{field}.logit_bias", limits.LOGIT_BIAS_ENTRIES_MAX, vocab_size)
+    most_bias = limits.LOGIT_BIAS_MAX
     for token_id, bias in params.logit_bias:
-        if not abs(bias) <= LOGIT_BIAS_MAX:
-            raise BadRequest(
-                f"{field}.logit_bias[{token_id}]",
-                f"got {bias}; allowed: {-LOGIT_BIAS_MAX:g}..{LOGIT_BIAS_MAX:g}",
-            )
-    _check_ids(params.stop_token_ids, f"{field}.stop_token_ids", STOP_TOKEN_IDS_MAX, vocab_size)
+        if not abs(bias) <= most_bias:
+            reason = f"got {bias}; allowed: {-most_bias:g}..{most_bias:g}"
+            raise BadRequest(f"{field}.logit_bias[{token_id}]", reason)
+    stops, most_stops = params.stop_token_ids, limits.STOP_TOKEN_IDS_MAX
+    _check_ids(stops, f"{field}.stop_token_ids", most_stops, vocab_size)
 
 
 def _check_ids(

@@ -78,11 +78,11 @@ class Question:
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions. All logits must have the same width, type and
     device. A verdict does not depend on the other questions, not even in its rounding. Raises
-    `InvariantError` if the rule needs a missing q, if a draft token is outside its q, and for rows
-    that `target_probabilities` refuses."""
+    `InvariantError` if rows, proposal and rule do not fit together, if a draft token is outside its
+    q, and for rows that `target_probabilities` refuses."""
     groups: dict[Callable[[Sequence[Question]], list[Verdict]], list[int]] = {}
     for index, question in enumerate(questions):
-        check_parts(question.logits, question.proposal, question.noise.rule)
+        _check_parts(question)
         groups.setdefault(_way(question), []).append(index)
     verdicts: dict[int, Verdict] = {}
     for way, indices in groups.items():
@@ -146,7 +146,8 @@ def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
     for each, own, part in zip(questions, logits, parts, strict=True):
         write_weights(adjusted_logits(own, each.params, each.history), each.params, part)
     sums = check_weights(weights, logits).numpy()
-    return rows.verdicts(judge_by_weights(weights, sums, rows))
+    behind, left = subtract_drafts(weights, sums, rows)
+    return rows.verdicts(JudgedRows(behind, left, race(weights, rows.keys())))
 
 
 def _rows(questions: Sequence[Question]) -> ProposalRows:
@@ -154,26 +155,19 @@ def _rows(questions: Sequence[Question]) -> ProposalRows:
 
 
 def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
-    parts = [each.logits for each in questions]
+    parts: Sequence[Tensor] = [each.logits for each in questions]
     if parts[0].device.type != "cpu":  # Waits for the device once.
-        parts = [*torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])]
-    masks = [each.masks for each in questions]
-    return [masked_logits(part, own) for part, own in zip(parts, masks, strict=True)]
+        parts = torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])
+    pairs = zip(parts, questions, strict=True)
+    return [masked_logits(part, each.masks) for part, each in pairs]
 
 
-def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
-    """Raises `InvariantError` if rows, proposal and rule do not fit together."""
-    num = len(proposal)
-    fits = rows.dim() == 2 and len(rows) == num + 1 and rows.shape[1] > 0
-    check(fits, f"{num} draft tokens do not fit rows of shape {tuple(rows.shape)}")
-    has_q = not rule.needs_q or len(proposal.q) == num
+def _check_parts(question: Question) -> None:
+    shape, rule, num = question.logits.shape, question.noise.rule, len(question.proposal)
+    fits = len(shape) == 2 and shape[0] == num + 1 and shape[1] > 0
+    check(fits, f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
+    has_q = not rule.needs_q or len(question.proposal.q) == num
     check(has_q, f"rule {rule.value} needs q for each of {num} tokens")
-
-
-def judge_by_weights(weights: Tensor, sums: RealArray, rows: ProposalRows) -> JudgedRows:
-    """Judges `rows` on the CPU. `weights` [R, V] are overwritten, and `sums` [R] are their sums."""
-    behind, left = subtract_drafts(weights, sums, rows)
-    return JudgedRows(behind, left, race(weights, rows.keys()))
 
 
 def subtract_drafts(
@@ -183,8 +177,8 @@ def subtract_drafts(
     correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
 
     If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
-    errors, no outcome uses such a row, because the draft token that it judges is always accepted,
-    or because the path to the row is impossible."""
+    errors, no outcome uses such a row: the draft token that it judges is always accepted, or the
+    path to the row is impossible."""
     behind, left = np.zeros((2, rows.num_rows))
     judged = np.flatnonzero(rows.num_before >= 0)
     if not len(judged):
@@ -225,8 +219,8 @@ def subtract_drafts(
 
 
 def _entries(rows: ProposalRows, judged: IntArray) -> tuple[IntArray, IntArray, RealArray]:
-    """Returns three arrays [E] about the E entries of all q: the index in `judged` of the entry's
-    row, the entry's token, and the token's probability."""
+    """Three arrays [E] about the E entries of all q: the index in `judged` of the entry's row, its
+    token, and the token's probability."""
     token_ids, counts = [], []
     for drafted, q in zip(rows.drafted[judged].tolist(), rows.q, strict=True):
         token_ids.append((drafted,) if q is None else q.token_ids)

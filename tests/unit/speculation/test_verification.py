@@ -25,10 +25,10 @@ def winner(weights: torch.Tensor, noise: RoundNoise, index: int, stream: Stream)
     return int(race(weights[None], row_keys(noise.seed, [noise.place(index)], [stream]))[0])
 
 
-def test_token_rule_by_hand(device):
+def test_token_rule_by_hand():
     """min(1, p/q); residuals by RESIDUAL noise at their index, the bonus by TARGET noise at K."""
     noise = RoundNoise(3, Rule.TOKEN, 20)
-    verdict = score(P.to(device), Proposal((0, 1), (Q1, Q2)), noise)
+    verdict = score(P, Proposal((0, 1), (Q1, Q2)), noise)
     assert verdict.accept_probability == (0.2 / 0.5, 0.4 / 0.75)
     first = torch.tensor([0.0, 0.3, 0.0], dtype=torch.float64)
     second = torch.tensor([0.6 - 0.25, 0.0, 0.0], dtype=torch.float64)
@@ -39,18 +39,18 @@ def test_token_rule_by_hand(device):
     )
 
 
-def test_block_rule_by_hand(device):
+def test_block_rule_by_hand():
     """h_1 = Z_1 / (Z_1 + 1 - pi_1), h_2 = pi_2, and the residual scaled by pi."""
     noise = RoundNoise(3, Rule.BLOCK, 20)
-    verdict = score(P.to(device), Proposal((0, 1), (Q1, Q2)), noise)
+    verdict = score(P, Proposal((0, 1), (Q1, Q2)), noise)
     pi_1 = 0.4
     z_1 = max(pi_1 * 0.6 - 0.25, 0) + max(pi_1 * 0.4 - 0.75, 0)
     assert z_1 == 0
     assert verdict.accept_probability == pytest.approx((0.0, pi_1 * 0.4 / 0.75))
-    verdict = score(P.to(device), Proposal((2, 1), (Q1, Q2)), noise)
+    verdict = score(P, Proposal((2, 1), (Q1, Q2)), noise)
     assert verdict.accept_probability == pytest.approx((1.0, 0.4 / 0.75))
     sparse = DraftDistribution((1, 2), (HALF, HALF))
-    verdict = score(P.to(device), Proposal((0, 1), (Q1, sparse)), noise)
+    verdict = score(P, Proposal((0, 1), (Q1, sparse)), noise)
     z_1 = 0.4 * 0.6
     assert verdict.accept_probability == pytest.approx((z_1 / (z_1 + 0.6), 0.4 * 0.4 / 0.5))
     assert verdict.correction[1] == 0
@@ -79,8 +79,9 @@ def test_an_empty_residual_falls_back_to_p():
 )
 def test_what_does_not_fit_is_refused(rows, proposal, rule):
     """A row has a wrong shape, q is missing, or a draft token is not in its q."""
+    noise = RoundNoise(0, rule, 4)
     with pytest.raises(InvariantError):
-        score(rows, proposal, RoundNoise(0, rule, 4))
+        verdict_from_logits(rows.log(), SamplingParams(), NO_HISTORY, proposal, noise)
 
 
 INF = float("inf")
