@@ -31,8 +31,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in. These parameters are enough to run the
-    request, and to resume its session after a failure."""
+    """A checked request with every default filled in. Enough to run the request, and to resume its
+    session after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -44,7 +44,7 @@ class GenerationParameters(GenerateRequest):
     """`ReplicaDescription.weights` of the targets that may run the request."""
 
     def to_json(self) -> str:
-        """Returns these parameters without the prompt, for the session store."""
+        """These parameters without the prompt, for the session store."""
         return _adapter().dump_json(self, exclude=_NOT_STORED).decode()
 
     @classmethod
@@ -65,8 +65,16 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     """Checks every field that can be checked before the prompt is tokenized. Raises `BadRequest`
     for the first field outside its limits (`outrider.limits`)."""
-    check_sampling(request.sampling, vocab_size=model.vocab_size)
-    _check_min_tokens(request, model)
+    sampling = request.sampling
+    check_sampling(sampling, vocab_size=model.vocab_size)
+    if sampling.min_tokens and request.constraint is not None:
+        kind = request.constraint.kind.value
+        reason = f"cannot be combined with {kind}, which decides where the answer ends"
+        raise BadRequest("sampling.min_tokens", reason)
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})
+    if sampling.min_tokens and num_ends >= model.vocab_size:
+        reason = "exclude every token until min_tokens is reached; give fewer, or no min_tokens"
+        raise BadRequest("sampling.stop_token_ids", reason)
     check_roles(request.prompt)
     check_stop(request.stop)
     bounds = (
@@ -81,21 +89,8 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
         value = getattr(request, field)
         if value is not None and not low <= value <= high:
             raise BadRequest(field, f"got {value}; allowed: {low}..{high}")
-    if request.rule is Rule.GREEDY and not request.sampling.greedy:
+    if request.rule is Rule.GREEDY and not sampling.greedy:
         raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
-
-
-def _check_min_tokens(request: GenerateRequest, model: ReplicaDescription) -> None:
-    sampling = request.sampling
-    if not sampling.min_tokens:
-        return
-    if request.constraint is not None:
-        kind = request.constraint.kind.value
-        reason = f"cannot be combined with {kind}, which decides where the answer ends"
-        raise BadRequest("sampling.min_tokens", reason)
-    if len({*model.eos_token_ids, *sampling.stop_token_ids}) >= model.vocab_size:
-        reason = "exclude every token until min_tokens is reached; give fewer, or no min_tokens"
-        raise BadRequest("sampling.stop_token_ids", reason)
 
 
 def resolve(
@@ -113,11 +108,8 @@ def resolve(
     if not prompt_ids:
         raise BadRequest(prompt_field, "the prompt is empty; at least one token is needed")
     if num_ids >= length:
-        raise BadRequest(
-            prompt_field,
-            f"the prompt has {num_ids} tokens; at most {length - 1} leave room for an answer in "
-            f"the model's length of {length}",
-        )
+        most = f"at most {length - 1} leave room for an answer in the model's length of {length}"
+        raise BadRequest(prompt_field, f"the prompt has {num_ids} tokens; {most}")
     check_ids(prompt_ids, prompt_field, model.vocab_size)
     room = length - num_ids
     known: dict[str, Any] = {
@@ -153,9 +145,8 @@ def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
     """Raises `BadRequest` if an id is outside the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
-        raise BadRequest(
-            f"{field}[{index}]", f"{bad} is not a token id; allowed: 0..{vocab_size - 1}"
-        )
+        reason = f"{bad} is not a token id; allowed: 0..{vocab_size - 1}"
+        raise BadRequest(f"{field}[{index}]", reason)
 
 
 def _is_chat(prompt: Prompt) -> bool:
@@ -165,30 +156,26 @@ def _is_chat(prompt: Prompt) -> bool:
 def check_roles(prompt: Prompt) -> None:
     """Raises `BadRequest` if the role of a chat message is not a plain name. Chat templates write
     roles between special tokens, so a role with special tokens could forge a message."""
+    most = limits.ROLE_CHARS_MAX
     for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
         if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
-            raise BadRequest(
-                f"chat.messages[{index}].role",
-                f"got {turn.role[: limits.ROLE_CHARS_MAX]!r}; allowed: a name such as system, user "
-                f"or assistant, of up to {limits.ROLE_CHARS_MAX} letters, digits, - and _",
-            )
+            allowed = "a name such as system, user or assistant, of up to"
+            reason = f"got {turn.role[:most]!r}; allowed: {allowed} {most} letters, digits, - and _"
+            raise BadRequest(f"chat.messages[{index}].role", reason)
 
 
 def check_stop(stop: tuple[str, ...]) -> None:
     """Raises `BadRequest` if there are too many stop strings, or one is empty or too long."""
-    if len(stop) > limits.STOP_STRINGS_MAX:
-        most = limits.STOP_STRINGS_MAX
+    if len(stop) > (most := limits.STOP_STRINGS_MAX):
         raise BadRequest("stop", f"got {len(stop)} strings; allowed: up to {most}")
+    most = limits.STOP_STRING_BYTES_MAX
     for index, text in enumerate(stop):
-        size = len(text.encode())
-        if not 1 <= size <= limits.STOP_STRING_BYTES_MAX:
-            raise BadRequest(
-                f"stop[{index}]", f"has {size} bytes; allowed: 1..{limits.STOP_STRING_BYTES_MAX}"
-            )
+        if not 1 <= (size := len(text.encode())) <= most:
+            raise BadRequest(f"stop[{index}]", f"has {size} bytes; allowed: 1..{most}")
 
 
 TOKENIZER_THREADS = 2
-"""Largest number of prompts that are tokenized at the same time. Further prompts wait."""
+"""Number of prompts that are tokenized at the same time. Further prompts wait."""
 
 
 class PromptEncoder:
@@ -199,17 +186,17 @@ class PromptEncoder:
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
         """Running calls of the tokenizer, by (`id` of the prompt object, `add_special_tokens`). All
-        generations of one request share a prompt object. A running call refers to its prompt
-        object, so no other object can get the same `id`."""
+        generations of one request share a prompt object. A running call keeps it alive, so no other
+        object can get its `id`."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
         self, request: GenerateRequest, tokens_max: int, *, add_special_tokens: bool = True
     ) -> tuple[str, tuple[int, ...]]:
-        """Returns the name of the prompt's field, and the prompt's token ids. `add_special_tokens`
-        affects plain text only. Simultaneous calls with the same prompt object tokenize the prompt
-        once. Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes than
-        `tokens_max` tokens can have."""
+        """The name of the prompt's field, and the prompt's token ids. `add_special_tokens` affects
+        plain text only. Simultaneous calls with the same prompt object tokenize it once. Raises
+        `BadRequest` if the prompt cannot be tokenized, or has more bytes than `tokens_max` tokens
+        can have."""
         text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
@@ -224,11 +211,8 @@ class PromptEncoder:
         size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
-            raise BadRequest(
-                field,
-                f"has {size} bytes; allowed: up to {bytes_max}, the most that fit the model's "
-                f"{tokens_max} tokens",
-            )
+            most = f"up to {bytes_max}, the most that fit the model's {tokens_max} tokens"
+            raise BadRequest(field, f"has {size} bytes; allowed: {most}")
 
         def tokenize() -> tuple[int, ...]:
             if turns:
@@ -240,14 +224,13 @@ class PromptEncoder:
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
     ) -> None:
-        """Raises `BadRequest` if the constraint cannot be compiled for the model's tokenizer. The
-        error's field is the constraint's kind. Raises `Overloaded` if the check cannot be made
-        now."""
+        """Raises `BadRequest` if the constraint cannot be compiled for the model's tokenizer within
+        `COMPILE_S_MAX` and `COMPILE_BYTES_MAX`. The error's field is the constraint's kind. Raises
+        `Overloaded` if the check cannot be made now."""
         text = self._text
         if text is None:
-            raise BadRequest(
-                constraint.kind, "the model has no tokenizer, so constraints cannot be used"
-            )
+            reason = "the model has no tokenizer, so constraints cannot be used"
+            raise BadRequest(constraint.kind, reason)
         if self._checks is None:
             self._checks = ConstraintChecks(lambda: (text.backend_json(), eos_token_ids))
         await self._checks.check(constraint, tenant)

@@ -7,11 +7,10 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     remembered         none                      yes             least recently used first
     held               at least one              yes or no       never
 
-The *prefix* of a page is all tokens up to the end of the page. These token ids determine the keys
-and values in the page. Once the prefix of a full page is known, new sequences with this prefix
-share the page. If several sequences hold a page, a sequence writes only to a copy of the page.
-Before a sequence writes to a page that no other sequence holds, the pool forgets the page's
-prefix."""
+The *prefix* of a page is all tokens up to the end of the page, which determine the page's keys and
+values. Once the prefix of a full page is known, new sequences with this prefix share the page. A
+sequence writes to a page that several sequences hold only after copying it. Before a sequence
+writes to a page that no other sequence holds, the pool forgets the page's prefix."""
 
 from __future__ import annotations
 
@@ -32,15 +31,14 @@ class _PagedSequence:
     def __init__(self, salt: str) -> None:
         self.tokens = TokenSequence()
         self.num_written = 0
-        """The number of slots, from the first slot on, to which all layers of the model have
-        written. Only these slots may be shared."""
+        """The number of slots, from the first on, to which all layers have written. Only these may
+        be shared."""
         self.num_queried = 0
         """The number of tokens that `attach` has looked up in the cache. 0 after the first step."""
         self.pages: list[int] = []
         """The page table, with exactly the pages that the slots of `tokens` need."""
         self.keys = [blake2b(salt.encode()).digest()]
-        """`keys[i]` is the key of the prefix of i pages. The list ends with the last page that is
-        full and written."""
+        """`keys[i]` is the key of the prefix of i full and written pages."""
 
     def branch(self) -> _PagedSequence:
         self.check_written()
@@ -54,17 +52,15 @@ class _PagedSequence:
 
 
 def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the key of a prefix that is one page longer than the prefix of `key`. A key is a
-    cryptographic digest, so equal keys mean equal salts and tokens."""
+    """The key of a prefix that is one page longer. A key is a cryptographic digest, so equal keys
+    mean equal salts and tokens."""
     return blake2b(key + array("I", token_ids).tobytes()).digest()
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on these pages.
-
-    The pool's state depends only on its calls. So all ranks of a model, which make the same calls,
-    assign the same pages. The time of a call is proportional to the number of pages that the call
-    reads or changes."""
+    """The pages of one engine, and the sequences on these pages. Its state depends only on its
+    calls. So all ranks of a model, which make the same calls, assign the same pages. The time of a
+    call is proportional to the number of pages that the call reads or changes."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -92,9 +88,9 @@ class BlockPool:
         return 0 if sequence is None else len(sequence.tokens)
 
     def pages(self, sequence_id: str) -> Sequence[int]:
-        """Returns the sequence's page table, which is empty for an unknown sequence. With page size
-        P, slot i of the sequence is slot i % P of the page `pages[i // P]`. Do not change this
-        list, and do not read it after the next call of the pool."""
+        """The sequence's page table, empty for an unknown sequence. With page size P, slot i of the
+        sequence is slot i % P of page `pages[i // P]`. Do not change this list, and do not read it
+        after the next call of the pool."""
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
 
@@ -151,9 +147,9 @@ class BlockPool:
         the new pages already.
 
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
-        changes nothing. If not `whole`, only the draft layer writes to the new slots. Do not call
-        `written` for these slots, because they must never be shared. Drop them with `keep` before
-        the next call with `whole`. Otherwise that call raises `InvariantError`."""
+        changes nothing. If not `whole`, only the draft layer writes to the new slots, which must
+        never be shared: do not call `written`, and drop them with `keep` before the next call with
+        `whole`, which otherwise raises `InvariantError`."""
         for step in steps if whole else ():
             if (sequence := self._sequences.get(step.sequence_id)) is not None:
                 sequence.check_written()
@@ -178,8 +174,7 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """Makes the full pages of these steps known, so that new sequences share them. Call this
-        once the slots that `append` took are written."""
+        """Makes the full pages of these steps known, so that new sequences share them."""
         size = self.page_size
         for step in steps:
             sequence = self._sequences[step.sequence_id]
@@ -206,8 +201,8 @@ class BlockPool:
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`. The sequence's full pages stay remembered, and are evicted after
-        all other remembered pages. Of these pages, the last is evicted first, because no sequence
-        can use a page without the pages before it."""
+        all other remembered pages, the last page first, because no sequence can use a page without
+        the pages before it."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -224,24 +219,22 @@ class BlockPool:
                 self._remembered.move_to_end(known)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether there are certainly enough free pages. The exact count takes longer, so this
-        method assumes that each step needs a copy of its sequence's last page. If the result is
-        False, there may still be enough pages."""
+        """Whether there are enough free pages even if each step needs a copy of its sequence's last
+        page. The exact count takes longer."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
     def _num_missing(self, steps: Sequence[SequenceStep], without: Iterable[str]) -> int:
-        """Returns the number of pages that the steps would lack after all remembered pages are
-        evicted and the sequences in `without` are released. The number is negative if pages would
-        be left."""
+        """The number of pages that the steps would lack after all remembered pages are evicted and
+        the sequences in `without` are released; negative if pages would be left."""
         leaving = Counter(page for name in without for page in self.pages(name))
         freed = sum(self._holders[page] == num for page, num in leaving.items())
         needed = self._num_needed(steps, leaving)
         return needed - freed - len(self._free) - len(self._remembered)
 
     def _num_needed(self, steps: Sequence[SequenceStep], leaving: Counter[int]) -> int:
-        """Returns the largest number of pages that the steps may take. `leaving` has, for each
-        page, the number of sequences that will let go of the page before the steps."""
+        """The largest number of pages that the steps may take. `leaving` has, for each page, the
+        number of sequences that let go of it before the steps."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -255,8 +248,7 @@ class BlockPool:
         return num
 
     def _make_room(self, num_free: int) -> None:
-        """Evicts remembered pages until `num_free` pages are free. If there are too few pages,
-        raises `OutOfPages` and evicts nothing."""
+        """Evicts remembered pages until `num_free` are free, or raises `OutOfPages`."""
         missing = num_free - len(self._free) - len(self._remembered)
         if missing > 0:
             raise OutOfPages(f"{missing} more pages are needed, but sequences hold all others")
@@ -266,8 +258,8 @@ class BlockPool:
             self._free.append(page)
 
     def _know(self, key: bytes, page: int) -> int:
-        """Returns the known last page of the prefix of `key`. If no page is known, makes `page` the
-        known page. Until `_forget`, no sequence may write to a known page."""
+        """The known last page of the prefix of `key`, which becomes `page` if none was known. Until
+        `_forget`, no sequence may write to it."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
         return known
@@ -276,7 +268,7 @@ class BlockPool:
         del self._page_of[self._key_of.pop(page)]
 
     def _own(self, pages: list[int]) -> list[Copy]:
-        """Makes the last page of a page table writable. If this needs a page copy, returns it."""
+        """Makes the last page of a page table writable. Returns the page copy, if one is needed."""
         page = pages[-1]
         if self._holders[page] == 1:
             if page in self._key_of:
@@ -293,8 +285,7 @@ class BlockPool:
         self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
-        """If no holder of the page is left, the page becomes free, or remembered if its prefix is
-        known. A page that has just become remembered is evicted last."""
+        """A page without holders becomes free, or, if its prefix is known, remembered."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

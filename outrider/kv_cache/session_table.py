@@ -20,8 +20,7 @@ class Aligned(NamedTuple):
     sequence: TokenSequence
     """The tokens held (`Engine.tokens`)."""
     new_tokens: tuple[int, ...]
-    """The committed tokens that are not held. There is at least one such token, because the last
-    committed token must run for its logits."""
+    """The committed tokens that are not held. Has at least the last committed token."""
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -37,10 +36,9 @@ class _Entry:
 
 
 class SessionTable:
-    """The sessions that an engine knows. The name of a session is the name of its sequence.
-
-    Holds at most `sequences_max` sessions. If a further session comes, forgets the session that was
-    used least recently. So a step must align at most `sequences_max` sessions. Not thread-safe."""
+    """The sessions that an engine knows, at most `sequences_max`. A further session replaces the
+    least recently used one. So a step must align at most `sequences_max` sessions. The name of a
+    session is the name of its sequence. Not thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
@@ -55,9 +53,8 @@ class SessionTable:
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
         and the first tokens of `head.append` if the session holds them already. Never keeps the
-        last committed token, because this token must run again for its logits. If no token is held,
-        the session begins with the cached pages of its tenant that have the same tokens
-        (`Engine.attach`).
+        last committed token, which must run again for its logits. If no token is held, the session
+        begins with the cached pages of its tenant that have the same tokens (`Engine.attach`).
 
         If the session does not hold the stated prefix, cuts nothing, and returns a `Resync` with
         the longest shorter prefix that is known to be committed. Raises `BadRequest` if `head` has
@@ -82,17 +79,16 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def age_rank(self, session_id: str) -> float:
-        """A sort key, by which older sessions come first. A session's age counts from its first
-        `align`. Unknown sessions come last."""
+        """A sort key: older sessions, by their first `align`, come first, and unknown ones last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 
     def holders(self) -> list[str]:
-        """Returns the sessions that hold slots, the oldest session first."""
+        """The sessions that hold slots, the oldest first."""
         return sorted(filter(self._engine.length, self._entries), key=self.age_rank)
 
     def release(self, session_id: str) -> None:
-        """Forgets the session and frees its slots. Ignores unknown sessions."""
+        """Frees the slots of a session. Ignores unknown sessions."""
         self._entries.pop(session_id, None)
         self._engine.release(session_id)
 
@@ -108,9 +104,8 @@ class SessionTable:
 
 
 def _resync(head: RoundHead, sequence: TokenSequence, confirmed_length: int) -> Resync:
-    """Offers the held tokens that are known to be committed. If these are at least as many as the
-    stated prefix has, replica and coordinator disagree about one of them. Then offers no tokens,
-    because nothing shows which token differs."""
+    """Offers the held tokens that are known to be committed. If these are no fewer than the stated
+    prefix has, one of them differs from the prefix. Nothing shows which, so offers no tokens."""
     held = min(confirmed_length, len(sequence))
     length = held if held < head.base_length else 0
     return Resync(head.key, length, sequence.digest(length))

@@ -4,9 +4,9 @@
     values   [heads, slots, value width]
 
 Slot p * page_size + i is place i of page p. Heads are the first dimension, so that the keys of
-gathered slots are a batch of matrices that need no transposing. In bfloat16 on a CPU, matrix
-products with this layout take a third of the time that they take with [slots, heads, width]. Fused
-CPU kernels read `BlockedKeysAndValues`, which has another layout.
+gathered slots are a batch of matrices. In bfloat16 on a CPU, matrix products then take a third of
+the time that they take with [slots, heads, width]. Fused CPU kernels read another layout,
+`BlockedKeysAndValues`.
 """
 
 from collections import Counter
@@ -39,13 +39,12 @@ class LayerShape:
 
 
 def page_bytes_of(shapes: Sequence[LayerShape], page_size: int) -> int:
-    """Returns the bytes of a page of layers with these shapes."""
+    """The bytes of a page of layers with these shapes."""
     return page_size * sum(shape.slot_bytes for shape in shapes)
 
 
 def pages_in(num_bytes: int, page_bytes: int) -> int:
-    """Returns the number of pages that fit into `num_bytes`. Raises `SettingError` if no page
-    fits."""
+    """The number of pages that fit into `num_bytes`. Raises `SettingError` if no page fits."""
     if num_bytes < page_bytes:
         raise SettingError(
             "kv_cache_memory_bytes",
@@ -57,15 +56,12 @@ def pages_in(num_bytes: int, page_bytes: int) -> int:
 def memory_budget(
     device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
 ) -> int:
-    """Returns the number of bytes for keys and values. Call this after the model is loaded. On a
-    CPU, the result is fixed. On a GPU, the process may use `gpu_memory_utilization` times
-    `num_gpus` (None = 1) of the GPU's memory. The result is the part of this memory that the
-    process does not use yet, at most the GPU's free memory."""
+    """The number of bytes for keys and values, once the model is loaded. On a CPU, it is fixed. On
+    a GPU, the process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's
+    memory. The result is what the process does not use yet, at most the GPU's free memory."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    # Frees memory that PyTorch keeps after weights were copied, so that `memory_reserved` does not
-    # count it.
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # `memory_reserved` would count memory kept after weights were copied.
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
@@ -80,7 +76,7 @@ class KeysAndValues:
     values: Tensor  # [heads, slots, value width]
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [heads, n, width] of slots [n]."""
+        """Keys and values [heads, n, width] of slots [n]."""
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +100,8 @@ class BlockedKeysAndValues(NamedTuple):
     same width."""
 
     keys: Tensor
-    """A tensor [pages, heads, page size, width]. But the memory of each page and head is a matrix
-    [width, page size], with the key of one slot in each column."""
+    """[pages, heads, page size, width]. But the memory of each page and head is a matrix [width,
+    page size], with the key of one slot in each column."""
     values: Tensor  # [pages, heads, page size, width]
 
 

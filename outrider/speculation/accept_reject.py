@@ -19,7 +19,7 @@ class Origin(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     STORED = "stored"
-    """The origin of a resumed session's earlier tokens. The store does not keep their origins."""
+    """An earlier token of a resumed session. The store does not keep origins."""
 
 
 @value(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Outcome:
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
-    """The number of accepted draft tokens. `passes` has the result of each token's own test. Block
-    accepts the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm 2). The
-    other rules accept the tokens before the first token that fails."""
+    """The number of accepted draft tokens, by the result of each token's own test. Block accepts
+    the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm 2). The other rules
+    accept the tokens before the first that fails."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     return sum(takewhile(bool, passes))
@@ -68,10 +68,10 @@ def decide(
 
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
-    """Returns a verdict that commits the draft tokens 0..`index`, and nothing more. If an outcome
-    accepts draft token `index`, but no token can be drawn after this token, the new verdict
-    replaces `verdict`. The distribution of the committed tokens is unchanged, because under every
-    rule the probability of accepting the tokens 0..`index` does not depend on later rows."""
+    """A verdict that commits the draft tokens 0..`index`, and nothing more. It replaces `verdict`
+    if an outcome accepts draft token `index`, but no token can be drawn after it. The distribution
+    of the committed tokens is unchanged, because under every rule the probability of accepting the
+    tokens 0..`index` does not depend on later rows."""
     accept = [float(i < index) for i in range(len(proposal_ids))]
     correction = list(verdict.correction)
     correction[index] = proposal_ids[index]
