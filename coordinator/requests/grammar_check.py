@@ -29,13 +29,13 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from coordinator.requests.grammar_process import main; main()"
 )
+
+
 _Key = tuple[str, bytes]
-"""(tenant, digest of a constraint)."""
 
 
 class FairQueue:
-    """Gives compilers to constraints. Tenants take turns. The constraints of one tenant get their
-    compilers in the order of arrival."""
+    """Gives compilers to constraints. Tenants take turns, each in the order of arrival."""
 
     def __init__(self, compilers: Iterable["_Compiler"]) -> None:
         # The compiler that was used last comes first, because its process runs already.
@@ -43,8 +43,7 @@ class FairQueue:
         for compiler in compilers:
             self.give_back(compiler)
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Tenant -> lock. The constraint that holds its tenant's lock waits for a compiler. The
-        tenant's other constraints wait for the lock."""
+        """The constraint that holds its tenant's lock waits for a compiler."""
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> "_Compiler":
@@ -82,7 +81,7 @@ class ConstraintChecks:
 
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
-        """Constraint -> the reason to refuse it; empty = the constraint can be compiled."""
+        """(tenant, digest) -> the reason to refuse it; empty = the constraint can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue(self._compilers)
 

@@ -1,17 +1,13 @@
 """A child process in which a coordinator compiles constraints, one at a time. The compiler has no
-time limit, and may need minutes for a schema of 50 bytes. It runs in its own process, because a
-process can be killed.
+time limit, and may need minutes for a schema of 50 bytes. If a constraint takes too much time, a
+timer's signal kills the process. If it takes too much memory, the compiler aborts the process.
 
-The process reads lines of JSON from standard input: first the tokenizer, then the constraints. For
-each constraint, the process writes one line to standard output. The output of libraries goes to
-standard error.
+The process reads lines of JSON from standard input until it is closed: first the tokenizer, then
+the constraints. For each constraint, it writes one line to standard output.
 
     <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}
     -> ""                                              or the reason to refuse the constraint
-
-If a constraint takes too much time, a timer's signal kills the process. If a constraint takes too
-much memory, the compiler aborts the process. The process ends when its standard input is closed.
 """
 
 import json
@@ -58,7 +54,6 @@ def limit(cpu_s: float, wait_s: int) -> None:
 
 
 def limit_memory() -> None:
-    """Limits this process's memory to its present size plus `COMPILE_BYTES_MAX`."""
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

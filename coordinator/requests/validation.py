@@ -44,12 +44,11 @@ class GenerationParameters(GenerateRequest):
     """`ReplicaDescription.weights` of the targets that may run the request."""
 
     def to_json(self) -> str:
-        """These parameters without the prompt, for the session store."""
         return _adapter().dump_json(self, exclude=_NOT_STORED).decode()
 
     @classmethod
     def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
-        """Reads the result of `to_json`. Raises `DataLoss` for any other text."""
+        """Reads the result of `to_json`. Raises `DataLoss`."""
         try:
             values = json.loads(text) | {"prompt": ()}
             return replace(_adapter().validate_python(values), prompt=prompt_ids)
@@ -236,7 +235,7 @@ class PromptEncoder:
         await self._checks.check(constraint, tenant)
 
     async def close(self) -> None:
-        """Stops accepting prompts. Does not wait for running calls of the tokenizer."""
+        """Does not wait for running calls of the tokenizer."""
         self._calls.close()
         if self._checks is not None:
             await self._checks.close()

@@ -27,8 +27,8 @@ class AutoregressiveDraft:
     """A proposal whose tokens are being drawn."""
 
     carried: Tensor
-    """[D]: the output of a head's last pass for this draft. The head's next pass reads this output
-    in place of a feature that the target has not computed yet. Unset if no head drafts."""
+    """[D]: the output of a head's last pass, which its next pass reads in place of a feature that
+    the target has not computed yet. Unset if no head drafts."""
 
     def __init__(
         self, request: DraftRequest, num_wanted: int | None = None, unseen: tuple[int, ...] = ()
@@ -49,7 +49,6 @@ class AutoregressiveDraft:
 
     @property
     def sequence_id(self) -> str:
-        """The engine's sequence that the draft extends."""
         return self.request.session_id
 
     @property
@@ -60,12 +59,9 @@ class AutoregressiveDraft:
     def goes_on(self) -> bool:
         """Whether to draw another token. If no time is left, the draft ends. After True, a draw
         must follow before the next call."""
-        if self.is_whole:
-            return False
-        if not self.deadline.allows_draw():
+        if not self.is_whole and not self.deadline.allows_draw():
             self.stop()
-            return False
-        return True
+        return not self.is_whole
 
     @property
     def newest(self) -> int:
@@ -84,7 +80,7 @@ class AutoregressiveDraft:
 
     @property
     def history(self) -> TokenHistory:
-        """The tokens that penalties count. Draft tokens count as output, as on the target."""
+        """The tokens that penalties count, draft tokens included."""
         if not self.request.sampling.penalised:
             return NO_HISTORY
         committed, prompt_length = self.request.token_ids, self.request.prompt_length

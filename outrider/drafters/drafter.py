@@ -2,13 +2,12 @@
 
 A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
 finished sessions of the same tenant. It must not depend on tokens that were drafted but not
-committed, in this round or another.
+committed, in this round or another. Before each draw, a drafter may decide by the time, and by the
+tokens drawn so far, whether to continue.
 
 Draft tokens and their number must be independent of the random numbers that test them. So under the
-rules token and block, answers of other sessions with the same seed must not influence a proposal.
-Under coupled and greedy, these answers may influence a proposal, because committed tokens do not
-depend on drafts. Before each draw, a drafter may decide by the time, and by the tokens drawn so
-far, whether to continue.
+rules token and block, a proposal must not depend on answers of other sessions with the same seed.
+Under coupled and greedy it may, because committed tokens do not depend on drafts.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from outrider.tokens import TokenSequence
 
 
 class DraftDeadline:
-    """The time limit of a round's draft. A drafter checks the limit before each draw, and proposes
-    all tokens that it has drawn. So the length of a proposal never depends on a token that was
-    drawn and dropped, as the proof in docs/exactness.md requires. Thread-safe."""
+    """The time limit of a round's draft. A drafter checks it before each draw, and proposes all
+    tokens that it has drawn. So the length of a proposal never depends on a token that was drawn
+    and dropped, as the proof in docs/exactness.md requires. Thread-safe."""
 
     def __init__(
         self, ends_at: float = math.inf, clock: Callable[[], float] = lambda: -math.inf

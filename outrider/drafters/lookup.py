@@ -37,8 +37,8 @@ def share_of(num: int, num_all: int, match_length: int) -> float:
 
 
 class LookupDrafter:
-    """A drafter without a model. Keeps the indexed texts of at most `SEQUENCES_PER_REPLICA_MAX`
-    sessions, and builds missing texts again."""
+    """A drafter without a model. Keeps the texts of `SEQUENCES_PER_REPLICA_MAX` sessions, and
+    builds missing texts again."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         """`begin` makes an empty text for a request's session."""
@@ -128,7 +128,6 @@ class TextIndex:
         return self._ids[max(0, start - self._num_cut) : max(0, stop - self._num_cut)]
 
     def token(self, place: int) -> int:
-        """The token after a place, which must be before the end."""
         return self._ids[place - self._num_cut]
 
     def earlier(self) -> Iterator[int]:
@@ -166,8 +165,7 @@ class NgramDrafter(LookupDrafter):
     tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max)."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """A match has at least `ngram_min` tokens. Matches of `ngram_max` tokens or more count as
-        equally long."""
+        """A match has at least `ngram_min` tokens. From `ngram_max` tokens on, all are equal."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 

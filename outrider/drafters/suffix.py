@@ -68,14 +68,11 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
-    Under the rules token and block, sessions with the same seed have the same noise. A draft copied
-    from an earlier session with the same seed would depend on the noise that tests the draft, which
-    would bias the test. So under these rules, only the tenant's first session with a seed reads the
-    history. Later sessions do not even read the outputs of other seeds, because the length of the
-    first session's output may decide which outputs are kept.
-
-    Only the first session with a seed adds its output to the history, when the session ends. If the
-    drafter forgets the seed, it also forgets this output.
+    Under the rules token and block, only the tenant's first session with a seed reads the history
+    (`drafter.py` says why). Later sessions do not even read the outputs of other seeds, because the
+    length of the first session's output may decide which outputs are kept. Only the first session
+    with a seed adds its output to the history, when it ends. If the drafter forgets the seed, it
+    also forgets this output.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
     """

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from math import prod
 from typing import Any
@@ -130,15 +131,14 @@ def backend_json(tokenizer: Any) -> str:
 
 class Grammars:
     """The grammars of one process: the most recent ones, and all that are still referenced. Any
-    thread may look up grammars and refusals. Tenants share no grammars, so that times and refusals
-    reveal nothing about another tenant's requests."""
+    thread may look them up. Tenants share no grammars, so that times and refusals reveal nothing
+    about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
         """`load` is called for the first constraint, and may raise `ConfigError` to refuse it."""
-        self._load = load
+        self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
-        self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(limits.GRAMMARS_MAX)
@@ -152,15 +152,17 @@ class Grammars:
         self._calls = SharedCalls[_Key, Grammar | _Refusal](limits.COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
-        """The grammar, or the error that refused the constraint. None if the digest is unknown."""
+        """The grammar, or the error that refused the constraint. None = unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar of a constraint. If the grammar is unknown, compiles it on this thread.
-        Raises `BadRequest`, with the kind as its field, if the constraint is refused."""
-        found = self._look_up((tenant, constraint.digest()))
-        return _grammar_of(found or self._compile(constraint, tenant))
+        """The grammar of a constraint, compiled on this thread if it is unknown. Raises
+        `BadRequest`, with the kind as its field, if the constraint is refused."""
+        found = self._look_up((tenant, constraint.digest())) or self._compile(constraint, tenant)
+        if isinstance(found, _Refusal):
+            raise found.error()
+        return found
 
     async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """Like `get`, but compiles on other threads. Raises `Overloaded` if too many constraints
@@ -175,7 +177,9 @@ class Grammars:
                     found = await self._calls.result(key, lambda: self._compile(constraint, tenant))
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
-        return _grammar_of(found)
+        if isinstance(found, _Refusal):
+            raise found.error()
+        return found
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A new grammar for the constraint of `used_up`, which can compute no more masks. If no
@@ -193,8 +197,8 @@ class Grammars:
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
-        """Records that a grammar has delayed a step for too long. The second time, refuses the
-        constraint for `TOO_SLOW_S` and raises `BadRequest`."""
+        """Records that a grammar has delayed a step. The second time, refuses the constraint for
+        `TOO_SLOW_S` and raises `BadRequest`."""
         if grammar not in self._slow:
             self._slow.add(grammar)
             return
@@ -204,7 +208,7 @@ class Grammars:
         raise refusal.error()
 
     def close(self) -> None:
-        """Starts no more compilations. Does not wait for running compilations."""
+        """Starts no more compilations. Does not wait for running ones."""
         self._calls.close()
 
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
@@ -220,7 +224,8 @@ class Grammars:
     def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
         found: Grammar | _Refusal
         try:
-            tokenizer = self._tokens()
+            with self._loading:
+                tokenizer = self._load()
             began = self.clock()
             compiled = tokenizer.compile(constraint)
             found = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
@@ -244,18 +249,6 @@ class Grammars:
     def _drop(self, key: _Key) -> None:
         self._found.pop(key, None)
         self._held.pop(key, None)
-
-    def _tokens(self) -> GrammarTokenizer:
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load()
-            return self._tokenizer
-
-
-def _grammar_of(found: Grammar | _Refusal) -> Grammar:
-    if isinstance(found, _Refusal):
-        raise found.error()
-    return found
 
 
 def _grammar_text(constraint: Constraint) -> str:
@@ -294,8 +287,8 @@ _REFERENCES_MAX = 8
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` if a schema has so many alternatives that masks would take too long. An
-    *alternative* is an entry of anyOf, oneOf or enum that may be an object or a list."""
+    """Raises `BadRequest` if a schema has so many *alternatives* that masks would take too long:
+    entries of anyOf, oneOf or enum that may be an object or a list."""
     try:
         found = _Document(schema).num_alternatives
     except RecursionError:

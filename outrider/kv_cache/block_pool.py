@@ -79,20 +79,21 @@ class BlockPool:
 
     def tokens(self, sequence_id: str) -> TokenSequence:
         """See `Engine.tokens`."""
-        sequence = self._sequences.get(sequence_id)
-        return TokenSequence() if sequence is None else sequence.tokens
+        return self._sequence(sequence_id).tokens
 
     def length(self, sequence_id: str) -> int:
         """See `Engine.length`."""
-        sequence = self._sequences.get(sequence_id)
-        return 0 if sequence is None else len(sequence.tokens)
+        return len(self._sequence(sequence_id).tokens)
 
     def pages(self, sequence_id: str) -> Sequence[int]:
         """The sequence's page table, empty for an unknown sequence. With page size P, slot i of the
         sequence is slot i % P of page `pages[i // P]`. Do not change this list, and do not read it
         after the next call of the pool."""
-        sequence = self._sequences.get(sequence_id)
-        return () if sequence is None else sequence.pages
+        return self._sequence(sequence_id).pages
+
+    def _sequence(self, sequence_id: str) -> _PagedSequence:
+        """An unknown sequence has no tokens."""
+        return self._sequences.get(sequence_id) or _PagedSequence("")
 
     def counts(self) -> PageCounts:
         """See `Engine.page_counts`."""
@@ -151,15 +152,12 @@ class BlockPool:
         never be shared: do not call `written`, and drop them with `keep` before the next call with
         `whole`, which otherwise raises `InvariantError`."""
         for step in steps if whole else ():
-            if (sequence := self._sequences.get(step.sequence_id)) is not None:
-                sequence.check_written()
+            self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):
             self._make_room(self._num_needed(steps, Counter()))
         copies: list[Copy] = []
         for step in steps:
-            sequence = self._sequences.get(step.sequence_id)
-            if sequence is None:
-                sequence = self._sequences[step.sequence_id] = _PagedSequence("")
+            sequence = self._sequences[step.sequence_id] = self._sequence(step.sequence_id)
             length, pages = len(sequence.tokens), sequence.pages
             if length % self.page_size:
                 copies += self._own(pages)
@@ -187,9 +185,9 @@ class BlockPool:
     def keep(self, sequence_id: str, length: int) -> int:
         """See `Engine.keep`."""
         check(length >= 0, f"cannot keep {length} slots")
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None or len(sequence.tokens) <= length:
-            return self.length(sequence_id)
+        sequence = self._sequence(sequence_id)
+        if len(sequence.tokens) <= length:
+            return len(sequence.tokens)
         num_pages = -(-length // self.page_size)
         for page in reversed(sequence.pages[num_pages:]):
             self._let_go(page)
@@ -237,10 +235,7 @@ class BlockPool:
         number of sequences that let go of it before the steps."""
         size, num = self.page_size, 0
         for step in steps:
-            sequence = self._sequences.get(step.sequence_id)
-            if sequence is None:
-                num += -(-len(step.token_ids) // size)
-                continue
+            sequence = self._sequence(step.sequence_id)
             length, pages = len(sequence.tokens), sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
             if length % size:  # If another sequence holds the last page, the page is copied.

@@ -49,15 +49,13 @@ def _has_compiler() -> bool:
 
 
 def give_up(device: torch.device) -> None:
-    """Makes `has_kernels` return False for the device from now on."""
     _FAILED.add(device)
 
 
 def judge_by_kernels(
     logits: Tensor, transforms: Sequence[Transforms], rows: ProposalRows
 ) -> JudgedRows:
-    """Judges `rows`. Their `logits` [R, V] are float32 or narrower. `transforms` has one entry for
-    each session."""
+    """Judges `rows`, whose `logits` [R, V] are float32 or narrower."""
     num_rows, device = len(logits), logits.device
     found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
     nothing = np.empty((num_rows, 0), dtype=np.int64)

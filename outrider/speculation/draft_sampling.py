@@ -78,6 +78,7 @@ class LikelyTokens:
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
+        """Splits the rows into consecutive parts."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]
@@ -103,7 +104,7 @@ def draw_from_logits(
     rules = [noise.rule for noise in noises]
     transforms = [*zip(params, histories or [NO_HISTORY] * len(rules), strict=True)]
     keys = draft_keys(noises, indices)
-    found = _read(logits, transforms, rules, keys, vocabulary)
+    found = _read(_Asked(logits, transforms, rules, keys, vocabulary))
     tokens: list[DraftedToken] = [(token_id, None) for token_id in found.tokens.tolist()]
     if set(rules) == {Rule.GREEDY}:
         return tokens, [None] * len(rules)
@@ -131,8 +132,22 @@ def likely_tokens(
     params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
     transforms = [(each, NO_HISTORY) for each in params]
     no_keys = np.zeros((len(params), 5), dtype=np.uint64)
-    found = _read(logits, transforms, [Rule.TOKEN] * len(params), no_keys, vocabulary)
-    return found.likely(params)
+    asked = _Asked(logits, transforms, [Rule.TOKEN] * len(params), no_keys, vocabulary)
+    return _read(asked).likely(params)
+
+
+class _Asked(NamedTuple):
+    """Rows of logits, and how to draw from them. Only the rule coupled uses `keys`."""
+
+    logits: Tensor
+    transforms: Sequence[tuple[SamplingParams, TokenHistory]]
+    rules: Sequence[Rule]
+    keys: RowKeys
+    vocabulary: DraftVocabulary | None
+
+    @property
+    def any_changed(self) -> bool:
+        return any(params.penalised or params.logit_bias for params, _ in self.transforms)
 
 
 class _Rows(NamedTuple):
@@ -149,34 +164,19 @@ class _Rows(NamedTuple):
         return LikelyTokens(self.ids, np.exp((self.values - self.maxima[:, None]) / temperatures))
 
 
-_Transforms = Sequence[tuple[SamplingParams, TokenHistory]]
-
-
-def _read(
-    logits: Tensor,
-    transforms: _Transforms,
-    rules: Sequence[Rule],
-    keys: RowKeys,
-    vocabulary: DraftVocabulary | None,
-) -> _Rows:
-    """Reads each row of `logits`. Only the rule coupled uses `keys`."""
+def _read(asked: _Asked) -> _Rows:
+    logits = asked.logits
     by_kernels = has_kernels(logits.device) and logits.dtype != torch.float64
-    way = _read_by_kernels if by_kernels else _read_on_host
-    found = way(logits, transforms, rules, keys, vocabulary)
+    found = _read_by_kernels(asked) if by_kernels else _read_on_host(asked)
     check_maxima(found.maxima.tolist())
     return found
 
 
-def _read_on_host(
-    logits: Tensor,
-    transforms: _Transforms,
-    rules: Sequence[Rule],
-    keys: RowKeys,
-    vocabulary: DraftVocabulary | None,
-) -> _Rows:
+def _read_on_host(asked: _Asked) -> _Rows:
+    logits, transforms, rules, keys, vocabulary = asked
     logits = logits.cpu()
     rows = logits if logits.dtype == torch.float64 else logits.float()
-    if _any_changed(transforms):
+    if asked.any_changed:
         parts = zip(torch.split(rows, 1), transforms, strict=True)
         rows = torch.cat([adjusted_logits(row, *each, vocabulary) for row, each in parts])
     groups: dict[tuple[Rule, SamplingParams], list[int]] = {}
@@ -206,22 +206,17 @@ def _read_on_host(
     return _Rows(tokens, maxima, ids.astype(np.int64), values)
 
 
-def _read_by_kernels(
-    logits: Tensor,
-    transforms: _Transforms,
-    rules: Sequence[Rule],
-    keys: RowKeys,
-    vocabulary: DraftVocabulary | None,
-) -> _Rows:
+def _read_by_kernels(asked: _Asked) -> _Rows:
+    logits, transforms, rules, keys, vocabulary = asked
     any_coupled, any_filtered = Rule.COUPLED in rules, any(one.filtered for one, _ in transforms)
     with on_device(logits.device):
-        if any_coupled or any_filtered or _any_changed(transforms):
+        if any_coupled or any_filtered or asked.any_changed:
             judged = np.full((len(rules), JUDGED_WORDS), -1, dtype=np.int64)
             judged[:, :5] = keys.view(np.int64)
-            asked, ones = [(*each, ()) for each in transforms], np.ones(len(rules), dtype=np.int64)
-            words, judged_words, logits = send_rows(logits, asked, ones, -1, judged, vocabulary)
+            parts, ones = [(*each, ()) for each in transforms], np.ones(len(rules), dtype=np.int64)
+            words, judged_words, logits = send_rows(logits, parts, ones, -1, judged, vocabulary)
         maxima, likeliest = logits.max(dim=1, keepdim=True)
-        parts = [likeliest, maxima.double(), likeliest]
+        results = [likeliest, maxima.double(), likeliest]
         if any_coupled or any_filtered:
             weights = torch.empty_like(logits, dtype=torch.float32)
             found = torch.empty((FOUND, len(rules)), dtype=torch.float64, device=logits.device)
@@ -230,21 +225,17 @@ def _read_by_kernels(
             logits = logits.masked_fill(weights == 0, float("-inf"))
         if any_coupled:
             settle(_spread(weights, vocabulary), found, words, judged_words)
-            parts[2] = found[-1, :, None]
+            results[2] = found[-1, :, None]
         if set(rules) != {Rule.GREEDY}:
             values, columns = largest(logits, DRAFT_SUPPORT_ENTRIES)
-            parts += [columns, values]
-        read = torch.cat(parts, dim=1).cpu().numpy()
+            results += [columns, values]
+        read = torch.cat(results, dim=1).cpu().numpy()
     is_coupled = [rule is Rule.COUPLED for rule in rules]
     best, raced = read[:, 0].astype(np.int64), read[:, 2].astype(np.int64)
     tokens = np.where(is_coupled, raced, _token_ids(best, vocabulary))
     likely, logits_of_likely = np.split(read[:, 3:], 2, axis=1)
     ids = _token_ids(likely.astype(np.int64), vocabulary)
     return _Rows(tokens, read[:, 1], ids, logits_of_likely)
-
-
-def _any_changed(transforms: _Transforms) -> bool:
-    return any(params.penalised or params.logit_bias for params, _ in transforms)
 
 
 def _spread(weights: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:

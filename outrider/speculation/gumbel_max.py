@@ -136,7 +136,8 @@ def _block_numbers(num_blocks: int) -> IntArray:
 
 
 def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
-    return ((high << np.uint64(32)) | low).view(np.int64)[:, None]
+    key: IntArray = ((high << np.uint64(32)) | low).view(np.int64)[:, None]
+    return key
 
 
 def _uniforms(bits: IntArray) -> RealArray:
@@ -148,4 +149,5 @@ def _uniforms(bits: IntArray) -> RealArray:
 
 
 def _exponentials(bits: IntArray) -> RealArray:
-    return -np.log(_uniforms(bits))
+    found: RealArray = -np.log(_uniforms(bits))
+    return found

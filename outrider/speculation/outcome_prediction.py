@@ -9,9 +9,9 @@ Gumbel noise.
 The acceptance of a draft token is also predicted from noise. It is likelier with a larger lead of
 the token in the race (coupled, greedy), or with a smaller uniform u that tests it (token, block).
 
-Predictions do not bias the output. Under token and block, the tokens that are drafted for an
-outcome have the next round's noise, which is independent of the noise that predictions use. Under
-coupled and greedy, draft tokens never change which tokens are committed.
+Predictions do not bias the output. Under token and block, tokens drafted for an outcome have the
+next round's noise, which is independent of the noise that predictions use. Under coupled and
+greedy, draft tokens never change which tokens are committed.
 """
 
 import math
@@ -59,9 +59,9 @@ class OutcomeGuesses:
 def guess_outcomes(
     rows: LikelyTokens, params: SamplingParams, noise: RoundNoise, drafted: Sequence[int]
 ) -> OutcomeGuesses:
-    """Guesses up to `RANKS_MAX` corrections after each number n of accepted tokens, for the round
-    of `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] has the `likely_tokens`
-    after n draft tokens. If row K is missing, the bonus is not guessed."""
+    """Guesses up to `RANKS_MAX` corrections after each number n of accepted tokens of `drafted`.
+    Row n of `rows` [K + 1] has the `likely_tokens` after n draft tokens. If row K is missing, the
+    bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         with np.errstate(divide="ignore"):
@@ -204,12 +204,10 @@ class OutcomeModel:
 
 
 class OutcomeModels:
-    """The models that the sessions of a draft replica share, by rule and temperature.
-
-    Under token and block, sessions with the same seed have the same noise. If the second session
-    used a model that has learned from the first, predictions would depend on noise that the second
-    session has yet to use. So each later session with a seed has its own model.
-    """
+    """The models that the sessions of a draft replica share, by rule and temperature. Under token
+    and block, sessions with the same seed have the same noise. A model that has learned from the
+    first session would make predictions of the second depend on noise that it has yet to use. So
+    each later session with a seed has its own model."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
         """After `seeds_max` seeds, forgets them and the shared models under token and block."""
