@@ -5,23 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from outrider.errors import check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.draft_sampling import DraftedToken, quantise
-from outrider.speculation.gumbel_max import race, token_keys, uniforms
-from outrider.speculation.logits_processing import (
-    NO_HISTORY,
-    DraftVocabulary,
-    TokenHistory,
-    row_sums,
-)
-from outrider.speculation.proposal import COUNT_TOTAL, Proposal
+from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
+from outrider.speculation.gumbel_max import race
+from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory, row_sums
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.random_streams import (
     WORD_MASK,
@@ -29,7 +22,6 @@ from outrider.speculation.random_streams import (
     RoundNoise,
     RowKeys,
     Stream,
-    draft_keys,
     row_words,
     uniform,
 )
@@ -103,40 +95,7 @@ def verdict_law(
     return VerdictLaw(torch.from_numpy(accept), weights.view(probabilities.shape))
 
 
-def draft_token(
-    probabilities: torch.Tensor,
-    noise: RoundNoise,
-    index: int,
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
-) -> DraftedToken:
-    """Draft token number `index` (from 0) of a round, drawn from the draft's `probabilities`
-    [V]."""
-    return draft_tokens(probabilities[None], [noise], [index], entries_max)[0]
-
-
-def draft_tokens(
-    probabilities: torch.Tensor,
-    noises: Sequence[RoundNoise],
-    indices: Sequence[int],
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
-    vocabulary: DraftVocabulary | None = None,
-) -> list[DraftedToken]:
-    """`draft_token` for B sessions with the same rule."""
-    if not noises:
-        return []
-    rule = noises[0].rule
-    ids = np.arange(probabilities.shape[1]) if vocabulary is None else vocabulary.token_ids
-    if rule is Rule.GREEDY:
-        return [(token_id, None) for token_id in ids[probabilities.argmax(dim=1).numpy()].tolist()]
-    keys = draft_keys(noises, indices)
-    if rule is Rule.COUPLED:
-        wide = probabilities.new_zeros(len(probabilities), int(ids[-1]) + 1)
-        wide[:, torch.from_numpy(ids)] = probabilities
-        return [(token_id, None) for token_id in race(wide, keys).tolist()]
-    levels = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))[:, 0] * COUNT_TOTAL // 1
-    drawn: list[DraftedToken] = []
-    for row, level in zip(probabilities, levels.tolist(), strict=True):
-        q = quantise(row, entries_max, vocabulary)
-        token_id = q.token_ids[sum(total <= level for total in accumulate(q.counts))]
-        drawn.append((token_id, q if len(q.token_ids) > 1 else None))
-    return drawn
+def draft_token(probabilities: torch.Tensor, noise: RoundNoise, index: int) -> DraftedToken:
+    """Token `index` (from 0) of a round's draft, drawn from `probabilities` [V]."""
+    params = SamplingParams(temperature=float(noise.rule is not Rule.GREEDY))
+    return draw_from_logits(probabilities.log()[None], [params], [noise], [index])[0][0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import draft_tokens, row_keys, score, verdict_from_logits
+from verdict_laws import row_keys, score, verdict_from_logits
 
 from outrider.errors import InvariantError
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -134,10 +134,8 @@ def test_a_fused_verdict_is_the_verdict_on_full_rows(
     near = logits.double() + torch.randn(logits.shape, dtype=torch.float64)
     wide = torch.cat([near, near[:, :1]], dim=1)[:num_draft_tokens]
     sampling = SamplingParams(temperature=0.0) if one_hot else SamplingParams(top_p=0.9)
-    drafted = [
-        draft_tokens(row[None], [noise], [index], entries_max=16)[0]
-        for index, row in enumerate(target_probabilities(wide, sampling) if len(wide) else wide)
-    ]
+    num = num_draft_tokens
+    drafted, _ = draw_from_logits(wide, [sampling] * num, [noise] * num, range(num))
     q = tuple(entry for _, entry in drafted) if rule.needs_q else ()
     proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
     rows = logits[: num_draft_tokens + 1]
