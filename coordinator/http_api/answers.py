@@ -221,24 +221,18 @@ class Answer(EventStream):
         return self._object(self.chunk_kind, [choice], **more)
 
     def _choice(
-        self,
-        index: int,
-        content: Json,
-        finished: Finished | None = None,
+        self, index: int, content: Json, finished: Finished | None = None,
         tokens: _Choice | None = None,
-    ) -> Json:
+    ) -> Json:  # fmt: skip
         form, reason = self._asked.form, finished and str(finished.finish_reason)
         if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"
         elif reason == FinishReason.STOP and form.calls != ARGUMENTS:
             reason = "tool_calls" if self._choices[index].num_calls else reason
         found: Json = {
-            "index": index,
-            **content,
-            "logprobs": None,
-            "finish_reason": reason,
+            "index": index, **content, "logprobs": None, "finish_reason": reason,
             "stop_reason": finished and stop_reason(finished),
-        }
+        }  # fmt: skip
         if tokens is not None and self._asked.has_logprobs:
             found["logprobs"] = self.logprobs(tokens.scored)
         if tokens is not None and self._has_ids:
@@ -247,13 +241,9 @@ class Answer(EventStream):
 
     def _usage(self) -> Json:
         # The `n` choices of a prompt follow each other. The prompt counts once for all of them.
-        num_prompt_tokens = sum(one.num_prompt_tokens for one in self._choices[:: self._asked.n])
-        num_tokens = sum(one.num_tokens for one in self._choices)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-        }
+        asked = sum(one.num_prompt_tokens for one in self._choices[:: self._asked.n])
+        told = sum(one.num_tokens for one in self._choices)
+        return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
 
     def _metrics(self) -> Json:
         """Returns statistics of all choices together, under vLLM's names. Rounds without draft
@@ -265,11 +255,9 @@ class Answer(EventStream):
         found: Json = {
             "mean_acceptance_length": 1 + accepted / max(1, num_rounds),
             "draft_acceptance_rate": accepted / max(1, proposed),
-            "num_spec_steps": num_rounds,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": proposed,
-            "num_spec_tokens": self._num_draft_tokens,
-        }
+            "num_spec_steps": num_rounds, "num_spec_tokens": self._num_draft_tokens,
+            "num_draft_tokens": proposed, "num_accepted_draft_tokens": accepted,
+        }  # fmt: skip
         if self._asked.requests[0].include_rounds:
             lengths = sorted({length for length, _ in self._rounds})
             found["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)

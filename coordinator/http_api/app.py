@@ -139,13 +139,9 @@ class Generations:
         self._repeated = RepeatedRequests()
 
     def answer(
-        self,
-        request: Request,
-        asked: TranslatedBody,
-        kind: Callable[..., EventStream],
-        headers: RepeatHeaders,
-        session_id: str = "",
-    ) -> Response:
+        self, request: Request, asked: TranslatedBody, kind: Callable[..., EventStream],
+        headers: RepeatHeaders, session_id: str = "",
+    ) -> Response:  # fmt: skip
         """Responds with an answer of the class `kind`. If `session_id` is given, the response has
         the rest of this session's answer. Raises `BadRequest`."""
         service = self._service
@@ -162,13 +158,9 @@ class Generations:
         return Generated(events, answer, progress)
 
     async def _events(
-        self,
-        request: Request,
-        asked: TranslatedBody,
-        progress: Progress,
-        key: str | None,
+        self, request: Request, asked: TranslatedBody, progress: Progress, key: str | None,
         session_id: str,
-    ) -> Events:
+    ) -> Events:  # fmt: skip
         """Yields the events of all choices. Continues the session `session_id` or the sessions of
         the `key`, if there are any. Otherwise opens new sessions.
 
@@ -260,13 +252,10 @@ def build_app(
     `formats` of calls and reasoning."""
     access = options.access
     app = schemas.DocumentedApp(
-        title="Outrider",
-        version=version("outrider"),
+        title="Outrider", version=version("outrider"), responses=_ERRORS, redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads scripts from other hosts. `show_page` replaces it.
         redoc_url=None,
-        responses=_ERRORS,
-        redirect_slashes=False,
-    )
+    )  # fmt: skip
     app.router.route_class = reading.BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()

@@ -217,13 +217,9 @@ class GenerationBody(Body):
     """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
 
     def _translated(
-        self,
-        prompts: Sequence[Prompt],
-        names: Mapping[str, str],
-        tools: Tools | None = None,
-        formats: ChatFormats | None = None,
-        **own: Any,
-    ) -> TranslatedBody:
+        self, prompts: Sequence[Prompt], names: Mapping[str, str], tools: Tools | None = None,
+        formats: ChatFormats | None = None, **own: Any,
+    ) -> TranslatedBody:  # fmt: skip
         """Makes the requests for these prompts. `names` is for `TranslatedBody.names`. Without
         `formats`, the answers are not parsed. `own` has the other request fields."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
@@ -238,22 +234,15 @@ class GenerationBody(Body):
         if formats is not None:
             form = formats.form(tools, constraint, own["template_variables"])
         request = GenerateRequest(
-            prompt="",
-            model=self.model,
-            sampling=self._sampling(),
+            prompt="", model=self.model, sampling=self._sampling(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            ignore_eos=self.ignore_eos,
-            rule=speculation.rule,
+            ignore_eos=self.ignore_eos, rule=speculation.rule,
             num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
-            deadline_ms=self.deadline_ms,
-            include_rounds=speculation.histograms,
-            draft_deadline_ms=speculation.draft_deadline_ms,
-            constraint=constraint,
+            deadline_ms=self.deadline_ms, include_rounds=speculation.histograms,
+            draft_deadline_ms=speculation.draft_deadline_ms, constraint=constraint,
             tools=() if tools is None else tools.for_template(),
-            shown_tokens=form.shown_tokens,
-            answer_form=form.to_json(),
-            **own,
-        )
+            shown_tokens=form.shown_tokens, answer_form=form.to_json(), **own,
+        )  # fmt: skip
         n = self.n if isinstance(self, ChoicesBody) else 1
         seeds = [
             None if self.seed is None else choice_seed(self.seed % 2**limits.SEED_BITS, choice)
@@ -464,15 +453,10 @@ class ConversationBody(GenerationBody):
     """Variables for the chat template, such as enable_thinking."""
 
     def _conversation(
-        self,
-        turns: tuple[ChatMessage, ...],
-        functions: Sequence[FunctionTool],
-        choice: str | NamedFunction,
-        names: Mapping[str, str],
-        max_tokens: int | None,
-        logprobs: bool,
-        formats: ChatFormats | None,
-    ) -> TranslatedBody:
+        self, turns: tuple[ChatMessage, ...], functions: Sequence[FunctionTool],
+        choice: str | NamedFunction, names: Mapping[str, str], max_tokens: int | None,
+        logprobs: bool, formats: ChatFormats | None,
+    ) -> TranslatedBody:  # fmt: skip
         fields = {"name", "description", "parameters"}
         tools = tools_of(
             [one.model_dump(include=fields, exclude_unset=True) for one in functions],
@@ -481,14 +465,10 @@ class ConversationBody(GenerationBody):
             several=self.parallel_tool_calls,
         )
         return self._translated(
-            [turns],
-            {**names, "logprobs": "top_logprobs"},
-            tools,
-            formats,
-            max_tokens=max_tokens,
+            [turns], {**names, "logprobs": "top_logprobs"}, tools, formats, max_tokens=max_tokens,
             logprobs=self.top_logprobs if logprobs else None,
             template_variables=self.chat_template_kwargs,
-        )
+        )  # fmt: skip
 
 
 class ChatBody(ChoicesBody, ConversationBody):
@@ -513,16 +493,14 @@ class ChatBody(ChoicesBody, ConversationBody):
             raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "needs logprobs to be true")
-        choice = self.tool_choice
+        names = {"chat": "messages", "chat.messages": "messages"}
+        if new is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        functions, choice = [tool.function for tool in self.tools], self.tool_choice
+        named = choice.function if isinstance(choice, NamedTool) else choice
+        most = old if new is None else new
         return self._conversation(
-            tuple(turns),
-            [tool.function for tool in self.tools],
-            choice.function if isinstance(choice, NamedTool) else choice,
-            {"chat": "messages", "chat.messages": "messages"}
-            | ({} if new is None else {"max_tokens": "max_completion_tokens"}),
-            old if new is None else new,
-            self.logprobs,
-            formats,
+            tuple(turns), functions, named, names, most, self.logprobs, formats
         )
 
 
@@ -550,11 +528,9 @@ class CompletionBody(ChoicesBody):
         asked = self._translated(
             [one if isinstance(one, str) else tuple(one) for one in prompts],
             {"text": "prompt", "token_ids": "prompt"},
-            max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-            default_max_tokens=_COMPLETION_TOKENS,
-        )
+            max_tokens=self.max_tokens, default_max_tokens=_COMPLETION_TOKENS,
+            logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None,
+        )  # fmt: skip
         return replace(asked, echoes=self.echo)
 
 

@@ -157,15 +157,11 @@ class ResponsesBody(bodies.ConversationBody):
         # If `_turns` drops all items, the coordinator takes the prompt for an empty list of token
         # ids, and its error names `token_ids`.
         names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
+        names["max_tokens"] = "max_output_tokens"
         return self._conversation(
-            self._turns(),
-            self.tools,
-            self.tool_choice,
-            names | {"max_tokens": "max_output_tokens"},
-            self.max_output_tokens,
-            bool(self.include or self.top_logprobs),
-            formats,
-        )
+            self._turns(), self.tools, self.tool_choice, names, self.max_output_tokens,
+            bool(self.include or self.top_logprobs), formats,
+        )  # fmt: skip
 
     def _turns(self) -> tuple[ChatMessage, ...]:
         """Returns the messages of the conversation. If reasoning, text and calls of the assistant
@@ -330,32 +326,24 @@ class ResponseAnswer(ChatAnswer):
         sampling = self._asked.requests[0].sampling
         [choice] = self._choices
         found: Json = {
-            "id": self._envelope["id"],
-            "object": "response",
+            "id": self._envelope["id"], "object": "response", "model": self._envelope["model"],
             "created_at": self._envelope["created"],
             "completed_at": int(time.time()) if status == "completed" else None,
-            "status": status,
-            "error": error,
-            "incomplete_details": None,
-            "model": self._envelope["model"],
+            "status": status, "error": error, "incomplete_details": None, "usage": None,
             "output": [item.body() for item in self._items],
-            "usage": None,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            **self._asked.body.model_dump(include=_REPEATED),
-            **_ALWAYS,
-        }
+            "temperature": sampling.temperature, "top_p": sampling.top_p,
+            **self._asked.body.model_dump(include=_REPEATED), **_ALWAYS,
+        }  # fmt: skip
         if choice.finished:
             if status == "incomplete":  # `stop_reason` has the exact reason.
                 found["incomplete_details"] = {"reason": "max_output_tokens"}
             usage = self._usage()
             found["usage"] = {
-                "input_tokens": usage["prompt_tokens"],
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
-            }
+            }  # fmt: skip
             found["stop_reason"] = stop_reason(choice.finished)
             found["metrics"] = self._metrics()
         return found

@@ -147,12 +147,9 @@ class OpenConnections(dict["HttpConnection", _State]):
 
 class HttpConnection(H11Protocol):
     def __init__(
-        self,
-        config: uvicorn.Config,
-        state: ServerState,
-        others: OpenConnections,
+        self, config: uvicorn.Config, state: ServerState, others: OpenConnections,
         tls: ssl.SSLContext | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, state, app_state={})
         self._open, self._tls = others, tls
         self._early = bytearray()
@@ -241,18 +238,11 @@ class HttpServer:
             self._tls = FileWatch([tls.certificate, tls.key, tls.authority], tls.read)
         self._open = OpenConnections()
         config = uvicorn.Config(
-            self._answer,
-            interface="asgi3",
-            lifespan="off",
-            ws="none",
-            loop="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
+            self._answer, interface="asgi3", lifespan="off", ws="none", loop="none",
+            log_config=None, access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=limits.HTTP_KEEP_ALIVE_S,
             limit_concurrency=self._open.num_max + 1,  # At this number, uvicorn refuses requests.
-        )
+        )  # fmt: skip
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)

@@ -42,13 +42,9 @@ class Client:
     token is lost or repeated. Any number of calls may run at a time, on one event loop."""
 
     def __init__(
-        self,
-        server: Server | Transport,
-        *,
-        api_key: str = "",
-        trust: Trust = PLAIN,
+        self, server: Server | Transport, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`server` is one of these:
 
         - HOST:PORT, or several of them separated by commas.
@@ -191,13 +187,9 @@ class SyncClient:
     the coroutines need no event loop."""
 
     def __init__(
-        self,
-        address: Server,
-        *,
-        api_key: str = "",
-        trust: Trust = PLAIN,
+        self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`address` is like `server` of `Client`, but must not be a transport. The other parameters
         are those of `Client`."""
 

@@ -58,12 +58,9 @@ class EndpointPool(Generic[Endpoint]):
     coordinator in turn. Threads may share a pool."""
 
     def __init__(
-        self,
-        server: Server,
-        connect: Callable[[str], Endpoint],
-        clock: Callable[[], float] = time.monotonic,
-        first: int | None = None,
-    ) -> None:
+        self, server: Server, connect: Callable[[str], Endpoint],
+        clock: Callable[[], float] = time.monotonic, first: int | None = None,
+    ) -> None:  # fmt: skip
         """`connect` makes an endpoint for an address, and sends nothing. The first call begins at
         the address with index `first`, by default at a random address. Raises `BadRequest` for
         invalid addresses, and the errors of the function `server`."""
@@ -144,12 +141,10 @@ class ResumingTransport(Transport):
     them. The caller gets `Started` and each token once."""
 
     def __init__(
-        self,
-        pool: EndpointPool[Transport],
-        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        self, pool: EndpointPool[Transport], resume_timeout_s: float = RESUME_TIMEOUT_S,
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`close` also closes the transports in `pool`. If `resume_timeout_s` is 0, nothing is
         resumed or repeated. `random` returns numbers in [0, 1)."""
         self._pool = pool
@@ -231,13 +226,9 @@ class Tries:
     tried."""
 
     def __init__(
-        self,
-        pool: EndpointPool[Transport],
-        resume_timeout_s: float,
-        random: Callable[[], float],
-        *,
-        is_stream: bool = True,
-    ) -> None:
+        self, pool: EndpointPool[Transport], resume_timeout_s: float, random: Callable[[], float],
+        *, is_stream: bool = True,
+    ) -> None:  # fmt: skip
         """`is_stream` is false for calls that generate no tokens. These calls do not wait for a
         coordinator that cannot serve now."""
         self._pool = pool
