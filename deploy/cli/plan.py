@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import Report
-from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
@@ -239,6 +238,8 @@ def _plan(options: PlanOptions, config: DeploymentConfig) -> PlanReport:
 
 def _shares_device(config: DeploymentConfig) -> bool:
     import torch
+
+    from deploy.fleet.spec import are_apart, plan_fleet
 
     gpus = float(torch.cuda.device_count())
     placed = plan_fleet(config, config, gpus, local=False).config

@@ -6,20 +6,23 @@ is only in a file that no other user can read, never in arguments or variables.
 
 import asyncio
 import ctypes.util
-import importlib
 import logging
 import os
 import secrets
 import signal
-import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.util import list_named_actors, placement_group_table
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.config import deployment_settings
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
@@ -42,11 +45,9 @@ _RANK = "-rank-"
 @contextmanager
 def asking_head() -> Iterator[None]:
     """Turns errors of calls to Ray's head (GCS) into `Unavailable`."""
-    from ray.exceptions import RayError
-
     try:
         yield
-    except (RayError, OSError) as error:
+    except (ray.exceptions.RayError, OSError) as error:
         raise Unavailable(f"the Ray head does not answer: {one_line(error)}") from error
 
 
@@ -89,8 +90,6 @@ class Actor:
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
-        import ray
-
         actor = ray.remote(kind).options(
             name=self.name, namespace=namespace, lifetime="detached",
             max_concurrency=CALLS_PER_ACTOR_MAX, **options,
@@ -111,8 +110,6 @@ class Actor:
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
         """Calls a method. Raises the method's `OutriderError`, and `Unavailable` if the actor died
         or does not answer within `timeout_s`."""
-        import ray
-
         called = getattr(self._handle, method).remote(*arguments)
         try:
             async with asyncio.timeout(timeout_s):
@@ -125,8 +122,6 @@ class Actor:
             raise Unavailable(f"the {self.name} actor died: {one_line(error)}") from error
 
     async def kill(self) -> None:
-        import ray
-
         with asking_head():
             await asyncio.to_thread(ray.kill, self._handle)
 
@@ -168,8 +163,6 @@ class Cluster:
     async def free_groups(self, spared: Collection[str] = ()) -> None:
         """Removes all placement groups except those of the `spared` replicas. If a replica died
         with its machine, its group still exists."""
-        from ray.util import placement_group_table
-
         found = await asyncio.to_thread(placement_group_table)
         groups = {self._group(name) for name in spared}
         for name in {one["name"] for one in found.values() if one["state"] != "REMOVED"}:
@@ -181,9 +174,6 @@ class Cluster:
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
-        import ray
-        from ray.util import list_named_actors
-
         found: dict[str, list[Actor]] = {}
         for one in await asyncio.to_thread(list_named_actors, all_namespaces=True):
             replica, _, rank = one["name"].partition(_RANK)
@@ -202,8 +192,6 @@ class Cluster:
 
     async def saved(self) -> str:
         """The text that `save` has written, or an empty text. Raises `Unavailable`."""
-        from ray.experimental.internal_kv import _internal_kv_get
-
         space = self.namespace.encode()
         with asking_head():
             found = await asyncio.to_thread(_internal_kv_get, _SAVED, namespace=space)
@@ -212,8 +200,6 @@ class Cluster:
     async def save(self, text: str) -> None:
         """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS).
         Raises `Unavailable`."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
         space = self.namespace.encode()
         with asking_head():
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
@@ -221,10 +207,6 @@ class Cluster:
     def _begin(self, demand: Demand) -> list[Actor]:
         """Starts the actors of a demand. Several ranks that need resources get a placement group.
         Ray spreads other actors over the machines."""
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         where: list[Any] = ["SPREAD"] * demand.num_ranks
         if demand.num_ranks > 1 and demand.each:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -249,8 +231,6 @@ class Cluster:
 
 
 def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) -> str:
-    import ray
-
     asked = "; ".join(f"the {demand.role} actor needs {demand}" for demand in homeless)
     together = {
         "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
@@ -267,8 +247,6 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
 async def run_task(function: Callable[..., T], *arguments: object) -> T:
     """Runs a function in another process of the cluster. Raises the function's `OutriderError`, and
     `Unavailable` if the process died."""
-    import ray
-
     try:
         called = ray.remote(function).options(num_cpus=0, max_retries=0).remote(*arguments)
         found: T = await _result(called)
@@ -278,8 +256,6 @@ async def run_task(function: Callable[..., T], *arguments: object) -> T:
 
 
 async def _result(called: Any) -> Any:
-    import ray
-
     try:
         return await asyncio.wrap_future(called.future())
     except ray.exceptions.RayTaskError as error:
@@ -289,8 +265,6 @@ async def _result(called: Any) -> Any:
 
 
 def resources() -> Mapping[str, float]:
-    import ray
-
     found: Mapping[str, float] = ray.cluster_resources()
     return found
 
@@ -315,8 +289,6 @@ def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
 
 
 def _remove_group(name: str) -> None:
-    from ray.util.placement_group import get_placement_group, remove_placement_group
-
     with suppress(ValueError):  # Ranks without resources have no group.
         remove_placement_group(get_placement_group(name))
 
@@ -415,10 +387,6 @@ class RayConnection:
         os.environ.update(ENVIRONMENT)
         before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         self._open.callback(_set_variables, before)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import ray
-
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
         if self.local and self._secrets_at is not None:
             temporary = self._open.enter_context(_short_directory())
@@ -484,10 +452,9 @@ def _set_variables(texts: dict[str, str]) -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(texts)
-    if "ray" in sys.modules:  # Ray may have cached earlier values or another token.
-        raylet: Any = importlib.import_module("ray._raylet")
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+    # Ray may have cached earlier values or another token.
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def check_asks_for_token(address: str) -> None:

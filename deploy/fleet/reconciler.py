@@ -25,6 +25,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ray
 from pydantic import TypeAdapter
 
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
@@ -126,8 +127,6 @@ class Reconciler(PlacedActor):
     """Supervises a `Fleet`. After a restart by Ray, begins without a call of `start`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
-        import ray
-
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
         redis = spec.config.coordinator.redis
         self._failure: Exception | None = None
@@ -416,8 +415,6 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 async def find_reconciler(namespace: str) -> Actor | None:
     """Raises `Unavailable` if Ray's head does not answer."""
-    import ray
-
     with asking_head(), suppress(ValueError):
         handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
         return Actor(RECONCILER, handle)

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
@@ -41,7 +42,7 @@ from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import batched_tokens
 from outrider.request import RoundReport, Tokens
-from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.store import Append, Finish, SessionRecord, SessionStore, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
@@ -154,17 +155,15 @@ def simulate(scenario: Scenario) -> FleetFigures:
 
 
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
-    """Logits [VOCABULARY + 1, VOCABULARY]. Row i is for contexts that end with token i. The last
-    row is for an empty context.
+    """Logits [VOCABULARY + 1, VOCABULARY]. Row i is for contexts that end with token i, the last
+    row for an empty context.
 
     The draft proposes token d at depth d = 1..K, so the last token gives the depth. At depth d, the
     target draws token d with the plan's chance of acceptance, and otherwise token 0 or K + 1, the
     correction. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
     nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
-    hits, or how often a look-up proposes.
-
-    The other guesses of look-ahead are decoys: tokens that the target never draws. With the decoys,
-    the draft drafts for as many outcomes as the plan states."""
+    hits, or how often a look-up proposes. The other guesses of look-ahead are decoys, which the
+    target never draws. With them, the draft drafts for as many outcomes as the plan states."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -242,14 +241,46 @@ class _Lookup(LookupDrafter):
     def release(self, session_id: str) -> None: ...
 
 
+class _Store(SessionStore):
+    """Keeps only the number of tokens of each session. Sessions keep their owners."""
+
+    def __init__(self) -> None:
+        self._lengths: Counter[str] = Counter()
+
+    async def open(self, session: SessionRecord) -> None:
+        self._lengths[session.session_id] = len(session.token_ids)
+
+    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+        self._lengths.update({one.session_id: len(one.token_ids) for one in appends})
+        return [self._lengths[one.session_id] for one in appends]
+
+    async def finish(self, finish: Finish) -> int:
+        return self._lengths.pop(finish.session_id, finish.length or 0)
+
+    async def load(self, session_id: str) -> SessionRecord:
+        raise not_found(session_id)
+
+    async def take_over(self, seen: SessionRecord, *_: Any, **__: Any) -> SessionRecord:
+        raise not_found(seen.session_id)
+
+    async def hold_lease(self, owner: str) -> Mapping[str, bool]:
+        return {}
+
+    async def end_lease(self, owner: str) -> None: ...
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None: ...
+
+    async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
+        return value
+
+    async def close(self) -> None: ...
+
+
 class _Coordinator:
     def __init__(
-        self,
-        scenario: Scenario,
-        place: int,
+        self, scenario: Scenario, place: int, store: SessionStore,
         replicas: Mapping[ReplicaRole, Sequence[_Replica]],
-        store: MemoryStore,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.busy_s = 0.0
         self._free_at = 0.0
         pair, k, rng = scenario.pair, len(scenario.pair.survival), random.Random(place)  # noqa: S311
@@ -266,29 +297,22 @@ class _Coordinator:
             }
             for role, group in replicas.items()
         }
+        config = replace(
+            scenario.config.coordinator, served_model_name="simulated", num_draft_tokens=k,
+            deadline_ms=DEADLINE_MS_MAX, length_control=False, drafting_delays=False,
+            look_ahead=pair.way.look_ahead if pair.has_drafts else 0,
+            lookup=DraftConfig(model="suffix" if looks_up else "model"),
+        )  # fmt: skip
         self.service = CoordinatorService(
-            replace(
-                scenario.config.coordinator,
-                served_model_name="simulated",
-                num_draft_tokens=k,
-                deadline_ms=DEADLINE_MS_MAX,
-                length_control=False,
-                drafting_delays=False,
-                look_ahead=pair.way.look_ahead if pair.has_drafts else 0,
-                lookup=DraftConfig(model="suffix" if looks_up else "model"),
-            ),
-            f"coordinator-{place}",
-            store=store,
-            targets=links["target"],
-            drafts=links["draft"],
-            fallback=_Lookup(k if looks_up else 0),
+            config, f"coordinator-{place}", store=store, targets=links["target"],
+            drafts=links["draft"], fallback=_Lookup(k if looks_up else 0),
             random_bits=rng.getrandbits,
-        )
+        )  # fmt: skip
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
-        """Returns a function that delivers messages. A call has two messages, request and answer.
-        Each message occupies the coordinator's only thread for half of `turn_s`, and then travels
-        for half of `both_s`."""
+        """Returns a function that delivers messages. Each of the two messages of a call occupies
+        the coordinator's only thread for half of `turn_s`, and then travels for half of
+        `both_s`."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -328,9 +352,9 @@ class _Simulation:
         scenario, fleet = self._scenario, self._scenario.fleet
         roles: tuple[ReplicaRole, ...] = ("target", "draft")
         replicas = {role: [_Replica(scenario, role) for _ in range(fleet[role])] for role in roles}
-        store = MemoryStore()
+        store = _Store()
         coordinators = [
-            _Coordinator(scenario, place, replicas, store) for place in range(fleet["coordinator"])
+            _Coordinator(scenario, place, store, replicas) for place in range(fleet["coordinator"])
         ]
         for coordinator in coordinators:
             await coordinator.service.start()
@@ -358,8 +382,8 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends one request after the other. The first prompt is short, because otherwise the
-        simulation would begin with the prefill of many long prompts."""
+        """Sends one request after the other. The first prompt is short, so that the simulation does
+        not begin with the prefill of many long prompts."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -405,17 +429,13 @@ class _Simulation:
         pace = [one.pace for one in requests if one.pace is not None]
         firsts = [(one.events[0][0], one.began_at) for one in requests if one.events]
         return FleetFigures(
-            tokens_per_second=total / seconds,
-            rounds_per_second=num_rounds / seconds,
-            tokens_per_round=total / max(1, num_rounds),
-            num_requests=len(self._ends),
-            num_refused=self._ends.count(False),
-            tpot_ms=_percentiles_ms(pace),
+            tokens_per_second=total / seconds, rounds_per_second=num_rounds / seconds,
+            tokens_per_round=total / max(1, num_rounds), num_requests=len(self._ends),
+            num_refused=self._ends.count(False), tpot_ms=_percentiles_ms(pace),
             ttft_ms=_percentiles_ms([(at - began, 1) for at, began in firsts if at >= begin]),
             draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
-            hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
-            busy=busy,
-        )
+            hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)), busy=busy,
+        )  # fmt: skip
 
 
 def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float] | None:

@@ -141,12 +141,9 @@ class RedisStore(SessionStore):
         await self._write(_RELEASE, session_id, epoch, owner, released(owner))
 
     async def take_over(
-        self,
-        seen: SessionRecord,
-        owner: str,
-        on_sent: Callable[[], None] = lambda: None,
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
-    ) -> SessionRecord:
+    ) -> SessionRecord:  # fmt: skip
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
             wanted = f"{_CANCEL}{session_id}" if cancels else session_id

@@ -34,6 +34,8 @@ class Session:
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
         """The session's record without tokens. Only fields that never change are up to date."""
+        self.session_id, self.epoch = record.session_id, record.epoch
+        self.prompt_length = record.prompt_length
         self.tokens = TokenSequence(record.token_ids)
         """All decided tokens, prompt first. Only `decide` appends to them."""
         self.counters = record.counters
@@ -53,18 +55,6 @@ class Session:
         self.check_integrity()
 
     @property
-    def session_id(self) -> str:
-        return self.record.session_id
-
-    @property
-    def epoch(self) -> int:
-        return self.record.epoch
-
-    @property
-    def prompt_length(self) -> int:
-        return self.record.prompt_length
-
-    @property
     def length(self) -> int:
         return len(self.tokens)
 
@@ -78,22 +68,17 @@ class Session:
         return self.error is None and self.num_uncommitted > 0
 
     def decide(
-        self,
-        token_ids: Sequence[int],
-        counters: Counters,
-        *,
-        draft: CacheState | None = None,
-        target: CacheState | None = None,
-        logprobs: Sequence[str] = (),
-    ) -> None:
+        self, token_ids: Sequence[int], counters: Counters, *, draft: CacheState | None = None,
+        target: CacheState | None = None, logprobs: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Appends the tokens of one outcome. `counters` count the whole session. If `draft` or
         `target` is None, the session's earlier value stays. Either every call has `logprobs`, with
         one line for each token, or no call has."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
+        num_outputs = self.length + len(token_ids) - self.prompt_length
         check(
-            len(self.logprobs) + len(logprobs)
-            in (0, self.length + len(token_ids) - self.prompt_length),
+            len(self.logprobs) + len(logprobs) in (0, num_outputs),
             "log-probabilities for some tokens but not for all",
         )
         self.tokens.extend(token_ids)
@@ -127,8 +112,8 @@ class Session:
         if self.finish_reason is None:
             raise InvariantError(f"session {record.session_id} ends without a reason")
         return Finish(
-            session_id=record.session_id, epoch=record.epoch, owner=record.owner,
-            length=self.length, reason=self.finish_reason, counters=self.counters,
+            record.session_id, record.epoch, record.owner, self.length, self.finish_reason,
+            self.counters,
         )  # fmt: skip
 
     def acknowledge(self, stored_length: int) -> None:
@@ -157,13 +142,12 @@ class Session:
     def check_integrity(self) -> None:
         """Raises `InvariantError` if an inequality of the module's docstring does not hold."""
         check(self.epoch >= FIRST_EPOCH, f"epoch {self.epoch}")
+        prompt, stored, showable = (
+            self.prompt_length, self.acknowledged_length, self.showable_length
+        )  # fmt: skip
         check(
-            0 < self.prompt_length <= self.showable_length <= self.length,
-            f"prompt {self.prompt_length}, showable {self.showable_length}, all {self.length}",
-        )
-        check(
-            0 <= self.acknowledged_length <= self.showable_length,
-            f"stored {self.acknowledged_length}, showable {self.showable_length}",
+            0 < prompt <= showable <= self.length and 0 <= stored <= showable,
+            f"prompt {prompt}, stored {stored}, showable {showable}, all {self.length}",
         )
         num_outputs = self.length - self.prompt_length
         check(

@@ -169,12 +169,9 @@ class SessionStore(Protocol):
         released already."""
 
     async def take_over(
-        self,
-        seen: SessionRecord,
-        owner: str,
-        on_sent: Callable[[], None] = lambda: None,
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
-    ) -> SessionRecord:
+    ) -> SessionRecord:  # fmt: skip
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
         returned. Returns a finished session unchanged. Raises `NotFound`, `DataLoss`, and
         `Unavailable` if the session no longer has the epoch and the owner of `seen`. If that owner
