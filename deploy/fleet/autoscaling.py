@@ -7,17 +7,15 @@
 | coordinator | each has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
 |  | or has an event loop that is late by more than `LAG_MS` |
 
-A role is calm if two numbers are below `CALM`. The first is the load divided by the bound in the
-table. The second is the busy share that the replicas would have if one of them were removed. The
-busy share of a target is the share of busy time, multiplied by the share of taken places in a step.
+A role is calm if two numbers are below `CALM`: the load divided by the bound in the table, and the
+busy share that the replicas would have if one of them were removed. The busy share of a target is
+the share of busy time, multiplied by the share of taken places in a step.
 
 The number of a role's replicas grows at once, in proportion to the load, at most by the factor
 `GROWTH_MAX`. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
-least `COOLDOWN_S` pass between two changes of a role.
-
-While replicas are missing, the number does not grow, because the missing replicas may be enough.
-The number does not shrink while a replica is missing and another replica is leaving, nor while no
-replica is present.
+least `COOLDOWN_S` pass between two changes of a role. While replicas are missing, the number does
+not grow. While a replica is missing and another one is leaving, or all are missing, it does not
+shrink.
 """
 
 import asyncio
@@ -68,10 +66,9 @@ class Autoscaler:
             if (count := wanted.get(role)) is None:
                 continue
             change = None
-            on_trial = any(one.trial_share for one in records[role])
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
-            elif on_trial:  # The trial's replica distorts the averages.
+            elif any(one.trial_share for one in records[role]):  # A trial distorts the averages.
                 self._calm_since.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:
                 change = self._change(now, role, count, records)
@@ -92,8 +89,12 @@ class Autoscaler:
             self._calm_since.pop(role, None)
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
             return (role, grown, reason) if grown > count and num_there == count else None
-        fewer_load = max(excess, _load_of_fewer(load, num_there, min(num_there, count - 1)))
-        if fewer_load >= CALM or count <= least:
+        num_left = min(num_there, count - 1)
+        if num_left > 0:
+            fewer_load = load * num_there / num_left
+        else:
+            fewer_load = math.inf if load > IDLE else 0.0
+        if max(excess, fewer_load) >= CALM or count <= least:
             self._calm_since.pop(role, None)
             return None
         since = self._calm_since.setdefault(role, now)
@@ -101,11 +102,8 @@ class Autoscaler:
         return (role, count - 1, reason) if is_over else None
 
 
-_Load = tuple[float, float, str]
-"""The load divided by its bound, the busy share of the replicas, and both in words."""
-
-
-def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
+def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float, float, str]:
+    """The load divided by its bound, the busy share of the replicas, and both in words."""
     found, front = records[role], records["coordinator"]
     sessions = sum(one.load for one in front)
     if role == "target":
@@ -128,16 +126,10 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
     return waits / config.autoscale_draft_waits, busy, reason
 
 
-def _load_of_fewer(load: float, num_there: int, num_left: int) -> float:
-    if num_left > 0:
-        return load * num_there / num_left
-    return math.inf if load > IDLE else 0.0
-
-
 def _num_staying(records: Sequence[ReplicaRecord]) -> int:
     return sum(not one.leaving for one in records)
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """None counts as 0, because a replica without a figure has had nothing to do."""
+    """None counts as 0."""
     return sum(value or 0.0 for value in values) / len(values) if values else 0.0

@@ -129,13 +129,13 @@ class Reconciler(PlacedActor):
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
         redis = spec.config.coordinator.redis
-        self._failure: Exception | None = None
-        """Why the deployment did not start."""
+        self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the fleet is supervised with all saved changes, or has failed to start."""
         try:
             redis = with_password(redis)
         except SettingError as error:
             # Ray delivers only the text of a constructor's error, so `start` raises the error.
-            self._failure = error
+            self._begun.set_exception(error)
         self._original = spec
         self._changes: Changes = {}, None
         self._report: TrialReport | None = None
@@ -146,8 +146,6 @@ class Reconciler(PlacedActor):
         self._cluster = Cluster(namespace, local=spec.local)
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
-        self._keeps = asyncio.Event()
-        """Set once the fleet is supervised with all saved changes, or has failed to start."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -162,30 +160,23 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _start(self) -> None:
+        if self._begun.done():
+            return
         try:
-            if self._failure is None:
-                await self._cluster.save("")  # An earlier deployment may have saved changes.
-                await self._fleet.start()
-        except asyncio.CancelledError:
-            self._failure = Unavailable("it was stopped")
-            raise
+            await self._cluster.save("")  # An earlier deployment may have saved changes.
+            await self._fleet.start()
+        except (asyncio.CancelledError, Unavailable) as error:
+            # A `ReconcilerClient` would repeat a call that raises `Unavailable`.
+            reason = f"the deployment did not start: {str(error) or 'it was stopped'}"
+            self._begun.set_exception(OutriderError(reason))
         except Exception as error:  # noqa: BLE001 (`_ready` raises it)
-            self._failure = error
-        finally:
-            self._keeps.set()
-        if self._failure is None:
+            self._begun.set_exception(error)
+        else:
             await self._keep(returns=False)
 
     async def _ready(self) -> None:
-        """Waits until the fleet is supervised. If the start failed, raises the error of
-        `Fleet.start`, or `SettingError` if this machine lacks the password of Redis. Replaces
-        `Unavailable` by `OutriderError`, because a `ReconcilerClient` repeats a call after the
-        former."""
-        await self._keeps.wait()
-        if isinstance(self._failure, Unavailable):
-            raise OutriderError(f"the deployment did not start: {self._failure}")
-        if self._failure is not None:
-            raise self._failure
+        """Waits until the fleet is supervised. Raises an `OutriderError` if the start failed."""
+        await asyncio.shield(self._begun)
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
         """Returns the settings of autoscaling. Raises `ConfigError` and `StoreUnavailable`."""
@@ -391,11 +382,11 @@ class Reconciler(PlacedActor):
     async def _keep(self, returns: bool) -> None:
         try:
             if returns:
-                if self._failure is not None:
-                    raise self._failure
+                if self._begun.done():
+                    await self._begun
                 await retried("the saved changes cannot be read", self._restore)
                 await self._fleet.adopt()
-            self._keeps.set()
+            self._begun.set_result(None)
             await asyncio.gather(
                 self._fleet.run(),
                 repeated(self._autoscaler.look, LOOK_PERIOD_S, "autoscaling is interrupted"),

@@ -17,15 +17,11 @@ from .spec import FleetSpec
 SHARE_MAX = 0.9
 MINUTES_DEFAULT = 15.0
 MINUTES_MAX = 7 * 24 * 60.0
-SESSIONS_MIN = 10
-"""A drafter can be judged once this many of its sessions have ended."""
-ROUNDS_MIN = 200
-"""A drafter can be judged once its ended sessions have had this many rounds."""
-EARLY_ERRORS = 4.0
-"""A difference of this many standard errors ends a trial early. The bound is high, because the
-difference is tested many times."""
-LATE_ERRORS = 2.0
-"""A difference of this many standard errors decides a trial whose time is over."""
+SESSIONS_MIN, ROUNDS_MIN = 10, 200
+"""A drafter can be judged once this many of its sessions have ended, with this many rounds."""
+EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
+"""Differences, in standard errors, that decide a trial early and when its time is over. The first
+is higher, because the difference is tested many times."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Trial:
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Time limit of the trial, s. The time begins when the trial's replica serves."""
+    """Time limit, from when the trial's replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with the settings `values`."""
 
@@ -56,8 +52,7 @@ class TrialReport:
 
 
 def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
-    """Raises `ConfigError` if one replica with the settings `tried` cannot run beside replicas with
-    the settings `before`."""
+    """Raises `ConfigError` if a replica of `tried` cannot run beside replicas of `before`."""
     now, then = (spec.config.draft.model for spec in (before, tried))
     ran, role = (spec.config.draft.drafter.runs_on for spec in (before, tried))
     cannot = f"{then!r} cannot be tried beside {now!r}"
@@ -90,8 +85,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
-    """Raises `ConfigError` if the replica on trial would have a much higher or lower load than the
-    other replicas, because then their speeds could not be compared."""
+    """Raises `ConfigError` if the replica on trial would have a load so different from that of the
+    other replicas that their speeds could not be compared."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
@@ -102,18 +97,18 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Why sessions cannot move between the target on trial and the other targets; empty if sessions
-    can move. `records` are the records of all targets."""
-    records = [*records]
-    kept = {one.weights for one in records if not one.trial_share}
+    """Why sessions cannot move between the target on trial and the other targets; empty if they
+    can. `records` are the records of all targets."""
+    tried, kept = set(), set()
     for one in records:
-        if one.trial_share and kept and one.weights not in kept:
-            return (
-                f"its target runs {one.weights} (weights/dtype/max_model_len), the others "
-                f"{', '.join(sorted(kept))}; sessions could not move between these targets; give "
-                "--max-model-len"
-            )
-    return ""
+        (tried if one.trial_share else kept).add(one.weights)
+    if not kept or tried <= kept:
+        return ""
+    return (
+        f"its target runs {', '.join(tried)} (weights/dtype/max_model_len), the others "
+        f"{', '.join(sorted(kept))}; sessions could not move between these targets; give "
+        "--max-model-len"
+    )
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
@@ -126,16 +121,15 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Returns whether the new drafter is better (None = not known yet), and the reason. If the
-    trial's time `is_over`, the answer is True or False."""
+    """Returns whether the new drafter is better (None = not known yet, never if the trial's time
+    `is_over`), and the reason."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:
-            reason = (
+            return (False if is_over else None), (
                 f"{one.num_sessions} sessions and {one.num_rounds} rounds with the {which} "
                 f"drafter; {SESSIONS_MIN} and {ROUNDS_MIN} are needed"
             )
-            return (False if is_over else None), reason
     before = old.tokens_per_second
     gain = new.tokens_per_second / before - 1 if before > 0 else math.inf
     error = (1 + gain) * math.hypot(old.relative_error, new.relative_error)
