@@ -35,11 +35,9 @@ SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
 COOLDOWN_S = 15.0
 CALM = 0.6
 IDLE = 0.01
-"""A replica that is busy for less than this share of the time counts as idle."""
 
 Records = Mapping[Role, Sequence[ReplicaRecord]]
 Change = tuple[Role, int, str]
-"""A role, its new number of replicas, and the reason."""
 
 
 class Autoscaler:

@@ -71,7 +71,6 @@ class Deployment:
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets_at)
         self.reconciler = ReconcilerClient(self.ray.namespace)
         self.redis: EmbeddedRedis | None = None
-        """The embedded server; None if `redis_url` is set."""
         self._is_own = False
         """Whether this process started or took over the replicas. If so, `stop` ends them."""
         self.overview = Overview({}, (), None)

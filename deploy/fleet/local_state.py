@@ -34,7 +34,6 @@ class DeploymentRecord:
 
     pid: int
     started_at: str
-    """ISO 8601, UTC."""
     draft_model: str
     served_model_name: str
     grpc_address: str
@@ -50,14 +49,12 @@ class DeploymentRecord:
     http_address: str = ""
     """HOST:PORT of the coordinators' HTTP servers, separated by commas; empty = no HTTP."""
     deployment: str = ""
-    """The deployment's name in Redis."""
     ray_address: str = ""
     ray_token: str = ""
     """File of the Ray token, if the cluster is local."""
     asks_for_keys: bool = False
     wanted: dict[Any, int] = field(default_factory=dict)
     trial: str = ""
-    """A line about the latest trial."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings by key, without secrets."""
 
@@ -67,7 +64,6 @@ class DeploymentLocation:
     """A deployment on a Ray cluster."""
 
     address: str
-    """HOST:PORT of the Ray cluster."""
     deployment: str
     token: Path | None = None
     """File of Ray's token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""

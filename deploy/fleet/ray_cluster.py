@@ -60,7 +60,6 @@ class Demand:
     num_gpus: float
     num_ranks: int = 1
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Ray's custom resources by name."""
     name: str = ""
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
@@ -80,8 +79,6 @@ class Demand:
 
 
 class Actor:
-    """One actor: a rank of a replica, or the reconciler."""
-
     def __init__(self, replica: str, handle: Any, rank: int = 0) -> None:
         self.replica = replica
         self.rank = rank
@@ -131,7 +128,6 @@ class Cluster:
     """The actors of a deployment on a Ray cluster."""
 
     namespace: str
-    """The Ray namespace of the deployment."""
     local: bool
     """Whether the cluster is this machine only, and so cannot grow."""
 
@@ -372,7 +368,6 @@ class RayConnection:
         self._secrets_at = secrets_at
         self._address = address or "local"
         self._open = ExitStack()
-        """The steps of `connect` that `disconnect` undoes."""
         self.found = ""
         """HOST:PORT of the cluster; empty until `connect` has returned."""
         self.token = token
@@ -420,7 +415,6 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Hides the variables that hold secrets from Ray's processes."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:

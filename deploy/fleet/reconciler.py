@@ -114,7 +114,6 @@ AWAY_S = 60.0
 """A reconciler that is silent for this time counts as lost, because a restart takes seconds."""
 RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0
-"""Longest wait of `overview` for a change."""
 NEWS_PERIOD_S = 0.5
 TRIAL_LOOK_S = 2.0
 TRIAL_CALL_S = 5.0
@@ -154,7 +153,6 @@ class Reconciler(PlacedActor):
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def start(self) -> None:
-        """Starts and supervises all replicas. Raises like `_ready`."""
         if self._work is None:
             self._work = asyncio.create_task(self._start())
         await self._ready()

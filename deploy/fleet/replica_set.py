@@ -60,7 +60,6 @@ class ReplicaView:
     leaves: bool = False
     """Whether the replica gets no new work and will end."""
     stale: bool = False
-    """Whether the replica's settings differ from the current settings."""
     places: tuple[Place, ...] = ()
     """Places of the ranks of a replica that serves, the serving rank first."""
     http_address: str = ""
@@ -112,8 +111,6 @@ class Overview:
 
 
 class Replica:
-    """One replica. Its actor of rank 0 serves."""
-
     def __init__(self, spec: FleetSpec, member: Membership) -> None:
         """The member's name is ROLE-N, where N is the number of replicas that the deployment had
         started before. `spec` has the settings with which the replica is started."""
@@ -154,7 +151,6 @@ class Replica:
         )  # fmt: skip
 
     async def begin(self, config: object) -> None:
-        """Starts the ranks with this configuration, and waits until the replica serves."""
         log_directory, timeout_s = self.spec.log_directory, self.spec.config.model_timeout_s
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
@@ -311,9 +307,7 @@ class Trouble:
 
     def __init__(self) -> None:
         self.num_failures = 0
-        """Consecutive failed starts."""
         self.not_before = 0.0
-        """Earliest time of the next start, by the event loop's clock."""
         self.reason = ""
         """Why the last replica did not start or died; empty after a start."""
         self.crowded = False
@@ -324,8 +318,6 @@ class Trouble:
 
 
 class Fleet:
-    """All replicas of a deployment."""
-
     def __init__(self, cluster: Cluster, spec: FleetSpec, registry: RedisRegistry) -> None:
         self.spec = spec
         self._cluster = cluster
@@ -336,7 +328,6 @@ class Fleet:
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
         self.trial_failure = ""
-        """Why the trial's replica did not start, or how it died."""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
         """The ports of the last replica of each role and slot, for `FleetSpec.keeps_ports`."""
         self._changed = asyncio.Event()
@@ -420,7 +411,6 @@ class Fleet:
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
-        """Begins a trial, or ends the running trial (None)."""
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 

@@ -44,9 +44,7 @@ class FleetSpec:
     config: DeploymentConfig
     """The configuration with directories of models, devices and GPUs filled in."""
     given: DeploymentConfig
-    """The configuration as the user gave it."""
     cluster_gpus: float
-    """The number of the cluster's GPUs when the deployment was started."""
     demands: Mapping[Role, Demand]
     """The role `draft` is missing if the target or a look-up drafts."""
     plans: Mapping[Role, str]

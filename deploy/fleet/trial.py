@@ -28,7 +28,6 @@ is higher, because the difference is tested many times."""
 class Trial:
     values: dict[str, Value]
     share: float
-    """Share of the new sessions that the trial's replica gets."""
     seconds: float
     """Time limit, from when the trial's replica serves."""
     spec: FleetSpec

@@ -135,7 +135,6 @@ class TemperaturePlan:
 def choose(
     sessions: int, draft: DraftConfig, sample: Sample, times: ServiceTimes
 ) -> TemperaturePlan:
-    """Compares plain decoding, and each rule and K, for the texts of a sample."""
     rules, drafter = rules_at(sample.temperature), draft.drafter
     if not drafter.name:  # A look-up drafts alone. All rules accept the same tokens of it.
         rules = rules[:1]

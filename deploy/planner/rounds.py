@@ -91,7 +91,6 @@ class Rounds(NamedTuple):
 
     @property
     def context(self) -> float:
-        """The mean of `contexts`."""
         return self._mean(self.contexts)
 
     @property

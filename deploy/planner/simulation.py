@@ -52,7 +52,6 @@ from .rounds import Line, Option, ServiceTimes
 ANSWER_TOKENS_MAX = 2**17
 VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
-"""The draft's probability of the correction that it guesses (see `_rows`)."""
 _DECOY_MASS = 2.0**-15
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """The order in which the search sets the numbers of replicas: the most expensive role first."""
@@ -66,7 +65,6 @@ GENEROUS, HOPELESS = 4, 16
 the number of one role is searched, each later role has `GENEROUS` times its lower bound. The search
 gives up at `HOPELESS` times the lower bound."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
-"""The fields of a `Scenario` that describe the load."""
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
 """Number of replicas of each role. If no model drafts, the number of drafts is 0."""
@@ -84,7 +82,6 @@ class Pair:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether a model drafts."""
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
@@ -113,18 +110,15 @@ class Scenario:
     sessions: int | None = None
     """Sessions at a time; when a session ends, the next begins."""
     rate: float | None = None
-    """Requests a second (a Poisson process)."""
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
     """Mean of the geometric distribution of the answers' lengths; `inf` = all answers have
     `ANSWER_TOKENS_MAX` tokens."""
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
-    """Time-outs and limits of the services."""
     coordinator_s: float = 0.00029
     """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
     warm_up_s: float = 3.0
     seconds: float = 10.0
-    """Measured time."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,6 @@ class FleetFigures:
     rounds_per_second: float
     tokens_per_round: float
     num_requests: int
-    """Number of requests that ended."""
     num_refused: int
     """Number of these requests that were refused or failed."""
     tpot_ms: tuple[float, float] | None
@@ -144,7 +137,6 @@ class FleetFigures:
     draft_ms: float
     """Mean time that a round with draft tokens waits for its proposal."""
     hit_rate: float
-    """Share of the rounds with draft tokens whose proposal was ready when the round began."""
     busy: tuple[float, ...]
     """Shares of the time in which a target, a draft and a coordinator worked, on average."""
 

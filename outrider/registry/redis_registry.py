@@ -177,7 +177,6 @@ class Lease:
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """Returns None if the text is not a decimal number from 0 to `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     return number if (number := int(text)) <= most else None

@@ -49,13 +49,10 @@ class Figures:
     """Share of the draft service's proposals that waited in its queue for longer than their
     drafting took."""
     acceptance: _Figure = None
-    """Share of the draft tokens that were accepted."""
     look_ahead_hits: _Figure = None
     """Share of the draft service's proposals that were ready when their rounds began."""
     tokens_per_second: _Figure = None
-    """Tokens that the coordinator's sessions commit in a second."""
     loop_lag_ms: _Figure = None
-    """Delay with which the event loop runs its callbacks."""
 
 
 NO_FIGURES = Figures()
@@ -73,7 +70,6 @@ class ReplicaRecord:
     address: _Text
     """HOST:PORT of the replica's gRPC server."""
     host: _Text
-    """Name of the replica's machine."""
     pid: _Number
     model: _Text = ""
     weights: _Text = ""
@@ -82,7 +78,6 @@ class ReplicaRecord:
     leaving: bool = False
     """A leaving replica is about to stop, and gets no more sessions."""
     load: _Number = 0
-    """Number of running sessions."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
     """Share of the new sessions that a draft or target on trial gets; 0 = not on trial."""
     figures: Figures = NO_FIGURES
@@ -107,7 +102,6 @@ class Membership:
 
     redis: RedisAddress
     deployment: str
-    """Name of the deployment in Redis."""
     name: str
     slot: int = 0
     """If all replicas run on one machine, the replica's index among the replicas of its role, which

@@ -87,7 +87,6 @@ class EmbeddedRedis:
             )
         self._supervisor: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """Process id of the server, while it runs."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -162,7 +161,6 @@ class EmbeddedRedis:
         ]  # fmt: skip
 
     def _wait_until_it_answers(self) -> int:
-        """Returns the server's process id."""
         give_up_at = time.monotonic() + limits.EMBEDDED_REDIS_START_MS_MAX / 1000
         with redis.Redis(
             unix_socket_path=str(self._socket), retry=Retry(NoBackoff(), 0), protocol=2,

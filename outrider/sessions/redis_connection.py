@@ -250,7 +250,6 @@ class _Pool(SentinelConnectionPool, Pool): ...
 
 class _Client(redis.asyncio.Redis):
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Also closes the connections to the Sentinels."""
         await super().aclose(close_connection_pool)
         pool: Any = self.connection_pool
         for sentinel in pool.sentinel_manager.sentinels:

@@ -26,7 +26,6 @@ class Script:
 
 
 Call = tuple[Sequence[str], Sequence[str | int | bytes]]
-"""Keys and arguments of one run of a script."""
 
 
 class ScriptRunner:

@@ -30,7 +30,6 @@ class Session:
     """The tokens of one session, and how many of them are stored. Not thread-safe."""
 
     def __init__(self, record: SessionRecord) -> None:
-        """`record` is a running session that the store has just opened or taken over."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
         """The session's record without tokens. Only fields that never change are up to date."""
@@ -51,7 +50,6 @@ class Session:
         """None while the session runs, or if it was lost before its end. After the end, the store
         may still lack the last tokens."""
         self.error: OutriderError | None = None
-        """Why the session is lost (see `supersede`); None = it is not lost."""
         self.check_integrity()
 
     @property

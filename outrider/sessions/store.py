@@ -12,7 +12,6 @@ from outrider.tokens import TokenSequence
 from outrider.values import value
 
 FIRST_EPOCH = 1
-"""Epoch of a newly opened session."""
 
 
 class FinishReason(StrEnum):
@@ -104,7 +103,6 @@ class SessionRecord:
     logprobs: str = ""
     """A JSON line for each token after the prompt, or nothing."""
     finish_reason: FinishReason | None = None
-    """None while the session runs."""
 
     @classmethod
     def new(
