@@ -54,21 +54,16 @@ from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
 from .trial import Trial, TrialReport, added, check_share, check_trial, check_weights, judged
 
-_SAME_REDIS = "sessions stay in their Redis"
-_SCALE = "use `outrider scale`"
+_REDIS = (
+    "redis_url", "redis_username", "redis_password", "redis_password_file",
+    "redis_sentinel_password", "redis_key_prefix",
+)  # fmt: skip
 FIXED = {
     "address": "a deployment stays on its cluster",
     "deployment_name": "a deployment keeps its name",
-    "redis_url": _SAME_REDIS,
-    "redis_username": _SAME_REDIS,
-    "redis_password": _SAME_REDIS,
-    "redis_password_file": _SAME_REDIS,
-    "redis_sentinel_password": _SAME_REDIS,
-    "redis_key_prefix": _SAME_REDIS,
+    **dict.fromkeys(_REDIS, "sessions stay in their Redis"),
     "api_key": "a deployment keeps its keys; give an --api-key-file, whose keys may change",
-    "num_targets": _SCALE,
-    "num_drafts": _SCALE,
-    "num_coordinators": _SCALE,
+    **dict.fromkeys(("num_targets", "num_drafts", "num_coordinators"), "use `outrider scale`"),
 }
 """Settings that cannot change while a deployment runs. The value is the reason, or what to do
 instead."""

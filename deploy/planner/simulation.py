@@ -42,7 +42,7 @@ from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import batched_tokens
 from outrider.request import RoundReport, Tokens
-from outrider.sessions.store import Append, Finish, SessionRecord, SessionStore, not_found
+from outrider.sessions.store import Append, Finish, SessionRecord
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
@@ -233,8 +233,8 @@ class _Lookup(LookupDrafter):
     def release(self, session_id: str) -> None: ...
 
 
-class _Store(SessionStore):
-    """Keeps only the number of tokens of each session. Sessions keep their owners."""
+class _Store:
+    """The methods of `SessionStore` for sessions that keep their coordinators."""
 
     def __init__(self) -> None:
         self._lengths: Counter[str] = Counter()
@@ -242,35 +242,20 @@ class _Store(SessionStore):
     async def open(self, session: SessionRecord) -> None:
         self._lengths[session.session_id] = len(session.token_ids)
 
-    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+    async def append(self, appends: Sequence[Append]) -> list[int]:
         self._lengths.update({one.session_id: len(one.token_ids) for one in appends})
         return [self._lengths[one.session_id] for one in appends]
 
     async def finish(self, finish: Finish) -> int:
         return self._lengths.pop(finish.session_id, finish.length or 0)
 
-    async def load(self, session_id: str) -> SessionRecord:
-        raise not_found(session_id)
-
-    async def take_over(self, seen: SessionRecord, *_: Any, **__: Any) -> SessionRecord:
-        raise not_found(seen.session_id)
-
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         return {}
-
-    async def end_lease(self, owner: str) -> None: ...
-
-    async def release(self, session_id: str, epoch: int, owner: str) -> None: ...
-
-    async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        return value
-
-    async def close(self) -> None: ...
 
 
 class _Coordinator:
     def __init__(
-        self, scenario: Scenario, place: int, store: SessionStore,
+        self, scenario: Scenario, place: int, store: Any,
         replicas: Mapping[ReplicaRole, Sequence[_Replica]],
     ) -> None:  # fmt: skip
         self.busy_s = 0.0
