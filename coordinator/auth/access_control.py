@@ -34,8 +34,7 @@ from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
 from outrider.request import Event, Finished, Started
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import new_client
-from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
+from outrider.sessions.redis_connection import Call, Script, ScriptRunner, new_client
 from outrider.transport.server import HEALTH_PATH, Context
 
 _log = logging.getLogger(__name__)

@@ -41,8 +41,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import check_server, new_client
-from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
+from outrider.sessions.redis_connection import Call, Script, ScriptRunner, check_server, new_client
 from outrider.sessions.store import (
     Append,
     CacheState,

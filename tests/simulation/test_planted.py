@@ -13,7 +13,7 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.sessions import redis_store
-from outrider.sessions.redis_scripts import Script
+from outrider.sessions.redis_connection import Script
 from outrider.sessions.state import Session
 from tests.simulation import world
 from tests.simulation.faults import GREATER

@@ -21,7 +21,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.sessions import state
-from outrider.sessions.redis_scripts import Call, Script
+from outrider.sessions.redis_connection import Call, Script
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError
