@@ -98,7 +98,7 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
     """Why sessions cannot move between the target on trial and the other targets; empty if they
     can. `records` are the records of all targets."""
-    tried, kept = set(), set()
+    tried, kept = set[str](), set[str]()
     for one in records:
         (tried if one.trial_share else kept).add(one.weights)
     if not kept or tried <= kept:
