@@ -18,10 +18,8 @@ from typing import Any
 from outrider.errors import ConfigError
 from outrider.files import write_whole
 
-FILE_NAME = "deployment.json"
-KEY_NAME = "cli.key"
-LOCK_NAME = "deployment.lock"
-LOG_NAME = "serve.log"
+FILE_NAME, KEY_NAME = "deployment.json", "cli.key"
+LOCK_NAME, LOG_NAME = "deployment.lock", "serve.log"
 ERROR_PREFIX = "outrider: error: "
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
@@ -103,7 +101,7 @@ def recorded_deployment(directory: Path) -> DeploymentRecord | None:
 def running_deployment(directory: Path) -> DeploymentRecord | None:
     """The deployment that runs and is ready. Raises `ConfigError` for a damaged record."""
     record = recorded_deployment(directory)
-    return record if record is not None and record.pid == lock_holder(directory) else None
+    return record if record and record.pid == lock_holder(directory) else None
 
 
 def logged_error(directory: Path) -> str | None:

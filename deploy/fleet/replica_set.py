@@ -117,7 +117,7 @@ class Replica:
         self.spec = spec
         self.member = member
         self.name = member.name
-        self.role = role_and_age(member.name)[0]
+        self.role, _ = role_and_age(member.name)
         self.on_trial = bool(member.trial_share)
         self.ranks: Sequence[Actor] = ()
         self.found = Engagement()
@@ -194,8 +194,7 @@ class Replica:
             _log.warning("%s did not drain: %s", self.name, error)
 
     async def stop(self, grace_s: float) -> None:
-        # The leader is stopped first. If the leader died, the other ranks may still run.
-        for ranks in (self.ranks[:1], self.ranks[1:]):
+        for ranks in (self.ranks[:1], self.ranks[1:]):  # The leader is stopped first.
             await asyncio.gather(*(_stop(actor, grace_s) for actor in ranks))
 
 
@@ -260,12 +259,9 @@ def raise_first(results: Sequence[object]) -> None:
 
 
 def next_steps(
-    wanted: Mapping[Role, int],
-    fleet: Sequence[ReplicaView],
-    held_back: Collection[Role] = (),
-    in_place: Collection[Role] = (),
-    crowded: Collection[Role] = (),
-) -> tuple[list[Role], list[str]]:
+    wanted: Mapping[Role, int], fleet: Sequence[ReplicaView], held_back: Collection[Role] = (),
+    in_place: Collection[Role] = (), crowded: Collection[Role] = (),
+) -> tuple[list[Role], list[str]]:  # fmt: skip
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
     begins with the oldest replica.
 
@@ -305,16 +301,15 @@ def next_steps(
 class Trouble:
     """The failures of a role since its wanted number or its settings have changed."""
 
-    def __init__(self) -> None:
-        self.num_failures = 0
-        self.not_before = 0.0
-        self.reason = ""
-        """Why the last replica did not start or died; empty after a start."""
-        self.crowded = False
-        """Whether the cluster lacks room for a new replica, so a stale replica must leave first."""
-        self.made_way = False
-        """Whether a stale replica has left to make room. Until a new replica serves, no other stale
-        replica leaves, because new replicas may fail to start."""
+    num_failures = 0
+    not_before = 0.0
+    reason = ""
+    """Why the last replica did not start or died; empty after a start."""
+    crowded = False
+    """Whether the cluster lacks room for a new replica, so a stale replica must leave first."""
+    made_way = False
+    """Whether a stale replica has left to make room. Until a new replica serves, no other stale
+    replica leaves, because new replicas may fail to start."""
 
 
 class Fleet:
@@ -510,15 +505,12 @@ class Fleet:
 
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
-        takes_over = any(
-            other is not one and other.member.slot == slot for other in self.of(one.role)
-        )
+        takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
         # If no old replica holds the known ports, another process may. So only one start uses them.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
-        await one.begin(
-            spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)
-        )
+        config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)
+        await one.begin(config)
         self._ports[one.role, slot] = one.ports
 
     async def _live(self, one: Replica) -> None:

@@ -93,12 +93,9 @@ def best(options: Iterable[Option]) -> Option:
 
 
 def speedup_interval(
-    times: ServiceTimes,
-    sessions: int,
-    prompt_tokens: Sequence[int],
-    plain: Sequence[Rounds],
+    times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Sequence[Rounds],
     chosen: tuple[Option, Sequence[Rounds]],
-) -> tuple[float, float] | None:
+) -> tuple[float, float] | None:  # fmt: skip
     """The bootstrap interval of an option's speed-up over plain decoding, with the confidence
     `LEVEL`. `prompt_tokens` [texts] are the lengths of the prompts, `plain` [texts] the rounds
     without drafts, and `chosen` has the option and its rounds [texts]. Returns None for a single

@@ -83,8 +83,7 @@ class RedisRegistry:
 
     async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
         """Returns the records of a role, each with the remaining seconds of its lease."""
-        records = await self.records(role)
-        if not records:
+        if not (records := await self.records(role)):
             return []
         left = await self._run(*(("PTTL", self._key(role, one.name)) for one in records))
         return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
@@ -188,7 +187,7 @@ def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
     try:
         record = ReplicaRecord.from_json(text)
         check((record.role, record.name) == (role, name), "the record names another replica")
+        return record
     except (ValueError, InvariantError) as error:
         _log.warning("an invalid record of a %s is ignored: %s", role, error)
         return None
-    return record

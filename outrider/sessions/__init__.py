@@ -1,1 +1,1 @@
-"""Sessions: the state of a session at its owner, and the session stores (Redis, in memory)."""
+"""Sessions: the state of a session at its owner, and the session store in Redis."""
