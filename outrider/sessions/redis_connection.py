@@ -64,8 +64,11 @@ def masked_url(url: str) -> str:
 
 
 @asynccontextmanager
-async def answering() -> AsyncIterator[None]:
-    """Raises `TimeoutError` inside the block after `REDIS_TIMEOUT_MS`.
+async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
+    """Ends a call after `REDIS_TIMEOUT_MS`, and converts its error into an `OutriderError`. If the
+    server fails, or may no longer be the primary, closes idle connections. The next call then
+    connects anew, and finds the primary by the server's name or by Sentinel. A failed call closes
+    its own connection.
 
     The time is counted in slices. A slice starts when the event loop has handled the end of the
     previous slice. So a pause of this process, such as a garbage collection, uses up only one
@@ -73,31 +76,21 @@ async def answering() -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
-    async with asyncio.timeout(None) as scope:
 
-        def tick(left: int) -> None:
-            nonlocal timer
-            if left == 0:
-                scope.reschedule(loop.time())
-            else:
-                timer = loop.call_later(slice_s, tick, left - 1)
+    def tick(left: int) -> None:
+        nonlocal timer
+        if left == 0:
+            scope.reschedule(loop.time())
+        else:
+            timer = loop.call_later(slice_s, tick, left - 1)
 
-        tick(limits.REDIS_TIMEOUT_SLICES)
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-
-@asynccontextmanager
-async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """Limits the time of a call as `answering` does, and converts its error into an
-    `OutriderError`. If the server fails, or may no longer be the primary, closes idle connections.
-    The next call then connects anew, and finds the primary by the server's name or by Sentinel. A
-    failed call closes its own connection."""
     try:
-        async with answering():
-            yield
+        async with asyncio.timeout(None) as scope:
+            tick(limits.REDIS_TIMEOUT_SLICES)
+            try:
+                yield
+            finally:
+                timer.cancel()
     except (RedisError, OSError, TimeoutError) as error:
         if not isinstance(error, ResponseError) or may_be_replaced(error):
             await client.connection_pool.disconnect(inuse_connections=False)
