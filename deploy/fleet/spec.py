@@ -15,7 +15,6 @@ from outrider.config import (
     LEAST,
     PORT_MAX,
     VLLM,
-    CoordinatorConfig,
     DeploymentConfig,
     DraftConfig,
     TargetConfig,
@@ -184,25 +183,20 @@ def plan_fleet(
     config = replace(found, **parts)
     # A coordinator learns only at its start which role drafts.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
-    plans = {
-        role: hashlib.blake2b(
-            repr((demands.get(role), getattr(config, role), beside.get(role))).encode(),
-            digest_size=6,
-        ).hexdigest()
-        for role in ROLES
-    }
+    plans: dict[Role, str] = {}
+    for role in ROLES:
+        text = repr((demands.get(role), getattr(config, role), beside.get(role)))
+        plans[role] = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return FleetSpec(
         config=config, given=given, cluster_gpus=cluster_gpus, demands=demands, plans=plans,
         deployment=deployment, log_directory=log_directory, local=local,
     )  # fmt: skip
 
 
-def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
-    """The library for `Demand.preload`. vLLM on CPUs allocates memory in every step. With tcmalloc,
-    eight sessions decode 6 % faster."""
-    if isinstance(service, CoordinatorConfig):
-        return ""
-    is_on_cpu = service.model_engine == VLLM and service.device == "cpu"
+def _preload(service: Any) -> str:
+    """vLLM on CPUs allocates memory in every step. With tcmalloc, eight sessions decode 6 %
+    faster."""
+    is_on_cpu = getattr(service, "model_engine", "") == VLLM and service.device == "cpu"
     return "tcmalloc_minimal" if is_on_cpu else ""
 
 

@@ -42,7 +42,8 @@ class Chooser:
         """`prompt_tokens` [texts] are the lengths of the prompts. `plain` are rounds without
         drafts."""
         self._times, self._sessions = times, sessions
-        self._first_s = times.first_seconds(prompt_tokens)
+        prefills = (times.target.step_seconds(max(1, num)) for num in prompt_tokens)
+        self._first_s = sum(map(times.first.at, prefills))
         self.plain = self.timed(Option(rule=rule, num_draft_tokens=0), plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:

@@ -19,7 +19,7 @@ and prod p is the minimum in the table. Coupled: `benchmarks.acceptance.matched`
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,10 +60,6 @@ class Attempt(NamedTuple):
     """Steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
     """The result of `survival`, up to the end of the text."""
-
-
-_DEPTHS = NUM_DRAFT_TOKENS_MAX
-_KINDS = _DEPTHS + 1
 
 
 class Rounds(NamedTuple):
@@ -110,11 +106,11 @@ class Rounds(NamedTuple):
 
     @property
     def proposed_per_round(self) -> float:
-        return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=1))
+        return self._mean(np.arange(len(self.kinds)) @ self.kinds.sum(axis=1))
 
     @property
     def steps_per_round(self) -> float:
-        return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=0))
+        return self._mean(np.arange(len(self.kinds)) @ self.kinds.sum(axis=0))
 
     def _mean(self, total: float) -> float:
         return float(total) / self.num_later if self.num_later > 0 else 0.0
@@ -131,8 +127,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
     that begins after t >= 1 tokens of the text. Calls of `attempt_at` are in ascending order."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
-    contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
-    reached, accepted = np.zeros((2, _DEPTHS))
+    contexts, kinds = 0.0, np.zeros((NUM_DRAFT_TOKENS_MAX + 1, NUM_DRAFT_TOKENS_MAX + 1))
+    reached, accepted = np.zeros((2, NUM_DRAFT_TOKENS_MAX))
     for start in range(1, num_tokens):
         visit = visits[start]
         if visit <= 0.0:
@@ -271,9 +267,6 @@ class ServiceTimes:
     """Largest number of sequences in a step of the draft."""
     shares_device: bool = False
     """Whether draft and target share cores or a device, so that only one computes at a time."""
-
-    def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
-        return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
 
     def seconds(self, rounds: Rounds, way: Option, sessions: int = 1) -> float:
         """Total time of the later rounds of a session, if `sessions` run at a time."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from verdict_laws import scores
+from verdict_laws import score
 
 from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -100,13 +100,13 @@ def rule_of(request: GenerateRequest) -> Rule:
 def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     """The token after each prefix of the prompt and what was shown, under coupled and greedy, where
     the target alone decides."""
-    contexts = _contexts(request, shown)
-    rule, num = rule_of(request), len(shown)
+    rule, seed = rule_of(request), request.seed or 0
     check(rule.absolute_noise, f"under {rule} a token depends on what was drafted")
-    first = len(request.prompt)
-    rounds = [RoundNoise(request.seed or 0, rule, first + place) for place in range(num)]
-    verdicts = scores(_law(request.sampling)[contexts], [(Proposal(()), one) for one in rounds])
-    return [verdict.correction[0] for verdict in verdicts]
+    rows = _law(request.sampling)[_contexts(request, shown)].split(1)
+    return [
+        score(row, Proposal(()), RoundNoise(seed, rule, place)).correction[0]
+        for place, row in enumerate(rows, start=len(request.prompt))
+    ]
 
 
 def ranks_of(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
