@@ -57,7 +57,7 @@ class Run(NamedTuple):
     rule: Rule
     num_draft_tokens: int
     round_trip_ms: float = 0.0
-    """Added between coordinator and draft."""
+    """Added to each round trip between coordinator and draft."""
 
 
 RUNS = (

@@ -100,9 +100,6 @@ class Library:
     """Shared objects that the library's manual asks to preload: names of files in the virtual
     environment, or names for the system's linker."""
 
-    def is_installed(self, environments: Path) -> bool:
-        return self.is_ours or (environments / self.name / STAMP).exists()
-
     def environment(self, environments: Path) -> dict[str, str]:
         root = environments.absolute() / self.name
         preloaded: list[str] = []

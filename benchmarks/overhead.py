@@ -41,7 +41,7 @@ from .report import Report, percentile
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Of each canned draft token. A round with 8 draft tokens commits about 3 tokens."""
+"""Chance of acceptance of a canned draft token. A round with 8 of them commits about 3 tokens."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",

@@ -114,7 +114,8 @@ async def start_peers(
         if peer.name not in options.peers:
             continue
         try:
-            if not peer.is_installed(options.environments):
+            stamp = options.environments / peer.name / libraries.STAMP
+            if not (peer.is_ours or stamp.exists()):
                 raise Unavailable("not installed; `make peers` installs it")
             if peer.needs_gguf and not gguf:
                 raise Unavailable("the target does not come from a GGUF file")

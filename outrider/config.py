@@ -396,8 +396,8 @@ class CoordinatorConfig(ServerConfig):
     draft_address: Internal[str] = ""
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig] = DraftConfig(model="model")
-    """Of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a hybrid,
-    prompt lookup only replaces missing proposals."""
+    """Settings of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a
+    hybrid, prompt lookup only replaces missing proposals."""
 
     @property
     def asks_for_keys(self) -> bool:

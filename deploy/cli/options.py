@@ -103,11 +103,6 @@ def _field_option(setting: Setting) -> Option:
     return option(setting.flag, default=setting.default, help=setting.doc, **kind)
 
 
-def place_options() -> list[Option]:
-    found = setting_options(common=PLACE_KEYS, only=PLACE_KEYS)
-    return grouped("A deployment on a Ray cluster elsewhere", found)
-
-
 def request_options(max_tokens: int) -> list[Option]:
     numbers: Mapping[str, tuple[float | None, str]] = {
         "--max-tokens": (max_tokens, "most tokens to generate"),

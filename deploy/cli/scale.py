@@ -22,11 +22,12 @@ from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
 
 from . import options
-from .command import Arguments, Option, Seconds, argument, command, json_option, option
+from .command import Arguments, Option, Seconds, argument, command, grouped, json_option, option
 from .options import PLACE_KEYS, SECRETS
 from .output import progress, tell
 
 _POLL_S = 0.2
+PLACE = "A deployment on a Ray cluster elsewhere"
 
 
 def _wait_option(until: str) -> Option:
@@ -57,7 +58,7 @@ async def _overview(
     ),
     _wait_option("this many replicas serve"),
     json_option(),
-    *options.place_options(),
+    *grouped(PLACE, options.setting_options(common=PLACE_KEYS, only=PLACE_KEYS)),
 )  # fmt: skip
 def scale(arguments: Arguments) -> int:
     counts = parsed_counts(arguments.counts)
