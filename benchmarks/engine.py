@@ -45,7 +45,7 @@ from .acceptance import Answer, decode
 from .measurement import Progress, bench_request, medians_ms, together
 from .options import EngineOptions
 from .processes import running_pair
-from .report import Report, percentile
+from .report import Report
 
 SESSIONS = (1, 4, 16, 32)
 PROMPT_TOKENS = 256
@@ -185,8 +185,8 @@ async def _beside_a_long_prompt(client: Client, prompts: Prompts) -> float:
         for task in tasks:
             task.cancel()
     before = median(gaps(arrivals, began, sent))
-    beside = percentile(gaps(arrivals, sent, sent + long_s), 99)
-    return beside / before
+    beside = np.percentile(gaps(arrivals, sent, sent + long_s), 99)
+    return float(beside / before)
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:

@@ -20,6 +20,8 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
+import numpy as np
+
 from outrider.client import Client
 from outrider.errors import Unavailable
 from outrider.messages import DraftItem, ProposalReply, ReplicaDescription, VerdictReply, VerifyItem
@@ -36,7 +38,7 @@ from .clients import GrpcClient, HttpClient
 from .measurement import BenchClient, Progress, bench_request, together
 from .options import Concurrency, Options
 from .processes import Process, Replicas, embedded_redis
-from .report import Report, percentile
+from .report import Report
 
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
@@ -122,9 +124,9 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
         "num_rounds": len(reports),
-        "round_ms_p50": percentile(whole, 50),
-        "round_ms_p99": percentile(whole, 99),
-        "round_parts_ms": {name[:-3]: percentile(times, 50) for name, times in parts.items()},
+        "round_ms_p50": np.percentile(whole, 50),
+        "round_ms_p99": np.percentile(whole, 99),
+        "round_parts_ms": {name[:-3]: np.percentile(times, 50) for name, times in parts.items()},
     }
 
 

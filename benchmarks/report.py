@@ -53,13 +53,6 @@ def to_json(value: Mapping[str, object]) -> str:
     return json.dumps(json.loads(text, parse_float=lambda x: float(f"{float(x):.{SIGNIFICANT}g}")))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The percentile `share` (0 to 100), with linear interpolation."""
-    import numpy as np
-
-    return float(np.percentile(values, share))
-
-
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table with a column for each key of the rows. The first column has names."""
     from rich.table import Table

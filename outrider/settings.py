@@ -35,9 +35,9 @@ def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)
 
 
-def between(least: float, most: float, **more: Any) -> Any:
+def between(least: float, most: float) -> Any:
     """Bounds of a setting's values, for its `Annotated` type."""
-    return Field(ge=least, le=most, **more)
+    return Field(ge=least, le=most)
 
 
 Internal = Annotated[T, Field(exclude=True)]

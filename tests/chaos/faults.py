@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.report import percentile
+import numpy as np
+
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER
 from deploy.fleet.reconciler import find_reconciler
@@ -242,7 +243,7 @@ class Adversary:
     def report(self) -> dict[str, Any]:
         """Waits of affected requests by kind and role, how much longer they are than without a
         fault, and every fault."""
-        usual_s = percentile(self.gaps.get(NOTHING) or [0.0], 99)
+        usual_s = np.percentile(self.gaps.get(NOTHING) or [0.0], 99)
         counts = dict.fromkeys(self.gaps, 0)
         for fault in self.faults:
             counts[fault.kind, fault.role] += 1
@@ -257,9 +258,9 @@ class Adversary:
                 f"{kind} {role}": {
                     "num_faults": counts[kind, role],
                     "num_touched": len(gaps),
-                    "p50_s": round(percentile(gaps, 50), 3),
-                    "p99_s": round(percentile(gaps, 99), 3),
-                    "added_p99_s": round(percentile(gaps, 99) - usual_s, 3),
+                    "p50_s": round(np.percentile(gaps, 50), 3),
+                    "p99_s": round(np.percentile(gaps, 99), 3),
+                    "added_p99_s": round(np.percentile(gaps, 99) - usual_s, 3),
                 }
                 for (kind, role), gaps in sorted(self.gaps.items())
                 if gaps
