@@ -43,9 +43,7 @@ DROPPED_MIN = 4
 `DROPPED_MIN`. The first round has no draft, and the second round waits for the draft's prefill."""
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
 """Step times of a target of 70 billion parameters and a draft of one billion."""
-LAW = {
-    "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
-}  # fmt: skip
+LAW = {"vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645}
 """Parameters of `EmulatedSpec` for the distributions of the emulated models."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
 """Chance by rule that a draft token is accepted, given that all earlier draft tokens were accepted.
@@ -128,9 +126,7 @@ async def _measure(options: EmulateOptions, run: Run) -> dict[str, Any]:
     rates = options.acceptance_rates
     if rates:
         run = run._replace(num_draft_tokens=min(run.num_draft_tokens, len(rates)))
-    services: Any = {
-        "engine": engine(rates), "model": EMULATED.removesuffix(":"), "num_threads": 1
-    }  # fmt: skip
+    services: Any = {"engine": engine(rates), "model": EMULATED.removesuffix(":"), "num_threads": 1}
     target, draft = TargetConfig(**services), DraftConfig(**services)
     look_ahead = LOOK_AHEAD_DEFAULT if run.mode == "look_ahead" else 0
     async with (

@@ -204,9 +204,7 @@ class ModelServerConfig(ServerConfig):
 
 
 _OF_REPLICAS = ("port", "num_cpus", "num_gpus", "num_threads")
-_OF_MODELS = (
-    "model", "dtype", "max_model_len", "kv_cache_memory_bytes", "tensor_parallel_size",
-)  # fmt: skip
+_OF_MODELS = ("model", "dtype", "max_model_len", "kv_cache_memory_bytes", "tensor_parallel_size")
 
 
 @checked("target_", _OF_REPLICAS)

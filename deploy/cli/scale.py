@@ -112,9 +112,7 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
 
 @command(
     "upgrade",
-    argument(
-        "target", "another target model, with the same tokenizer", required=False,
-    ),
+    argument("target", "another target model, with the same tokenizer", required=False),
     _wait_option("a trial has ended and all replicas are replaced"),
     option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
