@@ -130,13 +130,12 @@ class TextIndex:
     def token(self, place: int) -> int:
         return self._ids[place - self._num_cut]
 
-    def earlier(self) -> Iterator[int]:
-        """The places after earlier occurrences of the text's last n-gram, latest first."""
-        return self._chain(self._previous[-1] if self._previous else _NO_PLACE)
-
     def occurrences(self, tail: Sequence[int]) -> Iterator[int]:
         """The places after occurrences of the last n-gram of `tail`, latest first."""
-        return self._chain(self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE))
+        place = self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE)
+        while place >= self._num_cut + self._gram_length:
+            yield place
+            place = self._previous[place - self._num_cut - 1]
 
     def match_length(self, place: int, tail: Sequence[int]) -> int:
         """How many tokens before `place` equal the last tokens of `tail`. The n-gram before `place`
@@ -147,11 +146,6 @@ class TextIndex:
         while length < limit and ids[end - 1 - length] == tail[-1 - length]:
             length += 1
         return length
-
-    def _chain(self, place: int) -> Iterator[int]:
-        while place >= self._num_cut + self._gram_length:
-            yield place
-            place = self._previous[place - self._num_cut - 1]
 
 
 OCCURRENCES_MAX = 256
@@ -174,7 +168,7 @@ class NgramDrafter(LookupDrafter):
         few tokens follow the match, repeats them, because the text has begun to repeat them."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
-        for place in islice(text.earlier(), OCCURRENCES_MAX):
+        for place in islice(text.occurrences(tail), 1, OCCURRENCES_MAX + 1):
             length = text.match_length(place, tail)
             if length > match_length:
                 start, match_length = place, length

@@ -8,7 +8,7 @@ index finds the latest matches, and each round counts the tokens that followed t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -91,11 +91,11 @@ class SuffixDrafter(LookupDrafter):
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
         tail = text.slice(text.end - self._config.depth, text.end)
-        found = self._occurrences(text, text.earlier(), tail)
+        found = self._occurrences(text, tail, 1)  # The first place is the end of the text itself.
         if is_first or request.rule.absolute_noise:
             history = self._history.of(request.tenant)
             if history is not None:
-                found += self._occurrences(history, history.occurrences(tail), tail)
+                found += self._occurrences(history, tail)
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
@@ -118,12 +118,11 @@ class SuffixDrafter(LookupDrafter):
         return first == request.session_id
 
     def _occurrences(
-        self, text: TextIndex, places: Iterable[int], tail: Sequence[int]
+        self, text: TextIndex, tail: Sequence[int], num_left_out: int = 0
     ) -> list[_Occurrence]:
-        return [
-            _Occurrence(text, place, text.match_length(place, tail))
-            for place in islice(places, self._config.occurrences_max)
-        ]
+        stop = num_left_out + self._config.occurrences_max
+        places = islice(text.occurrences(tail), num_left_out, stop)
+        return [_Occurrence(text, place, text.match_length(place, tail)) for place in places]
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:

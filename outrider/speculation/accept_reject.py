@@ -55,8 +55,8 @@ def decide(
     verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Iterable[float]
 ) -> Outcome:
     """Accepts or rejects draft tokens, and adds the token that follows the accepted ones. Draft
-    token i passes iff uniforms[i] <= verdict.accept_probability[i]. `uniforms` [K] are in (0, 1).
-    Raises `InvariantError` if the lengths of verdict and proposal do not match."""
+    token i passes iff uniforms[i] <= verdict.accept_probability[i]. Raises `InvariantError` if the
+    lengths of verdict and proposal do not match."""
     num, accept = len(proposal_ids), verdict.accept_probability
     fits = len(accept) == num and len(verdict.correction) == num + 1
     check(fits, f"a verdict on {len(accept)} draft tokens does not fit {num} draft tokens")

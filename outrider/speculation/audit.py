@@ -2,10 +2,9 @@
 
 Let p_i be the target's distribution of token x_i, given all earlier tokens. If x_i is drawn from
 p_i, its surprise -log p_i(x_i) has the entropy of p_i as its mean. So the sum of surprise minus
-entropy is a martingale, even though a session's tokens decide where the session ends. For many
-tokens, this sum divided by the square root of the summed variances of -log p_i is approximately
-standard normal. The sum drifts away from 0 if the tokens come from a distribution under which the
-mean surprise differs from the entropy of p_i.
+entropy is a martingale, even though a session's tokens decide where it ends. For many tokens, this
+sum divided by the square root of the summed variances of -log p_i is approximately standard normal.
+It drifts away from 0 if the tokens come from a distribution with another mean surprise.
 
 Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts.
 So it detects wrong noise, acceptance or residuals, but not a wrong transform.
@@ -28,8 +27,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 NEAR_TIE = 2.0**-6
 """A greedy token is a near tie if its logit is at most `NEAR_TIE` * max(1, |m|) below the largest
-logit m. Rounding to bfloat16 can move two logits this far apart, because neighbouring bfloat16
-numbers differ by up to 2^-7 of their size."""
+logit m. Neighbouring bfloat16 numbers differ by up to 2^-7 of their size."""
 _P_MIN = 1e-300
 """Replaces p = 0 in a division 0 / p."""
 
@@ -40,9 +38,8 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Compares token i with row i of `logits` [N, V], which are on the CPU. Penalties count
-    `history` as in a verdict. Raises `InvariantError` for rows that `target_probabilities`
-    refuses."""
+    """Compares token i with row i of `logits` [N, V], which are on the CPU. Raises `InvariantError`
+    for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]

@@ -252,9 +252,8 @@ def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArra
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
-    """Runs a race among the tokens of each row. Returns the tokens, highest score first, and the
-    logarithms of their scores (log mass + Gumbel noise): [R, M] each. Tokens without mass become -1
-    with the logarithm -inf, and come last."""
+    """Runs a race among the tokens of each row. Returns the tokens, highest score first, and log
+    mass + Gumbel noise of each: [R, M]. Tokens without mass come last, as -1 with -inf."""
     found = scores(rows.mass, rows.ids, keys)
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)

@@ -6,9 +6,8 @@ Splittable Pseudorandom Number Generators, OOPSLA 2014) computes 64 random bits:
 row. The second key is applied by XOR between the finaliser's two multiplications.
 
 *Races*: a race draws the token v with the highest score w_v / t_v. The waits t_v are independent
-Exp(1). So v wins with probability w_v / sum w, and the weights w need not be normalised. This is
-the Gumbel-max trick over log w. If a draft and a target race with the same keys, they usually draw
-the same token.
+Exp(1), so v wins with probability w_v / sum w. This is the Gumbel-max trick over log w. If a draft
+and a target race with the same keys, they usually draw the same token.
 
 *Waits* have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
 128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and every token
@@ -98,8 +97,8 @@ def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
     """`race` for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each block.
-    First computes the score of the token with the shortest wait in each block, and then only those
-    scores that could exceed the best of the first scores."""
+    Computes the score of the token with the shortest wait in each block, and then only those scores
+    that could exceed the best of these."""
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))
@@ -142,7 +141,7 @@ def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
 
 def _uniforms(bits: IntArray) -> RealArray:
     fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
-    drawn = fraction.astype(np.float64)
+    drawn: RealArray = fraction.astype(np.float64)
     drawn += 0.5
     drawn *= 2.0**-_FRACTION_BITS
     return drawn

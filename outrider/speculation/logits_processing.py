@@ -31,9 +31,9 @@ _BUCKETS = {
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
 """For each type of float: the integer type of the same size, the bits of 1.0, and a shift that
-leaves the exponent and six bits of the fraction, so that a power of 2 has 64 buckets."""
+leaves the exponent and six bits of the fraction."""
 _NUM_BUCKETS = 64 * 64
-"""The buckets of weights from 1 down to 2^-64. Smaller weights share the last bucket."""
+"""64 for each power of 2 from 1 down to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64
 """`largest` compares the maxima of blocks of this size first."""
 
@@ -56,8 +56,8 @@ def target_probabilities(
 ) -> Tensor:
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. If `params` are
     greedy, a row is one-hot at its largest logit (of equal logits, at the lowest id). Ignores ids
-    of V or more in the bias or the history, because draft and target may pad their vocabularies
-    differently. Raises `InvariantError` for a row of `logits` with NaN or +inf, or only -inf."""
+    of V or more in the bias or the history. Raises `InvariantError` for a row of `logits` with NaN
+    or +inf, or only -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
@@ -122,8 +122,7 @@ def likeliest(
 
 
 def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The index of the largest value of each row [R, V] (of equal values, the lowest), and the
-    value. NaN counts as larger than any number."""
+    """The lowest index of the largest value of each row [R, V], and the value. NaN is largest."""
     # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
@@ -190,7 +189,7 @@ def raw_logprobs(
     """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V]
     (-inf outside the vocabulary), and the `num_top` likeliest tokens of this row as (id,
     log-probability), likeliest first. Of equally likely tokens, the lowest id comes first."""
-    _check_rows(logits)
+    check_maxima(logits.amax(dim=1).tolist())
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)
     tops: dict[int, tuple[tuple[int, float], ...]] = dict.fromkeys(rows, ())
@@ -220,12 +219,8 @@ def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
     sums = row_sums(weights)
     if not bool(sums.isfinite().all()):
         for part in logits:
-            _check_rows(part)
+            check_maxima(part.amax(dim=1).tolist())
     return sums
-
-
-def _check_rows(logits: Tensor) -> None:
-    check_maxima(logits.amax(dim=1).tolist())
 
 
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
@@ -353,17 +348,16 @@ class RowMasks(NamedTuple):
     """The masks of a proposal's rows."""
 
     masks: list[TokenMask | None]
-    """[K + 1]: element n has the tokens that may follow n draft tokens. After a forbidden draft
-    token, elements are None. The target rejects this token, so no outcome uses the later rows."""
+    """[K + 1]: element n has the tokens that may follow n draft tokens. None after a forbidden
+    draft token: the target rejects it, so no outcome uses these rows."""
     untold: int | None
     """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
     An outcome that reaches this row ends with this draft token (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. Masks after draft tokens raise no error, because a draft must not
-    make a session fail."""
+    """The masks for the rows of a proposal. Raises `Incompatible` only if the mask after the
+    committed tokens cannot be computed, because a draft must not make a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
@@ -414,9 +408,8 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """The tokens that a draft may draw after `drafted`. None if the draft must stop, because the
-    completion has ended, no token of the draft's vocabulary may follow, or the mask cannot be
-    computed."""
+    """The tokens that a draft may draw after `drafted`. None if the draft must stop: the completion
+    has ended, no token of its vocabulary may follow, or the mask cannot be computed."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:

@@ -4,10 +4,8 @@ A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft toke
 a correction follows (for n = K, the bonus). The correction wins a race (`gumbel_max.py`) over the
 target's distribution, or over the residual after a rejection. The draft knows the noise of this
 race, and runs it over its own distribution q. Its guesses are the tokens with the highest log q +
-Gumbel noise.
-
-The acceptance of a draft token is also predicted from noise. It is likelier with a larger lead of
-the token in the race (coupled, greedy), or with a smaller uniform u that tests it (token, block).
+Gumbel noise. Acceptance is also predicted from noise: it is likelier with a larger lead of the
+draft token in the race (coupled, greedy), or with a smaller uniform u that tests it (token, block).
 
 Predictions do not bias the output. Under token and block, tokens drafted for an outcome have the
 next round's noise, which is independent of the noise that predictions use. Under coupled and
@@ -176,8 +174,7 @@ class OutcomeModel:
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
-        """Learns from a round. `rank` is the index of the right guess of the correction, or None if
-        no guess was right."""
+        """Learns from a round. `rank` is that of the right guess of the correction, if any."""
         for index in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[index])
             chance = self._acceptance(index, evidence)
@@ -218,8 +215,7 @@ class OutcomeModels:
         self._alone: dict[str, OutcomeModel] = {}
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
-        """The model that a session uses. How well scores predict outcomes depends on the
-        temperature."""
+        """The model of a session. How well scores predict outcomes depends on the temperature."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()

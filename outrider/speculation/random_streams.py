@@ -10,8 +10,7 @@ Under the rules token and block, a draft's draw uses one number: the number for 
 other draw is a race over the numbers of all tokens (`gumbel_max.py`).
 
 A *position* is absolute: the committed length at the round's start plus the index. An *index place*
-holds these two numbers separately. No two rounds of a session start at the same committed length,
-so every round has new index places.
+holds these two numbers separately, so every round of a session has new index places.
 
 The rules token and block must not use positions. A rejected draft token would have the same noise
 as the next round's token at its position, and block verification and the choice of K may already

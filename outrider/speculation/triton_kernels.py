@@ -2,9 +2,9 @@
 Triton is installed. Each program computes one row.
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
-- `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. The
-  smallest weight to keep is found by a search over the bits of floats, because positive floats have
-  the same order as their bits. Each pass over the row reduces the searched range to a quarter.
+- `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. It
+  searches the smallest weight to keep by the bits of floats, which have the order of the floats.
+  Each pass over the row reduces the searched range to a quarter.
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
   q (`verification.py`), and draws the next token (`gumbel_max.py`). A draw first computes two
   scores of each block: of the token with the shortest wait, and of the token with the largest

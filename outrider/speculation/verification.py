@@ -15,8 +15,7 @@ distribution up to a factor. Correction K is a draw from p_{K+1} under every rul
 Row n < K *judges* x_{n+1}, the draft token after it.
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
-the width of p has p = 0, and a token outside q's support has q = 0. So draft and target may pad
-their vocabularies differently.
+the width of p has p = 0, so draft and target may pad their vocabularies differently.
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""If a row keeps more than this share of its mass after q is subtracted, the row is certainly not
-empty."""
+"""A row that keeps more than this share of its mass after q is subtracted is not empty."""
 _PI_MIN = 1e-290
-"""The *path* to a row is the sequence of draft tokens before the row. A path with a smaller pi
-counts as impossible, because a division by its pi could overflow."""
+"""A *path* to a row, the draft tokens before it, with a smaller pi counts as impossible, because a
+division by its pi could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
