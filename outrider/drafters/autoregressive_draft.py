@@ -89,11 +89,6 @@ class AutoregressiveDraft:
             output_ids=(*committed[prompt_length:], *self.token_ids),
         )
 
-    def add(self, token_id: int, q: DraftDistribution | None) -> None:
-        """Appends a drawn token."""
-        self.token_ids.append(token_id)
-        self.q.append(q)
-
     def stop(self) -> None:
         """Ends the draft with the tokens that it has."""
         self.num_wanted = len(self.token_ids)
@@ -172,7 +167,8 @@ class DraftSampler:
                     self._draw([draft], [depth], row)
             return
         for draft, (token_id, q), likely in zip(drafts, tokens, drawn_from, strict=True):
-            draft.add(token_id, q)
+            draft.token_ids.append(token_id)
+            draft.q.append(q)
             draft.unseen = (token_id,)
             if likely is not None:
                 draft.rows.append(likely)

@@ -280,7 +280,7 @@ _NOTES = {
 }
 """Keys that by themselves do not restrict an answer."""
 _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
-"""Keys that `_Document._combined` ignores, or handles one by one."""
+"""Keys that `_Document._own` ignores, or handles one by one."""
 _MANY = 1e9
 _REFERENCES_MAX = 8
 """Number of references that are followed to find the type of an alternative."""
@@ -317,12 +317,18 @@ class _Document:
     def _own(self, schema: dict[str, Any]) -> float:
         """The larger of two numbers: the alternatives that a schema lists, and the combinations of
         alternatives of its parts that apply together."""
-        found, parts = self._listed(schema), self._combined(schema)
-        if len(parts) < 2:
-            return found
+        at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
+        counts = [self._reach(part) for part in at_once]
+        counts.append(self._reach_by(schema.get("$ref")))
+        unions = [_list_at(schema, key) for key in _UNIONS]
+        counts += [self._of_union(entries) + sum(map(self._reach, entries)) for entries in unions]
+        counts.append(sum(self._reach(schema[key]) for key in schema if key not in _APART))
+        listed = self._listed(schema)
+        if sum(count > 0 for count in counts) < 2:
+            return listed
         # A combination has one alternative, or none, of each part, and counts as a list.
-        ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
-        return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
+        ways = prod(1 + count / LIST_ALTERNATIVE for count in counts) - 1
+        return min(max(listed, LIST_ALTERNATIVE * ways), _MANY)
 
     def _listed(self, schema: dict[str, Any]) -> float:
         values = [{"const": value} for value in _list_at(schema, "enum")]
@@ -347,17 +353,6 @@ class _Document:
         if is_plain or (kinds and kinds <= _SCALARS):
             return 0
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
-
-    def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """For each part of a schema that applies together with other parts: the number of its
-        alternatives, if above 0."""
-        at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
-        parts = [self._reach(part) for part in at_once]
-        parts.append(self._reach_by(schema.get("$ref")))
-        unions = [_list_at(schema, key) for key in _UNIONS]
-        parts += [self._of_union(entries) + sum(map(self._reach, entries)) for entries in unions]
-        parts.append(sum(self._reach(schema[key]) for key in schema if key not in _APART))
-        return [part for part in parts if part > 0]
 
     def _reach(self, value: Any) -> float:
         """The number of alternatives in a value and in all parts to which it refers."""
