@@ -48,14 +48,10 @@ METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
 ]
 """Every method, and the servers that have it."""
 _METADATA: Final[tuple[tuple[tuple[str, Any], ...], ...]] = (
-    *((),) * 8,
-    (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
-    (("traceparent", "x" * 300),),
-    (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
-    (("x-large", "x" * 15_000),),
-    (("x-huge", "x" * 100_000),),
-    (("x-bytes-bin", b"\xff\0\xfe"),),
-)
+    *((),) * 8, (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
+    (("traceparent", "x" * 300),), (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
+    (("x-large", "x" * 15_000),), (("x-huge", "x" * 100_000),), (("x-bytes-bin", b"\xff\0\xfe"),),
+)  # fmt: skip
 _ENDLESS: Final = "Watch"
 """A method that runs until its caller leaves."""
 

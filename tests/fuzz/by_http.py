@@ -54,30 +54,16 @@ _TEXT_BODIES: Final = (
     b'{"prompt":[1],"max_tokens":4,"' + b"k" * 70_000 + b'":1}', b"prompt=a&max_tokens=4",
 )  # fmt: skip
 _HEADERS: Final[tuple[tuple[str, str], ...]] = (
-    ("content-type", "text/plain"),
-    ("content-type", "application/json; charset=utf-16"),
-    ("content-type", "multipart/form-data"),
-    ("content-type", "application/x-www-form-urlencoded"),
-    ("content-encoding", "gzip"),
-    ("accept", "text/event-stream"),
-    ("accept", "x" * 1000),
-    ("accept-encoding", "*;q=x"),
-    ("traceparent", "00-" + "z" * 52),
-    ("traceparent", "x" * 300),
-    ("x-huge", "x" * 30_000),
-    ("range", "bytes=0-0,1-2"),
-    ("if-none-match", "*"),
-    ("x-forwarded-for", "1.2.3.4, ::1"),
-    ("x-http-method-override", "DELETE"),
-    ("host", "elsewhere"),
-    ("last-event-id", "1"),
-    ("last-event-id", "3:2-1f-1+0-1-1"),
-    ("last-event-id", "1:0-0-1"),
-    ("idempotency-key", "k"),
-    ("idempotency-key", "l"),
-    ("idempotency-key", "x" * 129),
-    ("idempotency-key", "\x7f"),
-)
+    ("content-type", "text/plain"), ("content-type", "application/json; charset=utf-16"),
+    ("content-type", "multipart/form-data"), ("content-type", "application/x-www-form-urlencoded"),
+    ("content-encoding", "gzip"), ("accept", "text/event-stream"), ("accept", "x" * 1000),
+    ("accept-encoding", "*;q=x"), ("traceparent", "00-" + "z" * 52), ("traceparent", "x" * 300),
+    ("x-huge", "x" * 30_000), ("range", "bytes=0-0,1-2"), ("if-none-match", "*"),
+    ("x-forwarded-for", "1.2.3.4, ::1"), ("x-http-method-override", "DELETE"),
+    ("host", "elsewhere"), ("last-event-id", "1"), ("last-event-id", "3:2-1f-1+0-1-1"),
+    ("last-event-id", "1:0-0-1"), ("idempotency-key", "k"), ("idempotency-key", "l"),
+    ("idempotency-key", "x" * 129), ("idempotency-key", "\x7f"),
+)  # fmt: skip
 
 
 _NEW_ID: Final = re.compile(r'"id":"((?:chat)?cmpl-[0-9a-f]{32})"')
@@ -219,15 +205,12 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
             headers = (("content-type", "application/json"),)
         more = draw(st.lists(st.sampled_from(_HEADERS), max_size=2))
         return HttpCall(
-            method=draw(st.sampled_from((method,) * 9 + _METHODS)),
-            path=path + other,
-            route=route if not other else "",
-            body=body,
-            headers=headers + tuple(more),
+            method=draw(st.sampled_from((method,) * 9 + _METHODS)), path=path + other,
+            route=route if not other else "", body=body, headers=headers + tuple(more),
             place=draw(st.sampled_from(("locked_http", "open_http"))),
             key=draw(st.sampled_from(("fuzzer",) * 9 + ("", "wrong"))),
             num_lines=draw(st.sampled_from((10_000, 10_000, 0, 1, 3))),
-        )
+        )  # fmt: skip
 
     return request()
 

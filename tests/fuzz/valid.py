@@ -79,18 +79,11 @@ def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) ->
     append = draw(TOKENS)
     held.extend(append)
     head = types_pb2.RoundHead(
-        session_id=session_id,
-        tenant=draw(st.sampled_from(("", "fuzzer"))),
-        epoch=1,
-        round=number,
-        base_length=base,
-        prefix_digest=digest,
-        append=append,
+        session_id=session_id, tenant=draw(st.sampled_from(("", "fuzzer"))), epoch=1, round=number,
+        base_length=base, prefix_digest=digest, append=append,
         prompt_length=draw(st.sampled_from((1, len(held)))),
-        rule=draw(st.sampled_from((1, 2, 3, 4))),
-        seed=7,
-        deadline_ms=2000,
-    )
+        rule=draw(st.sampled_from((1, 2, 3, 4))), seed=7, deadline_ms=2000,
+    )  # fmt: skip
     head.sampling_params.CopyFrom(draw(sampling()))
     if head.rule == types_pb2.RULE_GREEDY:
         head.sampling_params.temperature = 0.0

@@ -72,32 +72,24 @@ ONE = [(0, started()), (0, tokens(0, [7], "a")), (0, tokens(1, [8, 9], "bc")), (
 
 def test_a_whole_chat_completion() -> None:
     assert whole(ONE, return_token_ids=True) == {
-        "id": "chatcmpl-" + "1".rjust(32, "0"),
-        "object": "chat.completion",
-        "created": 99,
+        "id": "chatcmpl-" + "1".rjust(32, "0"), "object": "chat.completion", "created": 99,
         "model": "m",
         "choices": [
             {
-                "index": 0,
-                "message": {"role": "assistant", "content": "abc", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
+                "index": 0, "message": {"role": "assistant", "content": "abc", "refusal": None},
+                "logprobs": None, "finish_reason": "stop", "stop_reason": None,
                 "token_ids": [7, 8, 9],
-            }
+            },
         ],
         "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
         "metrics": {
             "speculative_decoding": {
-                "mean_acceptance_length": 2.0,
-                "draft_acceptance_rate": pytest.approx(1 / 3),
-                "num_spec_steps": 2,
-                "num_accepted_draft_tokens": 2,
-                "num_draft_tokens": 6,
+                "mean_acceptance_length": 2.0, "draft_acceptance_rate": pytest.approx(1 / 3),
+                "num_spec_steps": 2, "num_accepted_draft_tokens": 2, "num_draft_tokens": 6,
                 "num_spec_tokens": 4,
-            }
+            },
         },
-    }
+    }  # fmt: skip
 
 
 def test_a_streamed_chat_completion() -> None:

@@ -32,17 +32,9 @@ WHOLE = (STARTED, TOKENS, FINISHED)
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
 OPEN_PATHS = {"/", "/docs", "/health", "/ping", "/page/page.js"}
 NOWHERE = (
-    "/v1/models?path=/health",
-    "/v1/models/..%2f..%2fhealth",
-    "/health%00",
-    "/Health",
-    "//",
-    "/docs/",
-    "/redoc",
-    "/health/",
-    "/health/x",
-    "//health",
-)
+    "/v1/models?path=/health", "/v1/models/..%2f..%2fhealth", "/health%00", "/Health", "//",
+    "/docs/", "/redoc", "/health/", "/health/x", "//health",
+)  # fmt: skip
 
 
 class Front:
@@ -311,13 +303,10 @@ async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
     front, _ = locked(tmp_path)
     key = front.key
     refused: list[list[tuple[str, str]]] = [
-        [],
-        [("authorization", f"Bearer {key[:-2]}xx")],
-        [("authorization", f"Basic {key}")],
+        [], [("authorization", f"Bearer {key[:-2]}xx")], [("authorization", f"Basic {key}")],
         [("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")],
-        [("x-api-key", key)],
-        [("cookie", f"authorization=Bearer {key}")],
-    ]
+        [("x-api-key", key)], [("cookie", f"authorization=Bearer {key}")],
+    ]  # fmt: skip
     routes = {str(getattr(route, "path", "")) for route in front.app.routes} - {"/page"}
     paths = {path.replace("{name:path}", "a/b").replace("{path:path}", "a") for path in routes}
     assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"}

@@ -201,15 +201,11 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("field", "own"),
     [
-        ("chat", "input"),
-        ("token_ids", "input"),
-        ("max_tokens", "max_output_tokens"),
-        ("logprobs", "top_logprobs"),
-        ("json_schema", "text.format.schema"),
-        ("sampling.top_p", "top_p"),
-        ("num_draft_tokens", "speculation.num_draft_tokens"),
+        ("chat", "input"), ("token_ids", "input"), ("max_tokens", "max_output_tokens"),
+        ("logprobs", "top_logprobs"), ("json_schema", "text.format.schema"),
+        ("sampling.top_p", "top_p"), ("num_draft_tokens", "speculation.num_draft_tokens"),
     ],
-)
+)  # fmt: skip
 def test_the_coordinators_errors_name_the_bodys_fields(field: str, own: str) -> None:
     found = asked(text={"format": FORMAT}).renamed(BadRequest(field, "is wrong"), 0)
     assert found.field == own
@@ -242,12 +238,9 @@ async def test_a_whole_response() -> None:
     )
     assert [dict(sorted(one.items())) for one in found["output"]] == [item("abc", "completed")]
     assert found["usage"] == {
-        "input_tokens": 2,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": 3,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 5,
-    }
+        "input_tokens": 2, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 5,
+    }  # fmt: skip
     assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
     assert found["metrics"]["speculative_decoding"]["num_spec_steps"] == 1
 

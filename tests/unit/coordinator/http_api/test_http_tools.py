@@ -35,12 +35,9 @@ from outrider.tokenizer import TokenizerText
 
 Parts = list[tuple[str, str]]
 CITY = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/City"}},
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
-}
+    "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+    "additionalProperties": False, "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}  # fmt: skip
 
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
