@@ -14,6 +14,5 @@
 | `gateway.py` | a proxy that resumes streams for its clients |
 
 `coordinator/requests/validation.py` checks the requests of both gRPC and HTTP. Its errors name
-fields of `GenerateRequest`. The HTTP API replaces each of these names by the name of the body's
-field.
+fields of `GenerateRequest`, which the HTTP API replaces by the fields of the body.
 """

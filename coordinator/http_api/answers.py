@@ -194,8 +194,7 @@ class Answer(EventStream):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # If answers are not parsed, each round has a chunk, even if the round adds no text. A
-        # parser may hold text back, so with a parser a round has a chunk only if there are parts.
+        # If answers are not parsed, each round has a chunk, even if it adds no text.
         is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
@@ -259,20 +258,18 @@ class Answer(EventStream):
             "num_draft_tokens": proposed, "num_accepted_draft_tokens": accepted,
         }  # fmt: skip
         if self._asked.requests[0].include_rounds:
-            lengths = sorted({length for length, _ in self._rounds})
-            found["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)
+            by_length = {
+                length: [self._rounds[length, number] for number in range(length + 1)]
+                for length in sorted({length for length, _ in self._rounds})
+            }
+            found["acceptance_histogram"] = [
+                sum(rounds[number] for rounds in by_length.values() if number < len(rounds))
+                for number in range(self._num_draft_tokens + 1)
+            ]
             found["acceptance_histogram_by_draft_length"] = {
-                str(length): self._histogram(length, [length]) for length in lengths
+                str(length): rounds for length, rounds in by_length.items()
             }
         return {"speculative_decoding": found}
-
-    def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """Returns the number of rounds with 0, 1, ... `most` accepted tokens, of rounds with these
-        `lengths` of proposals."""
-        return [
-            sum(self._rounds[length, accepted] for length in lengths)
-            for accepted in range(most + 1)
-        ]
 
 
 def stop_reason(finished: Finished) -> str | int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,14 +22,14 @@ from coordinator.auth.access_control import AccessControl
 from coordinator.http_api import answers, bodies, reading, schemas
 from coordinator.http_api.answers import EventStream, Json
 from coordinator.http_api.bodies import CompletionBody, TranslatedBody
-from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys, split_answer_id
+from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send_part
 from coordinator.http_api.tools import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
-from outrider.errors import BadRequest, NotFound, OtherTokens, Unavailable
+from outrider.errors import BadRequest, NotFound, OtherTokens, SessionNotFound, Unavailable
 from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
 from outrider.request import Event
 
@@ -307,7 +308,9 @@ def _add_generation(
         answer_id: str, request: Request, headers: Headers, body: bodies.ResumeBody = _REST
     ) -> Response:
         """Returns the rest of the answer with this id. Only the first choice is resumed."""
-        prefix, session_id = split_answer_id(answer_id, _RESUMED)
+        prefix, session_id = answer_id[:-32], answer_id[-32:]
+        if prefix not in _RESUMED or not re.fullmatch("[0-9a-f]{32}", session_id):
+            raise SessionNotFound(f"there is no session {answer_id[:64]}")
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
         echoes = parameters.prompt_logprobs is not None

@@ -19,6 +19,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
 from coordinator.http_api.tools import (
+    NO_TOOLS,
     PLAIN,
     REQUIRED,
     AnswerForm,
@@ -217,7 +218,7 @@ class GenerationBody(Body):
     """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
 
     def _translated(
-        self, prompts: Sequence[Prompt], names: Mapping[str, str], tools: Tools | None = None,
+        self, prompts: Sequence[Prompt], names: Mapping[str, str], tools: Tools = NO_TOOLS,
         formats: ChatFormats | None = None, **own: Any,
     ) -> TranslatedBody:  # fmt: skip
         """Makes the requests for these prompts. `names` is for `TranslatedBody.names`. Without
@@ -240,8 +241,8 @@ class GenerationBody(Body):
             num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
             deadline_ms=self.deadline_ms, include_rounds=speculation.histograms,
             draft_deadline_ms=speculation.draft_deadline_ms, constraint=constraint,
-            tools=() if tools is None else tools.for_template(),
-            shown_tokens=form.shown_tokens, answer_form=form.to_json(), **own,
+            tools=tools.for_template(), shown_tokens=form.shown_tokens,
+            answer_form=form.to_json(), **own,
         )  # fmt: skip
         n = self.n if isinstance(self, ChoicesBody) else 1
         seeds = [
@@ -265,9 +266,9 @@ class GenerationBody(Body):
         listed = {"logit_bias": tuple(biases), "stop_token_ids": tuple(self.stop_token_ids)}
         return SamplingParams(**values | listed)
 
-    def _constraints(self, tools: Tools | None) -> Wished:
+    def _constraints(self, tools: Tools) -> Wished:
         # If the answer must be a tool call, the response format is ignored.
-        held = None if tools is None else tools.constraint()
+        held = tools.constraint()
         found = [("tools", held)] if held else self._format()
         for kind, value in self.structured_outputs.items():
             if not (kind == "json_object" and value is False):

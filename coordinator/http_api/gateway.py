@@ -48,8 +48,9 @@ _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
-"""After these statuses, the gateway tries the next coordinator. Once the response to the client has
-begun, the gateway does so after 429, too."""
+"""After these statuses, the gateway tries the next coordinator."""
+_PASSING_LATER = _PASSING | {429}
+"""Used instead of `_PASSING` once the response to the client has begun."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -137,7 +138,10 @@ class Forwarded(LiveResponse):
             try:
                 url = url or pool.begin()
                 answer = await self._ask(url, send)
-                if answer is None or not self._can_another_serve(answer):
+                passing = _PASSING_LATER if self._has_begun else _PASSING
+                if answer is None or answer.status_code not in passing:
+                    return answer
+                if answer.headers.get("x-should-retry") == "false":
                     return answer
                 failure = f"status {answer.status_code}"
             except (httpx2.TransportError, StreamBroken) as error:
@@ -191,12 +195,6 @@ class Forwarded(LiveResponse):
             return answer
         finally:
             await found.aclose()
-
-    def _can_another_serve(self, answer: Response) -> bool:
-        is_passing = answer.status_code in _PASSING or (
-            answer.status_code == 429 and self._has_begun
-        )
-        return is_passing and answer.headers.get("x-should-retry") != "false"
 
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
         await self._begin(send, found.status_code, _passed_on(found.headers.raw, _NOT_TOLD))

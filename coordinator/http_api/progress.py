@@ -12,14 +12,14 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
-from outrider.errors import BadRequest, SessionNotFound, Unavailable
+from outrider.errors import BadRequest, Unavailable
 from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX
 from outrider.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
 from outrider.tokens import EMPTY_DIGEST, extend_digest
@@ -189,12 +189,3 @@ class RepeatedRequests:
                 turn.ended.set()
                 if self._turns.get(key) is turn:
                     del self._turns[key]
-
-
-def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
-    """Splits the id of an answer into one of the `prefixes` and the session's id. Raises
-    `SessionNotFound` if the id is malformed."""
-    found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
-    if found is None:
-        raise SessionNotFound(f"there is no session {answer_id[:64]}")
-    return found[1], found[2]

@@ -368,7 +368,7 @@ def _arguments(call: dict[str, Any]) -> str:
 class Tools:
     """The tools of a request."""
 
-    functions: Sequence[Mapping[str, Any]]
+    functions: Sequence[Mapping[str, Any]] = ()
     """Each function has a `name`, `parameters` (a JSON schema), and perhaps a `description`."""
     named: str = ""
     """The tool that the answer must call. Empty = no tool is named."""
@@ -377,8 +377,8 @@ class Tools:
     several: bool = True
     """Whether the answer may have more than one call."""
 
-    def for_template(self) -> list[dict[str, Any]]:
-        return [{"type": "function", "function": dict(one)} for one in self.functions]
+    def for_template(self) -> tuple[dict[str, Any], ...]:
+        return tuple({"type": "function", "function": dict(one)} for one in self.functions)
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on an answer that must consist of calls: the arguments of the
@@ -397,21 +397,20 @@ class Tools:
             own = {"name": {"const": name}, "arguments": {"$ref": place}}
             calls.append({**call, "properties": own})
         schema = {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": limits.CALLS_MAX if self.several else 1,
-            "items": {"anyOf": calls},
-            "$defs": schemas,
-        }
+            "type": "array", "minItems": 1, "maxItems": limits.CALLS_MAX if self.several else 1,
+            "items": {"anyOf": calls}, "$defs": schemas,
+        }  # fmt: skip
         return Constraint.of_schema(schema, "tools")
+
+
+NO_TOOLS = Tools()
 
 
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool
-) -> Tools | None:
+) -> Tools:
     """Makes the tools of a request. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is
-    `named`, it must be `REQUIRED`. Returns None without functions, or if `choice` is `NONE`. Raises
-    `BadRequest`."""
+    `named`, it must be `REQUIRED`. Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = Counter(one["name"] for one in functions)
@@ -424,8 +423,8 @@ def tools_of(
         raise BadRequest(
             "tools", f"have {size} bytes; at most {limits.TOOLS_BYTES_MAX} are allowed"
         )
-    if not functions or choice == NONE:
-        return None
+    if choice == NONE:
+        functions = []
     whole = [{**one, "parameters": _of_object(one.get("parameters"))} for one in functions]
     return Tools(whole, named, choice == REQUIRED, several)
 
@@ -495,17 +494,17 @@ class ChatFormats:
         self._always_reasons = reasoning_parser == "deepseek_r1"
 
     def form(
-        self, tools: Tools | None, constraint: Constraint | None, variables: Mapping[str, Any]
+        self, tools: Tools, constraint: Constraint | None, variables: Mapping[str, Any]
     ) -> AnswerForm:
         """Returns the form of answers that may call these tools. `variables` are those of the chat
         template. Constrained answers have no reasoning. JSON that the body asks for is content even
         if it looks like a call. Raises `BadRequest` if the answer may have calls but it is unknown
         how the model writes them."""
         form = PLAIN
-        if tools is not None and self._text is not None:
+        if tools.functions and self._text is not None:
             self._text.check_tools("tools")
         is_json = constraint is not None and constraint.kind in _JSON
-        if tools is not None and (tools.is_required or not is_json):
+        if tools.functions and (tools.is_required or not is_json):
             calls, names = self._calls, sorted(one["name"] for one in tools.functions)
             if tools.named:
                 calls, names = ARGUMENTS, [tools.named]

@@ -96,53 +96,44 @@ class CompletionBuilder:
     """Builds a completion from its events."""
 
     def __init__(self) -> None:
-        self._started: Started | None = None
-        self._finished: Finished | None = None
-        self._tokens: list[Tokens] = []
+        self._events: list[Event] = []
         self._num_tokens = 0
-        self._rounds: list[RoundReport] = []
 
     @property
     def text(self) -> str:
-        return "".join(event.text_delta for event in self._tokens)
+        return "".join(self._joined("text_delta"))
 
     @property
     def session_id(self) -> str | None:
         """None before the event `Started`."""
-        return None if self._started is None else self._started.session_id
+        started = self._events[0] if self._events else None
+        return started.session_id if isinstance(started, Started) else None
 
     def add(self, event: Event) -> None:
         """Adds the next event. Raises `DataLoss` if tokens before the event are missing."""
-        match event:
-            case Started():
-                self._started = event
-            case Tokens():
-                if event.first_index != self._num_tokens:
-                    raise DataLoss(
-                        f"token {event.first_index} came where {self._num_tokens} was expected"
-                    )
-                self._tokens.append(event)
-                self._num_tokens += len(event.token_ids)
-            case RoundReport():
-                self._rounds.append(event)
-            case Finished():
-                self._finished = event
+        if isinstance(event, Tokens):
+            if event.first_index != self._num_tokens:
+                raise DataLoss(
+                    f"token {event.first_index} came where {self._num_tokens} was expected"
+                )
+            self._num_tokens += len(event.token_ids)
+        self._events.append(event)
 
     def build(self) -> Completion:
         """Returns the completion. Raises `Unavailable` if the event `Finished` is missing."""
-        started, finished = self._started, self._finished
-        if started is None or finished is None:
-            raise Unavailable("the stream ended before its last event")
+        match self._events:
+            case [Started() as started, *_, Finished() as finished]:
+                return Completion(
+                    started.session_id, started.model, started.seed, started.rule, self.text,
+                    self._joined("token_ids"), self._joined("origins"), self._joined("logprobs"),
+                    tuple(one for one in self._events if isinstance(one, RoundReport)),
+                    finished.finish_reason, finished.usage, finished.metrics,
+                )  # fmt: skip
+        raise Unavailable("the stream ended before its last event")
 
-        def joined(name: str) -> tuple[Any, ...]:
-            return tuple(one for event in self._tokens for one in getattr(event, name))
-
-        return Completion(
-            started.session_id, started.model, started.seed, started.rule, self.text,
-            token_ids=joined("token_ids"), origins=joined("origins"), logprobs=joined("logprobs"),
-            rounds=tuple(self._rounds), finish_reason=finished.finish_reason, usage=finished.usage,
-            metrics=finished.metrics,
-        )  # fmt: skip
+    def _joined(self, name: str) -> tuple[Any, ...]:
+        tokens = (event for event in self._events if isinstance(event, Tokens))
+        return tuple(one for event in tokens for one in getattr(event, name))
 
 
 Method = Literal["cancel", "get_session", "describe", "healthy"]

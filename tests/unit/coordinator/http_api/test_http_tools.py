@@ -78,7 +78,7 @@ def test_a_conversation_with_calls_is_told_to_the_template() -> None:
         ChatMessage("tool", "warm", {"tool_call_id": "1"}),
     )  # fmt: skip
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-    assert request.tools == [WEATHER, tool("clock", parameters=nothing)]
+    assert request.tools == (WEATHER, tool("clock", parameters=nothing))
     assert request.template_variables == {"enable_thinking": False}
     assert request.constraint is None
     assert chat(tools=BOTH, tool_choice="none").requests == chat().requests
