@@ -24,13 +24,9 @@ from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
 
 CONFIG = CoordinatorConfig(
-    served_model_name="toy",
-    num_draft_tokens=2,
-    deadline_ms=60_000,
-    length_control=False,
-    resume_grace_ms=0,
-    target_gone_ms=2_000,
-)
+    served_model_name="toy", num_draft_tokens=2, deadline_ms=60_000, length_control=False,
+    resume_grace_ms=0, target_gone_ms=2_000,
+)  # fmt: skip
 STEP_S = 0.01
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
 
@@ -119,15 +115,11 @@ class Bench:
         self.target_link = target_link or SeverableLink(self.target)
         self.store = store or ScriptStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
-            replace(CONFIG, **{"max_sessions": 10, **settings}),
-            name,
-            store=self.store,
+            replace(CONFIG, **{"max_sessions": 10, **settings}), name, store=self.store,
             targets={"t": self.target_link},
             drafts={"d": SeverableLink(self.draft)} if drafts is None else drafts,
-            fallback=fallback or NgramDrafter(),
-            text=text,
-            observation=observation,
-        )
+            fallback=fallback or NgramDrafter(), text=text, observation=observation,
+        )  # fmt: skip
 
     async def events(self, request: GenerateRequest = REQUEST) -> list[Event]:
         return [event async for event in self.service.generate(request)]

@@ -7,17 +7,19 @@ from outrider.errors import StoreUnavailable
 from outrider.sessions.redis_connection import Call, Script
 from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore
 from outrider.sessions.store import SessionRecord
-from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot
-from tests.simulation.redis_host import packed
+from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, packed
 
 
 class ScriptStore(RedisStore):
     """It never fails. It can be set back to a snapshot, like a server that lost its last writes.
     `clock` returns milliseconds of any origin."""
 
-    def __init__(self, now_ms: Callable[[], float], data: type[RedisData] = RedisData) -> None:
+    def __init__(
+        self, now_ms: Callable[[], float], data: Callable[[Any], RedisData] = RedisData,
+        key_prefix: str = "",
+    ) -> None:  # fmt: skip
         no_client: Any = None
-        super().__init__(no_client, "")
+        super().__init__(no_client, key_prefix)
         self.data: Any = data(now_ms)
         self._scripts: Any = self
 

@@ -113,7 +113,7 @@ class SimulatedActor(Actor):
     async def _answer(
         self, answer: asyncio.Future[Any], method: str, arguments: tuple[Any, ...]
     ) -> None:
-        result, failure = None, None
+        result = None
         try:
             if method == "start":
                 await asyncio.sleep(self._world.rng.uniform(0.01, LOADING_S_MAX))
@@ -126,12 +126,9 @@ class SimulatedActor(Actor):
                 result = await getattr(self.node, method)()
         except OutriderError as error:
             self._world.hear_failure(error)
-            failure = error
-        if answer.done():
-            return
-        if failure is not None:
-            answer.set_exception(failure)
-        else:
+            if not answer.done():
+                answer.set_exception(error)
+        if not answer.done():
             answer.set_result(result)
 
     async def _stopped(self, grace_s: float) -> None:
@@ -310,14 +307,9 @@ class ReplicaNode(Node):
 
 
 PATIENT_SETTINGS = CoordinatorConfig(
-    served_model_name="toy",
-    num_draft_tokens=4,
-    run_ahead_rounds=4,
-    max_sessions=16,
-    resume_grace_ms=60_000,
-    target_gone_ms=30_000,
-    draft_timeout_ms=100,
-)
+    served_model_name="toy", num_draft_tokens=4, run_ahead_rounds=4, max_sessions=16,
+    resume_grace_ms=60_000, target_gone_ms=30_000, draft_timeout_ms=100,
+)  # fmt: skip
 HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9)
 """Less time than a draft needs for all that is asked of it."""
 
@@ -346,15 +338,10 @@ class CoordinatorNode(Node):
     async def _serve(self, config: Any, world: Any) -> str:
         rng = world.rng
         self.service = CoordinatorService(
-            self._settings,
-            self.name,
-            store=world.redis.store(),
-            fallback=NgramDrafter(),
-            random_bits=rng.getrandbits,
-            observation=world.moves,
-            registry=world.redis.registry(),
+            self._settings, self.name, store=world.redis.store(), fallback=NgramDrafter(),
+            random_bits=rng.getrandbits, observation=world.moves, registry=world.redis.registry(),
             link=lambda _, address: world.link(self.process, address),
-        )
+        )  # fmt: skip
         await self.service.start()
         return f"host:{config.grpc_port}"
 

@@ -4,7 +4,7 @@ It has the commands that the scripts and the stores use, with the answers of Red
 `test_redis_data.py` compares it with a real server. Scripts run in Lua 5.1, as in Redis."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,9 @@ Reply = Any
 """int, bytes, None, `Status`, `ReplyError` (inside a list) or a list of replies."""
 Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
 """Values and expiry times (ms), by key."""
+
+
+Command = tuple[bytes, ...]
 
 
 class Status(bytes):
@@ -149,6 +152,18 @@ class RedisData:
         if source is None:
             raise ReplyError("NOSCRIPT No matching script. Please use EVAL.")
         return _lua().run(source, self, keys, arguments)
+
+
+def packed(command: Iterable[Any]) -> Command:
+    name, *arguments = command
+    words = name.encode().split() if isinstance(name, str) else (name,)
+    return (*words, *(_encoded(argument) for argument in arguments))
+
+
+def _encoded(argument: Any) -> bytes:
+    if isinstance(argument, bytes):
+        return argument
+    return argument.encode() if isinstance(argument, str) else repr(argument).encode()
 
 
 def _copied(values: dict[bytes, Any]) -> dict[bytes, Any]:

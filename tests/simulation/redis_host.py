@@ -14,25 +14,27 @@ from typing import Any
 
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
+from script_store import ScriptStore
 
 from outrider.errors import InvariantError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX, RedisAddress
-from outrider.sessions.redis_store import (
-    _LOAD,
-    TOKEN_BYTES,
-    RedisStore,
-    decode_record,
-    encode_tokens,
-)
-from outrider.sessions.store import FinishReason, SessionRecord, not_found
+from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore, encode_tokens
+from outrider.sessions.store import FinishReason
 from tests.simulation.network import Network
 from tests.simulation.processes import Process, current, wall_clock_s
-from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, Status
+from tests.simulation.redis_data import (
+    Command,
+    RedisData,
+    Reply,
+    ReplyError,
+    Snapshot,
+    Status,
+    packed,
+)
 
 ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
 DEPLOYMENT = "d"
-Command = tuple[bytes, ...]
 _SESSION = f"{DEFAULT_KEY_PREFIX}session:".encode()
 
 
@@ -223,12 +225,6 @@ class SimulatedConnection(AbstractConnection):
         return reply
 
 
-def packed(command: Iterable[Any]) -> Command:
-    name, *arguments = command
-    words = name.encode().split() if isinstance(name, str) else (name,)
-    return (*words, *(_encoded(argument) for argument in arguments))
-
-
 def unpacked(data: bytes) -> list[Command]:
     """Parses commands of `ScriptRunner`."""
     commands, at = list[Command](), 0
@@ -242,12 +238,6 @@ def unpacked(data: bytes) -> list[Command]:
             at += size + 2
         commands.append(tuple(words))
     return commands
-
-
-def _encoded(argument: Any) -> bytes:
-    if isinstance(argument, bytes):
-        return argument
-    return argument.encode() if isinstance(argument, str) else repr(argument).encode()
 
 
 class History:
@@ -378,21 +368,9 @@ class Redis:
                     found[session_id] = int(fields[b"epoch"]), fields[b"owner"].decode()
         return found
 
-    def load(self, session_id: str) -> SessionRecord:
-        """The stored session. Raises `OutriderError`."""
-        key, data = session_key(session_id), self.primary.data
-        keys = (key, key + b":tokens", key + b":logprobs")
-        sha = data.load_script(_LOAD.source.encode())
-        answer: Any = data.run_script(sha, keys, ())
-        if answer[0] == b"missing":
-            raise not_found(session_id)
-        pairs, *extents = answer
-        strings: list[Any] = [
-            (data.get(one) or b"")[slice(*extent)]
-            for one, extent in zip(keys[1:], extents, strict=True)
-        ]
-        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        return decode_record(session_id, fields, *strings)
+    def at_once(self) -> ScriptStore:
+        """The primary's sessions, without a network."""
+        return ScriptStore(lambda: 0.0, lambda _: self.primary.data, DEFAULT_KEY_PREFIX)
 
     def store(self) -> RedisStore:
         client = RedisRegistry(ADDRESS, DEPLOYMENT)._client

@@ -51,11 +51,6 @@ ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
-_NUMBERS = (
-    "num_seeds", "num_failed", "num_tokens", "num_sessions", "num_moves", "num_lost",
-)  # fmt: skip
-
-
 Cell = tuple[str, int, int, int]
 """(rule, number of possible ranks, rank of the token before or -1, rank)."""
 
@@ -73,10 +68,8 @@ class Result:
     ranks: Counter[Cell] = field(default_factory=Counter)
 
     def merge(self, other: Result) -> None:
-        for name in _NUMBERS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.faults += other.faults
-        self.ranks += other.ranks
+        for name, found in vars(other).items():
+            setattr(self, name, getattr(self, name) + found)
 
     def count(self, request: GenerateRequest, shown: Sequence[int]) -> None:
         """Counts the tokens of one session. Raises `InvariantError` for an impossible one."""
@@ -139,12 +132,9 @@ def draw_plan(rng: random.Random) -> Plan:
     sampling = SamplingParams(temperature=temperature, top_k=rng.choice((0, 0, 3)))
     request = GenerateRequest(
         prompt=tuple(rng.randrange(SPEC.vocab_size) for _ in range(rng.randint(1, 12))),
-        sampling=sampling,
-        max_tokens=rng.randint(16, 48),
-        seed=rng.getrandbits(64),
-        rule=rule,
+        sampling=sampling, max_tokens=rng.randint(16, 48), seed=rng.getrandbits(64), rule=rule,
         num_draft_tokens=rng.choice((0, 1, 3, 4)),
-    )
+    )  # fmt: skip
     return Plan(request, rng.uniform(0, 0.3), rng.choice((None, None, None, rng.randint(1, 10))))
 
 
@@ -152,6 +142,7 @@ def run_seed(
     seed: int, odds: Odds | None = None, kinds: Collection[str] = frozenset(GREATER)
 ) -> Result:
     """Runs one seed, with greater faults of these kinds; raises the first violation."""
+    random.seed(seed)  # For pauses between retries.
     rng = random.Random(seed)
     drawn = odds or Odds.drawn(rng)
     plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
@@ -274,7 +265,7 @@ class _Seed:
         redis = world.redis
         is_kept = redis.history.num_losses == num_losses or redis.history.is_kept(session_id)
         if is_kept and not redis.is_split:
-            record = redis.load(session_id)
+            record = await redis.at_once().load(session_id)
             check(record.finish_reason is FinishReason.LENGTH, f"stored as {record.finish_reason}")
             check(record.token_ids == (*prompt, *shown), "the store holds something else")
 

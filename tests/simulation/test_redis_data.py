@@ -10,8 +10,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 
 from outrider.sessions.embedded import EmbeddedRedis
-from tests.simulation.redis_data import RedisData, ReplyError, Status
-from tests.simulation.redis_host import packed
+from tests.simulation.redis_data import RedisData, ReplyError, Status, packed
 
 pytestmark = pytest.mark.xdist_group("redis")
 

@@ -21,16 +21,9 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 SPEC = EmulatedSpec(
-    vocab_size=6,
-    support=4,
-    exponent=0.8,
-    deviation=0.6,
-    order=2,
-    verify_ms=15.0,
-    draft_ms=2.0,
-    max_model_len=80,
-    num_pages=5,
-)
+    vocab_size=6, support=4, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,
+    max_model_len=80, num_pages=5,
+)  # fmt: skip
 UNLIKELY_S = 0.003
 _NUM_SYMBOLS = SPEC.vocab_size + 1
 """The last one stands for positions before the first token."""

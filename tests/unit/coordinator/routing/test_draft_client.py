@@ -355,12 +355,9 @@ def pushed(
     q: bytes = b"",
 ) -> ProposalReply:  # fmt: skip
     return ProposalReply(
-        ReplyKey("0" * 32, 1, round_index),
-        SealedProposal(tokens, q),
-        base,
-        base + len(assumed) - 1,
-        assumed=assumed,
-    )
+        ReplyKey("0" * 32, 1, round_index), SealedProposal(tokens, q), base,
+        base + len(assumed) - 1, assumed=assumed,
+    )  # fmt: skip
 
 
 def test_the_proposal_for_the_real_outcome_is_picked() -> None:

@@ -440,12 +440,9 @@ async def test_only_late_answers_count_as_stale() -> None:
         link.on_answer(answer)
     assert pool.num_stale == 0
     late = (
-        late_proposal(1),
-        late_verdict(0),
-        late_verdict(2, epoch=2),
-        late_proposal(2),
+        late_proposal(1), late_verdict(0), late_verdict(2, epoch=2), late_proposal(2),
         late_verdict(5, "cd" * 16),
-    )
+    )  # fmt: skip
     for num, answer in enumerate(late, start=1):
         link.on_answer(answer)
         assert pool.num_stale == num
