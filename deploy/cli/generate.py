@@ -83,8 +83,11 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
     builder = CompletionBuilder()
     async with options.connected(arguments) as connection, connection.client() as client:
         if arguments.json:
-            completion = await client.complete(request)
-            print(json.dumps(_report(completion), ensure_ascii=False))
+            found = asdict(await client.complete(request))
+            unasked = () if found["logprobs"] else ("logprobs",)
+            for name in ("origins", "rounds", *unasked):
+                del found[name]
+            print(json.dumps(found, ensure_ascii=False))
             return
         printer = Printer(connection.tokenizer_directory)
         try:
@@ -129,14 +132,6 @@ def _text(prompt: str) -> str:
     if not prompt:
         raise BadRequest("prompt", "is empty; it must be a text of at least one character")
     return prompt
-
-
-def _report(completion: Completion) -> dict[str, Any]:
-    report = asdict(completion)
-    del report["origins"], report["rounds"]
-    if not completion.logprobs:
-        del report["logprobs"]
-    return report
 
 
 def figures(completion: Completion) -> str:
