@@ -2,9 +2,9 @@
 deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
-sets the process up. The answer to it has an `error`, or means that the process is ready. The roles
-of this module answer the first line with an `address`, and further lines with the CPU time of the
-process so far (`cpu_s`)."""
+sets the process up. If its answer has no `error`, the process is ready. The roles of this module
+answer the first line with an `address`, and further lines with the CPU time of the process so far
+(`cpu_s`)."""
 
 from __future__ import annotations
 
