@@ -21,14 +21,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from outrider import limits
 from outrider.errors import ConfigError
 from outrider.files import locked, read_file, without_links, write_whole
-from outrider.limits import (
-    API_KEY_CHARS_MAX,
-    API_KEY_CHARS_MIN,
-    KEY_CONCURRENCY_MAX,
-    REQUESTS_PER_MINUTE_MAX,
-)
 
 
 @dataclass(frozen=True)
@@ -91,10 +86,11 @@ def given_keys(text: str) -> dict[str, Caller]:
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
         if not re.fullmatch(_HASH, word):
-            is_long_enough = API_KEY_CHARS_MIN <= len(word) <= API_KEY_CHARS_MAX
-            if word.startswith("sha256:") or not is_long_enough or not _GIVEN.fullmatch(word):
+            least, most = limits.API_KEY_CHARS_MIN, limits.API_KEY_CHARS_MAX
+            is_wrong = not (least <= len(word) <= most and _GIVEN.fullmatch(word))
+            if word.startswith("sha256:") or is_wrong:
                 raise ConfigError(
-                    f"key {number} is wrong; it must be {API_KEY_CHARS_MIN} to {API_KEY_CHARS_MAX} "
+                    f"key {number} is wrong; it must be {least} to {most} "
                     "visible ASCII characters (`outrider keys new NAME` makes one), or sha256: and "
                     "64 hexadecimal digits in lower case"
                 )
@@ -116,8 +112,8 @@ class _StoredKey(BaseModel):
     hash: Annotated[str, Field(pattern=f"^{_HASH}$")]
     tenant: _KeyName | None = None
     """None = the name of the key."""
-    requests_per_minute: Annotated[int, Field(ge=1, le=REQUESTS_PER_MINUTE_MAX)] = 0
-    concurrency: Annotated[int, Field(ge=1, le=KEY_CONCURRENCY_MAX)] = 0
+    requests_per_minute: Annotated[int, Field(ge=1, le=limits.REQUESTS_PER_MINUTE_MAX)] = 0
+    concurrency: Annotated[int, Field(ge=1, le=limits.KEY_CONCURRENCY_MAX)] = 0
     admin: bool = False
 
 
