@@ -255,11 +255,10 @@ class _Store:
 
 class _Coordinator:
     def __init__(
-        self, scenario: Scenario, place: int, store: Any,
-        replicas: Mapping[ReplicaRole, Sequence[_Replica]],
-    ) -> None:  # fmt: skip
-        self.busy_s = 0.0
-        self._free_at = 0.0
+        self, scenario: Scenario, place: int, replicas: Mapping[ReplicaRole, Sequence[_Replica]]
+    ) -> None:
+        self.busy_s = self._free_at = 0.0
+        store: Any = _Store()
         pair, k, rng = scenario.pair, len(scenario.pair.survival), random.Random(place)  # noqa: S311
         looks_up = k > 0 and not pair.has_drafts
         times, turn_s = pair.times, scenario.coordinator_s
@@ -267,13 +266,10 @@ class _Coordinator:
             "target": self._carrier(times.rest_s - turn_s if k else 0.0, turn_s),
             "draft": self._carrier(times.wait.base_s + times.round_trip_s, 0.0),
         }
-        links: dict[str, dict[str, Any]] = {
-            role: {
-                f"{role}-{number}": MemoryLink(one.service, carriers[role])
-                for number, one in enumerate(group)
-            }
-            for role, group in replicas.items()
-        }
+        links: dict[str, dict[str, Any]] = {}
+        for role, group in replicas.items():
+            made = (MemoryLink(one.service, carriers[role]) for one in group)
+            links[role] = {f"{role}-{number}": link for number, link in enumerate(made)}
         config = replace(
             scenario.config.coordinator, served_model_name="simulated", num_draft_tokens=k,
             deadline_ms=DEADLINE_MS_MAX, length_control=False, drafting_delays=False,
@@ -329,9 +325,8 @@ class _Simulation:
         scenario, fleet = self._scenario, self._scenario.fleet
         roles: tuple[ReplicaRole, ...] = ("target", "draft")
         replicas = {role: [_Replica(scenario, role) for _ in range(fleet[role])] for role in roles}
-        store = _Store()
         coordinators = [
-            _Coordinator(scenario, place, store, replicas) for place in range(fleet["coordinator"])
+            _Coordinator(scenario, place, replicas) for place in range(fleet["coordinator"])
         ]
         for coordinator in coordinators:
             await coordinator.service.start()

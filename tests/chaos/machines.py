@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import psutil
@@ -60,12 +59,7 @@ class Machines:
         await asyncio.to_thread(self._start_nodes)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
         if self._head is not None:

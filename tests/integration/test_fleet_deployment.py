@@ -24,16 +24,10 @@ from outrider.speculation.sampling_params import Rule
 from tests.chaos.load import gateway_of, streamed
 
 SETTINGS = {
-    "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
-    "draft_model": "emulated",
-    "grpc_port": 0,
-    "port": 0,
-    "num_targets": 2,
-    "num_coordinators": 2,
-    "target_num_cpus": 0.25,
-    "draft_num_cpus": 0.1,
-    "coordinator_num_cpus": 0.1,
-}
+    "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1", "draft_model": "emulated",
+    "grpc_port": 0, "port": 0, "num_targets": 2, "num_coordinators": 2,
+    "target_num_cpus": 0.25, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
+}  # fmt: skip
 PROMPT = tuple(range(10, 30))
 UNDER_WAY_S = 0.3
 """Tokens that were committed before the store stopped have reached the client by then."""
