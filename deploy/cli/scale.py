@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentLocation
 from deploy.fleet.preflight import whole_paths
-from deploy.fleet.reconciler import CHANGE_S, FIXED, ReconcilerClient, connect_reconciler, differing
+from deploy.fleet.reconciler import FIXED, ReconcilerClient, connect_reconciler, differing
 from deploy.fleet.replica_set import Overview
 from deploy.fleet.spec import FleetSpec
 from deploy.fleet.trial import MINUTES_DEFAULT, MINUTES_MAX, SHARE_MAX
@@ -178,9 +178,9 @@ async def _upgrade(
             changes.clear()
             await reconciler.call("end_trial")
         elif trial and changes:
-            await reconciler.call("begin_trial", changes, *trial, timeout_s=CHANGE_S)
+            await reconciler.call("begin_trial", changes, *trial)
         elif changes:
-            await reconciler.call("change", changes, timeout_s=CHANGE_S)
+            await reconciler.call("change", changes)
         progress("replacing replicas", at_once=False)
         return changes, await _overview(reconciler, wait_s, _left_to_do)
 

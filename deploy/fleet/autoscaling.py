@@ -28,7 +28,6 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
-
 LOOK_PERIOD_S = 1.0
 GROWTH_MAX = 2
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0

@@ -28,24 +28,17 @@ from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import with_password
+from outrider.sessions.redis_store import RedisStore
 from outrider.settings import blaming
 
 from .local_state import DeploymentRecord, namespace_of
 from .preflight import check_before_start, check_ports, resolve_models, warnings, without_secrets
 from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, repeated, resources
-from .reconciler import (
-    CHANGE_S,
-    FIXED,
-    ReconcilerClient,
-    differing,
-    find_reconciler,
-    start_reconciler,
-)
+from .reconciler import FIXED, ReconcilerClient, differing, find_reconciler, start_reconciler
 from .replica_set import Overview, close_timeout_s, raise_first
 from .spec import FleetSpec, plan_fleet
 
 _log = logging.getLogger(__name__)
-
 FOLLOW_PERIOD_S = 0.5
 REDIS_LOOK_PERIOD_S = 0.25
 CLOSE_AWAY_S = 2.0
@@ -149,7 +142,7 @@ class Deployment:
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
-            await self.reconciler.call("change", changes, timeout_s=CHANGE_S)
+            await self.reconciler.call("change", changes)
         await self._go_on()
         self._is_own = True
 
@@ -175,8 +168,6 @@ class Deployment:
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
         if front.redis.url:  # A wrong URL is reported before models are loaded.
-            from outrider.sessions.redis_store import RedisStore
-
             with blaming("redis_url"):
                 reached = with_password(replace(front.redis, **self._passwords))
                 store = await RedisStore.connect(reached, wait_replicas=front.redis_wait_replicas)

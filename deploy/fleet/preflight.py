@@ -32,7 +32,6 @@ from outrider.sessions.redis_address import without_password
 from outrider.settings import Value, blaming, by_its_keys
 
 _log = logging.getLogger(__name__)
-
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 """Errors of `bind` that the port causes. The host causes all other errors."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")

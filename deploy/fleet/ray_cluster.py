@@ -31,7 +31,6 @@ from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from outrider.replica.process_setup import Place
 
 _log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
 """Concurrent Ray calls to one actor. Calls of processes that have died count, too."""

@@ -104,7 +104,6 @@ def differing(
 
 
 _log = logging.getLogger(__name__)
-
 AWAY_S = 60.0
 """A reconciler that is silent for this time counts as lost, because a restart takes seconds."""
 RETRY_PERIOD_S = 0.5
@@ -113,8 +112,8 @@ NEWS_PERIOD_S = 0.5
 TRIAL_LOOK_S = 2.0
 TRIAL_CALL_S = 5.0
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
-CHANGE_S = 900.0
-"""Time limit of a change of settings. The change may have to fetch a model."""
+SLOW_S = 900.0
+"""Time limit of `change` and `begin_trial`, which may have to fetch a model."""
 
 
 class Reconciler(PlacedActor):
@@ -424,16 +423,17 @@ class ReconcilerClient:
     namespace: str
     away_s: float = AWAY_S
 
-    async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
+    async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
         """Calls a method, perhaps more than once. Raises the method's errors, and `Unavailable` if
-        there is no reconciler, if it does not answer within `timeout_s`, or if its restart takes
-        longer than `away_s`."""
+        there is no reconciler, if it does not answer within `timeout_s` (by default `AWAY_S` or
+        `SLOW_S`), or if its restart takes longer than `away_s`."""
         loop = asyncio.get_running_loop()
+        limit_s = timeout_s or (SLOW_S if method in ("change", "begin_trial") else AWAY_S)
         give_up_at = None
         while True:
             try:  # A restart may have changed the reconciler's handle.
                 if (found := await find_reconciler(self.namespace)) is not None:
-                    return await found.call(method, *arguments, timeout_s=timeout_s)
+                    return await found.call(method, *arguments, timeout_s=limit_s)
             except Unavailable as error:
                 give_up_at = give_up_at or loop.time() + self.away_s
                 if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:

@@ -31,7 +31,6 @@ from .spec import FleetSpec
 from .trial import Trial, TrialReport
 
 _log = logging.getLogger(__name__)
-
 ERROR_GRACE_S = 2.0
 """Time to wait for errors of other ranks after a rank has failed to start."""
 STOP_CALL_TIMEOUT_S = 5.0

@@ -11,15 +11,7 @@ from typing import Any
 
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
-from outrider.config import (
-    LEAST,
-    PORT_MAX,
-    VLLM,
-    DeploymentConfig,
-    DraftConfig,
-    TargetConfig,
-    is_loopback,
-)
+from outrider.config import LEAST, PORT_MAX, VLLM, DeploymentConfig, ReplicaConfig, is_loopback
 from outrider.engine.tensor_parallel.rank_process import RankHost
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
@@ -239,7 +231,7 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
     return found
 
 
-def _on_device(role: Role, config: TargetConfig | DraftConfig, default_gpus: float) -> Any:
+def _on_device(role: Role, config: ReplicaConfig, default_gpus: float) -> Any:
     gpus = default_gpus if config.num_gpus is None else config.num_gpus
     device = config.device
     if device == "cpu":

@@ -23,7 +23,6 @@ from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import calling, new_client
 
 _log = logging.getLogger(__name__)
-
 _STARTED = "started"
 WANTED_TTL_S = 7 * 86_400
 """Time from the last call of `want`, `wanted` or `note_started` until the hash `wanted` expires."""

@@ -15,14 +15,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    NoScriptError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from outrider import limits
 from outrider.errors import (
@@ -176,13 +169,13 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
             error, wait_ms = failure.__cause__, 0
             line = _first_line(error)
             match error:
-                case BusyLoadingError():
+                case redis.BusyLoadingError():
                     wait_ms = limits.REDIS_LOADING_MS_MAX
                     reason = (
                         f"is still loading its data after {wait_ms} ms; start again when it is "
                         "ready"
                     )
-                case NoPermissionError() | AuthenticationError():
+                case NoPermissionError() | redis.AuthenticationError():
                     reason = f"refuses this user: {line}"
                 case ResponseError():
                     reason = f"does not answer INFO: {line}"
