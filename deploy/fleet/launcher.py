@@ -51,8 +51,7 @@ class Deployment:
     def __init__(
         self, config: DeploymentConfig, state: Path, report: Callable[[str], None] = _log.info
     ) -> None:
-        """`state` is a directory for logs and for the data of the embedded Redis. `report` gets a
-        line for each step of the start."""
+        """`state` is a directory for logs and Redis' data. `report` gets a line for each step."""
         self._passwords: dict[str, Any]
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
@@ -98,8 +97,8 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Starts the deployment, and waits until the coordinators serve. After a failure, stops
-        what was started and raises an `OutriderError`."""
+        """Waits until the coordinators serve. After a failure, stops what was started and raises an
+        `OutriderError`."""
         try:
             await self._start()
         except BaseException:
@@ -133,8 +132,8 @@ class Deployment:
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """Takes over a running deployment of this name, and gives it the settings of this process.
-        Raises `ConfigError` if they cannot be used; the deployment then keeps its settings."""
+        """Gives a running deployment of this name the settings of this process. Raises
+        `ConfigError` if they cannot be used; the deployment then keeps its settings."""
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")

@@ -85,8 +85,7 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The recorded deployment, even if its process has died. Raises `ConfigError` for a damaged
-    record."""
+    """Also of a process that has died. Raises `ConfigError` for a damaged record."""
     path = directory / FILE_NAME
     try:
         return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))

@@ -207,8 +207,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
-    """The settings of the coordinators' look-up, without those of draft replicas, whose change must
-    not replace coordinators."""
+    """The look-up's settings. A change of draft replicas' settings must not replace
+    coordinators."""
     lookup, model = draft.drafter.lookup, "model"
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:

@@ -63,8 +63,7 @@ class Demand:
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """Name of a shared library, without `lib` and `.so`, that the actors load first if it is
-    installed."""
+    """Shared library, without `lib` and `.so`, that the actors load first if it is installed."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -93,8 +92,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Waits until the actor runs, and sets `place`. Returns False after `timeout_s`. Raises
-        `Unavailable` if the actor died."""
+        """Sets `place` when the actor runs. Returns False after `timeout_s`. Raises `Unavailable`
+        if the actor died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -193,15 +192,13 @@ class Cluster:
         return (found or b"").decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS).
-        Raises `Unavailable`."""
+        """Writes a text to the key-value store of Ray's head (GCS). Raises `Unavailable`."""
         space = self.namespace.encode()
         with asking_head():
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Starts the actors of a demand. Several ranks that need resources get a placement group.
-        Ray spreads other actors over the machines."""
+        """Several ranks that need resources get a placement group. Ray spreads other actors."""
         where: list[Any] = ["SPREAD"] * demand.num_ranks
         if demand.num_ranks > 1 and demand.each:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -278,8 +275,7 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Ray's placement strategy for the ranks of a replica: on one machine if a machine is large
-    enough, otherwise on as few machines as possible."""
+    """On one machine if a machine is large enough, otherwise on as few machines as possible."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -308,8 +304,8 @@ async def repeated(work: Callable[[], Awaitable[object]], period_s: float, troub
 
 
 async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `work` while it raises `OutriderError` or `ValueError`. Returns the result of `work`.
-    Logs errors after the text `trouble`."""
+    """Repeats `work` while it raises `OutriderError` or `ValueError`. Logs errors after
+    `trouble`."""
     while True:
         try:
             return await work()
@@ -324,8 +320,7 @@ _TEMPORARY_BYTES_MAX = 16
 """Longest path of the temporary directory, in bytes. Ray appends about 85 bytes for its sockets,
 and the path of a socket may have at most 107 bytes."""
 _RAY_FOLDER = "r"
-"""Ray makes its own directory accessible to all users (mode 0777), so it is inside a temporary
-directory of mode 0700."""
+"""Ray makes its own directory accessible to all users, so it is inside a directory of mode 0700."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -423,8 +418,7 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """A new directory for Ray that no other user can enter. It is in /tmp if the path of the usual
-    temporary directory is too long."""
+    """A new directory that no other user can enter, with a path short enough for Ray."""
     where = tempfile.gettempdir()
     if len(os.fsencode(where)) > _TEMPORARY_BYTES_MAX:
         where = "/tmp"  # noqa: S108

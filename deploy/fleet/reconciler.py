@@ -65,12 +65,10 @@ FIXED = {
     "api_key": "a deployment keeps its keys; give an --api-key-file, whose keys may change",
     **dict.fromkeys(("num_targets", "num_drafts", "num_coordinators"), "use `outrider scale`"),
 }
-"""Settings that cannot change while a deployment runs. The value is the reason, or what to do
-instead."""
+"""Settings that cannot change while a deployment runs, and why, or what to do instead."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""The settings that `outrider upgrade` has changed, by key; draft model and share of the running
-trial, or None."""
+"""The changed settings by key; draft model and share of the running trial, or None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -179,8 +177,8 @@ class Reconciler(PlacedActor):
         return self._autoscaler.config
 
     async def change(self, values: dict[str, Value]) -> None:
-        """Changes settings. Raises `Unavailable`, and `ConfigError` for settings that cannot work.
-        After an error, no setting has changed."""
+        """Raises `Unavailable`, and `ConfigError` for settings that cannot work. After an error, no
+        setting has changed."""
         await self._ready()
         async with self._changing:
             (before, tried), fleet = self._changes, self._fleet
@@ -315,8 +313,7 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the saved changes. Ends a trial that was running. Raises `ValueError` for a text
-        that another release has saved."""
+        """Applies the saved changes, without a trial. Raises `ValueError` for an unknown text."""
         if text := await self._cluster.saved():
             values, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values))
@@ -406,8 +403,7 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
 @asynccontextmanager
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
-    """Yields a client of the deployment's reconciler. Raises `SettingError` if the Ray cluster
-    cannot be reached."""
+    """Yields a client of the reconciler. Raises `SettingError` if Ray cannot be reached."""
     connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()

@@ -36,8 +36,7 @@ ERROR_GRACE_S = 2.0
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit for an actor's answer about its state. A call to an actor on a paused machine would
-otherwise never end, because Ray reports only dead actors."""
+"""Time limit of an actor's answer, because Ray does not report actors on a paused machine."""
 QUIET_S = 1.0
 """A leaving replica is drained if it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
@@ -92,8 +91,7 @@ class Overview:
 
     @property
     def num_stale(self) -> int:
-        """Number of replicas that the upgrade still has to replace. A replica counts until it has
-        ended and its replacement serves."""
+        """Number of replicas that have not yet ended, or whose replacement does not yet serve."""
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)
@@ -111,8 +109,8 @@ class Overview:
 
 class Replica:
     def __init__(self, spec: FleetSpec, member: Membership) -> None:
-        """The member's name is ROLE-N, where N is the number of replicas that the deployment had
-        started before. `spec` has the settings with which the replica is started."""
+        """`spec` has the settings of the replica. The member's name is ROLE-N, where N counts all
+        replicas that the deployment has started."""
         self.spec = spec
         self.member = member
         self.name = member.name
@@ -166,8 +164,7 @@ class Replica:
         self.found = await leader.call("engagement", timeout_s=timeout_s)
 
     async def ended(self) -> BaseException | None:
-        """Waits until a rank of the replica ends. Returns the rank's error, or None if the rank was
-        stopped."""
+        """Waits until a rank ends. Returns its error, or None if it was stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -198,8 +195,7 @@ class Replica:
 
 
 async def _adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
-    """The replica of actors that a dead reconciler has started; None if the replica does not serve
-    or lacks a rank."""
+    """The replica of existing actors; None if it does not serve or lacks a rank."""
     if ranks[0].rank:
         return None
     found: Engagement
@@ -370,8 +366,7 @@ class Fleet:
         self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
-        """Takes over the existing replicas after a restart of the reconciler. Ends replicas that do
-        not serve yet; `run` starts others in their place."""
+        """Takes over the existing replicas. Ends those that do not serve yet."""
         there = await self._cluster.replicas()
         names = sorted(there, key=lambda name: role_and_age(name)[1])
         found = await asyncio.gather(*(_adopted(self.spec, there[name]) for name in names))
@@ -399,8 +394,7 @@ class Fleet:
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec. `run` then replaces the stale replicas. Raises like
-        `FleetSpec.settled`."""
+        """`run` then replaces the stale replicas. Raises like `FleetSpec.settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
@@ -553,8 +547,7 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Drains and ends a replica; ends it at once if it does not serve yet. `life` is the task
-        that has started or watched the replica."""
+        """Drains and ends a replica. `life` is the task that has started or watched the replica."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()

@@ -70,8 +70,8 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts, because two coordinators on
-        one machine cannot share a port for metrics."""
+        """Whether a replica ends first, because two coordinators cannot share a port for
+        metrics."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
@@ -186,8 +186,7 @@ def plan_fleet(
 
 
 def _preload(service: Any) -> str:
-    """vLLM on CPUs allocates memory in every step. With tcmalloc, eight sessions decode 6 %
-    faster."""
+    """vLLM on CPUs allocates in every step. With tcmalloc, eight sessions decode 6 % faster."""
     is_on_cpu = getattr(service, "model_engine", "") == VLLM and service.device == "cpu"
     return "tcmalloc_minimal" if is_on_cpu else ""
 

@@ -84,8 +84,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
-    """Raises `ConfigError` if the replica on trial would have a load so different from that of the
-    other replicas that their speeds could not be compared."""
+    """Raises `ConfigError` for a share with which the loads, and so the speeds, would differ
+    much."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
@@ -96,8 +96,7 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Why sessions cannot move between the target on trial and the other targets; empty if they
-    can. `records` are the records of all targets."""
+    """Why sessions cannot move from or to the target on trial; empty if they can."""
     tried, kept = set[str](), set[str]()
     for one in records:
         (tried if one.trial_share else kept).add(one.weights)

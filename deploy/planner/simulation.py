@@ -112,8 +112,7 @@ class Scenario:
     rate: float | None = None
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
-    """Mean of the geometric distribution of the answers' lengths; `inf` = all answers have
-    `ANSWER_TOKENS_MAX` tokens."""
+    """Mean of a geometric distribution; `inf` = all answers have `ANSWER_TOKENS_MAX` tokens."""
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     coordinator_s: float = 0.00029
     """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
@@ -354,8 +353,8 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends one request after the other. The first prompt is short, so that the simulation does
-        not begin with the prefill of many long prompts."""
+        """Sends one request after the other. The first prompt is short, to prefill not all at
+        once."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -453,8 +452,7 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """The costs of steps that take `ms * ceil(n / rows)` for n rows. Above `STEPPED_ROWS`, the time
-    is linear in n."""
+    """Steps of n rows take `ms * ceil(n / rows)`, above `STEPPED_ROWS` linear in n."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     table: dict[int, float] = {}
     for begun in range(1, last):
@@ -492,8 +490,7 @@ def simulated(
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
-    """Whether no request was refused, and 99 % of the tokens belong to requests that take at most
-    `tpot_ms` per token."""
+    """Whether no request was refused, and 99 % of the tokens come within `tpot_ms` each."""
     return figures.tpot_ms is not None and figures.tpot_ms[1] <= tpot_ms and not figures.num_refused
 
 
@@ -544,8 +541,7 @@ def _busy_s(scenario: Scenario, role: Role) -> float:
 
 
 def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The smallest number from `least` to `most` that is enough, within `TOLERANCE`; None if `most`
-    is not enough."""
+    """The smallest number that is enough, within `TOLERANCE`; None if `most` is not enough."""
     low, high = least - 1, least
     while not enough(high):
         if high >= most:

@@ -29,8 +29,7 @@ WANTED_TTL_S = 7 * 86_400
 
 
 class RedisRegistry:
-    """The records of one deployment's replicas. The first call connects to Redis. Every call may
-    raise `StoreUnavailable`."""
+    """Connects to Redis at the first call. Every call may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
         check(not set(deployment) & set("{}"), "braces in a deployment's name")
@@ -93,8 +92,7 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """Returns the wanted number of replicas of each role. Omits roles without a number from 0
-        to `REPLICAS_MAX`."""
+        """Omits roles without a number from 0 to `REPLICAS_MAX`."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = (
             (role, _number(text, REPLICAS_MAX)) for role, text in zip(ROLES, texts, strict=True)
@@ -106,8 +104,7 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
-        """Returns the number that `note_started` stored. If there is no number from 0 to
-        `REPLICA_NUMBER_MAX`, returns 0."""
+        """Returns the number that `note_started` stored, or 0 without a valid number."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
 

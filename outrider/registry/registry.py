@@ -46,8 +46,7 @@ class Figures:
     """Share of the KV cache's pages that running requests need, 0 to 1."""
     # Only coordinators have the following figures.
     draft_waits: _Figure = None
-    """Share of the draft service's proposals that waited in its queue for longer than their
-    drafting took."""
+    """Share of the draft service's proposals that waited for longer than they took to draft."""
     acceptance: _Figure = None
     look_ahead_hits: _Figure = None
     """Share of the draft service's proposals that were ready when their rounds began."""

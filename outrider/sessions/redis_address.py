@@ -82,8 +82,7 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
 
 
 def with_password(address: RedisAddress) -> RedisAddress:
-    """Adds the passwords that the address needs. Raises `SettingError` if this machine lacks
-    one."""
+    """Adds the needed passwords. Raises `SettingError` if this machine lacks one."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -106,8 +105,7 @@ def with_password(address: RedisAddress) -> RedisAddress:
 
 
 def read_password(path: Path, key: str) -> str:
-    """Returns the password in a file, without the end of the line. Raises `SettingError` for the
-    setting `key` if the file is not one line."""
+    """Returns the only line of a file. Raises `SettingError` for the setting `key`."""
     try:
         with blaming(key):
             text = read_file(path).decode()

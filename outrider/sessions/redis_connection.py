@@ -301,13 +301,12 @@ class ScriptRunner:
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """The runs that wait for the next round trip of a script. A script has an entry while a
-        task sends its runs."""
+        """The runs that wait for a round trip of a script that has a sender."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """Returns the answer to one run. Runs that begin during a round trip of the script share
-        the next round trip. Raises the run's error."""
+        """Runs that begin during a round trip of the script share the next one. Raises the run's
+        error."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -362,8 +361,7 @@ class ScriptRunner:
         del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        """Returns the answer or error of each run. The client's pipelines would take twice as
-        long."""
+        """Returns the answer or error of each run. The client's pipelines take twice as long."""
         commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
@@ -398,8 +396,7 @@ class ScriptRunner:
 
 
 def _packed(command: Sequence[str | int | bytes]) -> bytes:
-    """Encodes a command in Redis' protocol. The client's own function takes 8 us, three times as
-    long."""
+    """Encodes a command, in a third of the 8 us that the client's own function takes."""
     parts = [b"*%d\r\n" % len(command)]
     for word in command:
         data = word if isinstance(word, bytes) else str(word).encode()

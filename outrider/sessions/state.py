@@ -47,8 +47,7 @@ class Session:
         self.showable_length = len(self.tokens)
         """The largest number of tokens that the store has held."""
         self.finish_reason: FinishReason | None = None
-        """None while the session runs, or if it was lost before its end. After the end, the store
-        may still lack the last tokens."""
+        """None while the session runs. After the end, the store may still lack the last tokens."""
         self.error: OutriderError | None = None
         self.check_integrity()
 
