@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
@@ -28,12 +29,18 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Maps the name of every stored tensor to its open file."""
-    from safetensors import safe_open
-
+    """Maps the name of every stored tensor to its open file. Opens the files that transformers
+    would load, because others may hold the same weights again."""
+    if (path / WEIGHTS_FILE).is_file():
+        files = {path / WEIGHTS_FILE}
+    elif (path / _INDEX_FILE).is_file():
+        index = json.loads((path / _INDEX_FILE).read_text(encoding="utf-8"))
+        files = {path / name for name in index["weight_map"].values()}
+    else:
+        files = set(path.glob("*.safetensors"))
     with ExitStack() as stack:
         found = {}
-        for file in weight_files(path):
+        for file in sorted(files):
             handle = stack.enter_context(safe_open(str(file), framework="pt"))
             found.update(dict.fromkeys(handle.keys(), handle))
         yield found
@@ -43,16 +50,6 @@ def read_weights(path: Path) -> dict[str, Any]:
     """Maps the name of every stored tensor to the tensor."""
     with open_weights(path) as files:
         return {key: file.get_tensor(key) for key, file in files.items()}
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Returns the files that transformers would load. Others may hold the same weights again."""
-    if (path / WEIGHTS_FILE).is_file():
-        return [path / WEIGHTS_FILE]
-    if (path / _INDEX_FILE).is_file():
-        index = json.loads((path / _INDEX_FILE).read_text(encoding="utf-8"))
-        return [path / file for file in sorted(set(index["weight_map"].values()))]
-    return sorted(path.glob("*.safetensors"))
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
@@ -121,19 +118,16 @@ class LoadOptions(TypedDict, total=False):
 
 def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, ModelInfo]:
     """Loads the model in `path`, in evaluation mode on its device. Raises `ConfigError`."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
     name = options.get("name", str(path))
     check_weights(path, name)
     where = use_device(**options)
-    transformers_logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
     module: Any
     remote = options.get("trust_remote_code", False)
     quantization = quantization_of(_config(path, remote))
     with refusing(f"model {name}:", quantization):
-        module, loading = AutoModelForCausalLM.from_pretrained(
+        module, loading = transformers.AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=options.get("dtype", "auto"),
             attn_implementation=_ATTENTION,
@@ -174,13 +168,13 @@ def describe_files(
         length = stated or MAX_MODEL_LEN_DEFAULT
     elif stated is not None and length > stated:
         raise SettingError("max_model_len", f"{length} given; model {name} allows 1..{stated}")
-    eos = {*_eos_in([config]), *stated_eos_token_ids(path, tokenizer)}
+    eos = stated_eos_token_ids(path, tokenizer, config)
     return ModelInfo(
         name=name,
         vocab_size=vocab_size,
         max_model_len=length,
         dtype=loaded_dtype.removeprefix("torch."),
-        eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
+        eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
         weights_fingerprint=weights_fingerprint(path),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
@@ -191,10 +185,8 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
     `ConfigError`."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
     with refusing(f"model {path}: its tokenizer"):
-        return AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
 
@@ -213,16 +205,18 @@ def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, 
     return int(getattr(text_config, "vocab_size", None) or 0), tokenizer_fingerprint(tokenizer)
 
 
-def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that any file of a model states as an EOS token. `tokenizer` is from the same
-    directory."""
-    from transformers import AutoConfig, GenerationConfig
-
-    sources = [tokenizer]
-    for kind in (AutoConfig, GenerationConfig):
+def stated_eos_token_ids(path: Path, *sources: Any) -> tuple[int, ...]:
+    """Returns the ids, ascending, that any file of a model states as an EOS token. `sources` are
+    its tokenizer and configurations that are loaded already."""
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
         with suppress(*_LOADING_ERRORS):
-            sources.append(kind.from_pretrained(str(path), local_files_only=True))
-    return _eos_in(sources)
+            sources += (kind.from_pretrained(str(path), local_files_only=True),)
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(i for i in found if i >= 0))
 
 
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
@@ -269,10 +263,8 @@ def resolve_device(device: str, rank: int = 0) -> torch.device:
 
 
 def _config(path: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
     with refusing(f"model {path}: its config.json"):
-        return AutoConfig.from_pretrained(
+        return transformers.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
 
@@ -282,22 +274,11 @@ def _stated_length(config: Any) -> int | None:
     return next((int(v) for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
 
 
-def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
-    found: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    return tuple(sorted(i for i in found if i >= 0))
-
-
 def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
     """Returns a model whose parameters have no values yet. Buffers, such as rotary frequencies,
     have values. Without `takes_quantised`, raises `ConfigError` if the files are quantised."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
     with refusing(f"model {name}:"):
         config = _config(path, remote)
@@ -307,14 +288,14 @@ def empty_model(
                 "only with `--engine vllm`. A drafter for a target cannot have such weights"
             )
         with parameters_on_meta():
-            module = AutoModelForCausalLM.from_config(
+            module = transformers.AutoModelForCausalLM.from_config(
                 config,
                 dtype=_resolve_stored_dtype(config, options.get("dtype", "auto"), path),
                 attn_implementation=_ATTENTION,
                 trust_remote_code=remote,
             )
         if (path / "generation_config.json").is_file():
-            module.generation_config = GenerationConfig.from_pretrained(str(path))
+            module.generation_config = transformers.GenerationConfig.from_pretrained(str(path))
     return module
 
 
