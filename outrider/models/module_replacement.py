@@ -1,16 +1,21 @@
 """Replaces modules of a loaded model by faster modules with the same call signature, and the same
 result up to rounding. On a CPU, linear layers are also replaced (`linear_layers.py`).
 
-If a module is built in another way, or its replacement fails a probe (`module_probes.py`), only the
-linear layers in the module are replaced. Nothing is replaced in a module with hooks, or with a
-`forward` that is set on the instance. In a replacement, `__call__` is `forward`, which saves a
-millisecond in a step of 30 layers, but excludes hooks."""
+The names and shapes of a module's parts suggest a replacement, but only a call shows whether the
+module also clamps, adds an offset or rotates in another way. So a probe calls both with a few
+random rows of different magnitudes. It leaves out the last layer of a block, which the replacement
+shares, because this layer may wait for other ranks. If the probe fails, only the linear layers in
+the module are replaced. Nothing is replaced in a module with hooks, or with a `forward` that is set
+on the instance. In a replacement, `__call__` is `forward`, which saves a millisecond in a step of
+30 layers, but excludes hooks."""
 
 import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -23,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.errors import InvariantError, check
 from outrider.models.linear_layers import quick
-from outrider.models.module_probes import agree, call_attention, same_rows, same_wiring
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -241,7 +245,7 @@ def _native_norm(block: Any) -> nn.Module | None:
         return None
     for offset in (0.0, 1.0):
         norm = NativeRMSNorm(block.weight, eps, offset)
-        if same_rows(block, norm, block.weight.numel(), block.weight):
+        if _same_rows(block, norm, block.weight.numel(), block.weight):
             return norm
     return None
 
@@ -253,7 +257,7 @@ def _fused_mlp(block: Any) -> nn.Module | None:
     if _tensors(block) or not _joinable(gate, up) or gate.weight.shape != up.weight.shape:
         return None
     fused = FusedMLP(block)
-    same = same_rows(block, fused, gate.in_features, gate.weight, last="down_proj")
+    same = _same_rows(block, fused, gate.in_features, gate.weight, last="down_proj")
     return fused if same else None
 
 
@@ -271,21 +275,21 @@ def _fused_attention(block: Any) -> nn.Module | None:
     head_dim = getattr(block, "head_dim", 0)
     if not head_dim or head_dim % 2 or any(p.out_features % head_dim for p in linears):
         return None
-    if call_attention(block, width, weight, head_dim // 2) is not None:
+    if _call_attention(block, width, weight, head_dim // 2) is not None:
         return None  # The block rotates only a part of each head, as in GLM.
-    called = call_attention(block, width, weight, head_dim)
+    called = _call_attention(block, width, weight, head_dim)
     if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called[1].values()):
         return None
     fused = FusedAttention(block, eager, called[1])
-    again = call_attention(fused, width, weight, head_dim)
-    return fused if again is not None and all(map(agree, called[0], again[0])) else None
+    again = _call_attention(fused, width, weight, head_dim)
+    return fused if again is not None and all(map(_agree, called[0], again[0])) else None
 
 
 def _direct_layer(layer: Any) -> nn.Module | None:
     children = layer._modules.keys()
     if children not in (_LAYER_CHILDREN, _LAYER_CHILDREN | _MLP_NORMS) or _tensors(layer):
         return None
-    return DirectLayer(layer) if same_wiring(layer, DirectLayer) else None
+    return DirectLayer(layer) if _same_wiring(layer, DirectLayer) else None
 
 
 def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
@@ -293,7 +297,7 @@ def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
     if weight is None:
         return None
     found = quick(weight, layer.bias, kernels)
-    if kernels is None or found is None or same_rows(layer, found, weight.shape[1], weight):
+    if kernels is None or found is None or _same_rows(layer, found, weight.shape[1], weight):
         return found
     return quick(weight, layer.bias)
 
@@ -327,3 +331,131 @@ def _tensors(block: nn.Module) -> list[str]:
     return [
         name for name, found in (block._parameters | block._buffers).items() if found is not None
     ]
+
+
+PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+"""A module that cannot take a probe raises these errors."""
+_SIZES = (1e-3, 1.0, 1.0, 1e2)
+_ROUNDINGS = 64
+_ROUNDINGS_SHORT = 8  # for dtypes under 32 bits, whose sums are computed in 32 bits
+"""The largest allowed difference of two results, as a multiple of the machine epsilon times the
+row's largest value."""
+_PROBE = "outrider_probe"
+
+
+def _probe_rows(width: int, like: Tensor) -> Tensor:
+    """Returns the same random rows [1, 4, width] for the same arguments, with magnitudes `_SIZES`,
+    in the dtype and on the device of `like`."""
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
+    return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Whether two results [..., D] of one probe are equal up to rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    info = torch.finfo(one.dtype)
+    roundings = _ROUNDINGS_SHORT if info.bits < 32 else _ROUNDINGS
+    one, other = one.double(), other.double()
+    largest = one.abs().amax(-1, keepdim=True)
+    return bool(((one - other).abs() <= roundings * info.eps * largest).all())
+
+
+def _same_rows(
+    original: nn.Module, replacement: nn.Module, width: int, like: Tensor, last: str = ""
+) -> bool:
+    """Whether two modules map a probe [1, 4, width] to the same rows, if the layer `last` is left
+    out of both modules."""
+    rows = _probe_rows(width, like)
+    replaced = {last: nn.Identity()} if last else {}
+    try:
+        with _replaced(original, **replaced), _replaced(replacement, **replaced):
+            return _agree(original(rows), replacement(rows))
+    except PROBE_ERRORS:
+        return False
+
+
+def _same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
+    """Whether a layer and its replacement connect their blocks in the same way. With simple
+    functions as blocks, both must return the same output and pass the same arguments to
+    attention."""
+    called: list[dict[str, Any]] = []
+
+    def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        called.append(given)
+        return hidden_states * 3 + 1, None
+
+    blocks = {
+        name: _Stub(lambda rows, name=name: rows * len(name) + 1)
+        for name, child in layer.named_children()
+        if child is not layer.self_attn
+    }
+    given = {
+        "attention_mask": 1, "position_ids": 2, "past_key_values": 3, "use_cache": False,
+        "position_embeddings": (4, 5), "more": 6,
+    }  # fmt: skip
+    rows = torch.arange(4.0, dtype=torch.float64).view(1, 2, 2)
+    try:
+        with _replaced(layer, self_attn=_Stub(attend), **blocks):
+            outputs = [each(rows, **given) for each in (layer, replacement(layer))]
+            return torch.equal(*outputs) and called[0] == called[1]
+    except PROBE_ERRORS:
+        return False
+
+
+class _Stub(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def _call_attention(
+    block: Any, width: int, like: Tensor, rotated: int
+) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+    """Runs a probe [1, 4, width] through an attention `block`, up to the layer `o_proj`. The first
+    `rotated` elements of each head get a rotary angle. Returns the query, key and value of the
+    attention function with the input of `o_proj`, and the options that the block itself passes to
+    the attention function. Returns None if the block cannot be called like Llama's."""
+    rows, angles = _probe_rows(width, like), _probe_rows(rotated, like)
+    calls: list[Any] = []
+    mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
+    try:
+        # Copies deeply, because setting the attention also changes nested configurations.
+        config = deepcopy(block.config)
+        config._attn_implementation = _PROBE
+        with _replaced(block, config=config, o_proj=nn.Identity()):
+            output, _ = block(
+                hidden_states=rows,
+                position_embeddings=(angles.cos(), angles.sin()),
+                attention_mask=mask,
+                **given,
+            )
+        [(states, got_mask, options)] = calls
+    except PROBE_ERRORS:
+        return None
+    if got_mask is not mask or any(options.pop(name, None) is not given[name] for name in given):
+        return None
+    return (*states, output), options
+
+
+def _note(
+    block: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    options["calls"].append(((query, key, value), attention_mask, options))
+    return query.transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_PROBE, _note)
+
+
+@contextmanager
+def _replaced(block: Any, **attributes: Any) -> Iterator[None]:
+    before = {name: getattr(block, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(block, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(block, name, value)

@@ -18,8 +18,13 @@ from outrider.engine.attention import AttentionLayer
 from outrider.engine.cpu.kernels import LayerSizes, LayerWeights, PaceKernels
 from outrider.errors import OutriderError
 from outrider.models.linear_layers import FusedLinear
-from outrider.models.module_probes import PROBE_ERRORS
-from outrider.models.module_replacement import DirectLayer, FusedAttention, FusedMLP, NativeRMSNorm
+from outrider.models.module_replacement import (
+    PROBE_ERRORS,
+    DirectLayer,
+    FusedAttention,
+    FusedMLP,
+    NativeRMSNorm,
+)
 from outrider.models.target_layers import layers_of
 
 _POSITIONS_AT_ONCE = 4096
