@@ -91,7 +91,7 @@ class _Run:
                 trust = target.config.trust_remote_code
                 start = resolve_model(options.start_from, trust_remote_code=trust)
                 self._start = tensors_fingerprint(start)
-            self._learner.load(start, target)
+                self._learner.load(start, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         self._given = _long_enough(read_corpus(options.corpus, target.encode, self._tokens_max))
@@ -148,7 +148,8 @@ class _Run:
         answered = _long_enough(corpus.documents())
         if not answered:
             raise SettingError("measure", "the target's answers are too short to measure")
-        cache = self._cache([replace(document, is_held_out=True) for document in answered])
+        documents = [replace(document, is_held_out=True) for document in answered]
+        cache = TeacherCache(self._place, documents, self._module, self._learner.taps)
         cache.fill(math.inf, lambda part: self._report("reading prompts", part, None))
         return cache
 
@@ -192,7 +193,7 @@ class _Run:
         ]
         documents = shuffled([*written, *self._given])
         self._check_enough(documents)
-        cache = self._cache(documents)
+        cache = TeacherCache(self._place, documents, self._module, self._learner.taps)
         cache.fill(seconds, lambda part: self._report("reading", part, None))
         self._check_enough(cache.known)  # The time may be over before all documents are read.
         return cache
@@ -208,9 +209,6 @@ class _Run:
         key = "tokens" if self._options.tokens is not None else "minutes"
         raise SettingError(key, f"{wrong}; raise --{key}, or add texts to --corpus")
 
-    def _cache(self, documents: Sequence[Document]) -> TeacherCache:
-        return TeacherCache(self._place, documents, self._module, self._learner.taps)
-
     def _train(self, dataset: Dataset, seconds: float) -> Trainer:
         options, learner = self._options, self._learner
         folder = folder_name(
@@ -224,8 +222,7 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Drops documents with a single learned token, because an EAGLE-3 head may be unable to draft
-    this token."""
+    """Drops documents with a single learned token, which an EAGLE-3 head may be unable to draft."""
     return [document for document in documents if document.num_learned >= 2]
 
 

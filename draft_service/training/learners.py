@@ -6,11 +6,11 @@ tokens (teacher forcing). Each draft token is compared with the target's answer 
 """
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -73,14 +73,12 @@ class Learner:
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
-        """Loads a trained drafter. Raises `SettingError` if the drafter does not fit the target."""
-        with blaming("start_from"):
-            module, token_ids = self._load(start, target)
-        self._train(module, np.array(token_ids, dtype=np.int64))
+        """Loads a trained drafter. Raises `ConfigError` if it does not fit the target."""
+        raise NotImplementedError
 
     def make(self, token_ids: Array) -> None:
         """Makes a new drafter that can propose the tokens `token_ids` [N], ascending."""
-        self._train(self._make(torch.from_numpy(token_ids)), token_ids)
+        raise NotImplementedError
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Drafts chains along the texts of `batch`. Element i has draft token i of each chain."""
@@ -94,14 +92,8 @@ class Learner:
         """Writes the drafter's files, without the card. `fingerprint` is the target's."""
         raise NotImplementedError
 
-    def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
-        raise NotImplementedError
-
-    def _make(self, token_ids: Tensor) -> Any:
-        raise NotImplementedError
-
-    def _train(self, module: Any, token_ids: Array) -> None:
-        self.module, self.token_ids = module.requires_grad_(False), token_ids
+    def _train(self, module: Any, token_ids: npt.ArrayLike) -> None:
+        self.module, self.token_ids = module.requires_grad_(False), np.asarray(token_ids)
         embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
         fixed = {id(weight) for weight in (self.head, *embeddings)}
         self.weights = {
@@ -167,15 +159,15 @@ class Eagle3(Learner):
             architectures=[type(self._target).__name__],
         )  # fmt: skip
 
-    def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
+    def load(self, start: Path, target: Target) -> None:
         name = str(self._options.start_from)
         found = eagle3.load_eagle3(start, self._target, name=name, target_name=target.name)
         self.taps = found.module.layer_ids
-        return found.module, found.token_ids
+        self._train(found.module, found.token_ids)
 
-    def _make(self, token_ids: Tensor) -> Any:
-        """Returns a new head. Before training, the head passes on the input of the target's
-        third-last layer. Each tap is normalised, so that training need not learn its scale."""
+    def make(self, token_ids: Array) -> None:
+        """Before training, the head passes on the input of the target's third-last layer. Each tap
+        is normalised, so that training need not learn its scale."""
         sizes, width = self._target.config.get_text_config(), self._embeddings.shape[1]
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -203,8 +195,8 @@ class Eagle3(Learner):
             weight.data = weight.to(self._embeddings)
         module.embed_tokens.weight = self._embeddings
         rows = self._target.get_output_embeddings().weight.detach()
-        module.lm_head.weight = nn.Parameter(rows[token_ids.to(rows.device)], requires_grad=False)
-        return module.to(self._embeddings.device)
+        module.lm_head.weight = nn.Parameter(rows[torch.from_numpy(token_ids).to(rows.device)])
+        self._train(module.to(self._embeddings.device), token_ids)
 
 
 class Student(Learner):
@@ -241,13 +233,13 @@ class Student(Learner):
         description = student.StudentDescription(target=target.name, target_fingerprint=fingerprint)
         student.save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
-    def _load(self, start: Path, target: Target) -> tuple[Any, Sequence[int]]:
+    def load(self, start: Path, target: Target) -> None:
         options = load_options(target.config) | {"name": self._options.start_from}
         module, info = student.load_student(start, target.directory, target=target.name, **options)
         use_plain_attention(module)
-        return module, info.logit_token_ids
+        self._train(module, info.logit_token_ids)
 
-    def _make(self, token_ids: Tensor) -> Any:
+    def make(self, token_ids: Array) -> None:
         rows = self._target.get_output_embeddings().weight
         all_layers = layers_of(self._target)
         dropped = [layer for index, layer in enumerate(all_layers) if index not in self._layers]
@@ -260,15 +252,15 @@ class Student(Learner):
             for part in layer.modules():
                 if hasattr(part, "layer_idx"):
                     part.layer_idx = index
-        narrow = nn.Parameter(rows.detach()[token_ids.to(rows.device)])
-        student.narrow_head(module, len(token_ids)).weight = narrow
+        narrow = rows.detach()[torch.from_numpy(token_ids).to(rows.device)]
+        student.narrow_head(module, len(token_ids)).weight = nn.Parameter(narrow)
         config = module.config.get_text_config()
         config.num_hidden_layers = len(layers)
         if kinds := getattr(config, "layer_types", None):
             config.layer_types = [kinds[index] for index in self._layers]
         module.config.tie_word_embeddings = config.tie_word_embeddings = False
         use_plain_attention(module)
-        return module.eval()
+        self._train(module.eval(), token_ids)
 
 
 LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Student, Eagle3)}

