@@ -38,17 +38,14 @@ WRITING_SHARE = 0.4  # share of the time in which the target writes texts
 READING_SHARE = 0.15
 """Share of the time in which the target computes its distributions along texts. With `--tokens`,
 this share is larger by half of `WRITING_SHARE`."""
-TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
-"""Training gets the remaining time, but at least this share."""
+TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # the least share; training gets all time left
 MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt of `--measure` once at each of these temperatures."""
-MEASURED_TOKENS_MAX = 128
-"""Largest number of tokens in an answer to a prompt of `--measure`. `outrider bench acceptance` has
-the same default."""
+MEASURED_TOKENS_MAX = 128  # in an answer to a prompt of `--measure`, as in `bench acceptance`
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Largest number of tokens in a prompt of `--measure`. One pass reads the prompt and its answer.
-For T tokens, attention then holds up to three tensors [heads, T, T]. With 9 heads in half
-precision, each tensor takes 0.3 GB."""
+"""Limit for a prompt of `--measure`. One pass reads the prompt and its answer. For T tokens,
+attention then holds up to three tensors [heads, T, T]. With 9 heads in half precision, each tensor
+takes 0.3 GB."""
 _TOGETHER = {"cpu": 96, "cuda": 512}  # number of conversations that are written side by side
 _GPU_SHARE = 0.6
 

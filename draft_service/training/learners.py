@@ -26,8 +26,7 @@ from .options import LAYERS, STUDENT, DistillOptions
 from .teacher import Batch, Target
 
 NUM_DEPTHS = 3  # length of the chains that train and measure an EAGLE-3 head
-_LAYERS_WITH_TAPS = 7
-"""With fewer layers of the target, two of the three `Eagle3.taps` would be equal."""
+_LAYERS_WITH_TAPS = 7  # With fewer layers, two of the three `Eagle3.taps` would be equal.
 _FIRST_SCALE = 0.25
 """The last norm of a new EAGLE-3 head begins with the weight of the target's last norm times this
 factor. Without the factor, predictions are far too confident, because the target's norm was trained
@@ -41,18 +40,15 @@ almost unchanged. An identity is added to `fc`."""
 class Depth(NamedTuple):
     """Draft token i of C chains along the texts of a batch."""
 
-    hidden: Tensor
-    """[C, D]: the input from which `Learner.head` computes the logits of the draft tokens."""
-    rows: Tensor
-    """[C], ascending: the rows of the batch that have the target's answers for the draft tokens."""
+    hidden: Tensor  # [C, D]: the input from which `Learner.head` computes the tokens' logits
+    rows: Tensor  # [C], ascending: the rows of the batch with the target's answers for the tokens
 
 
 class Learner:
     """A drafter of one kind in training. Call `load` or `make` once to give it a module."""
 
     kind: ClassVar[str]
-    taps: tuple[int, ...] = ()
-    """The target's layers, counted from 0, whose inputs the drafter reads."""
+    taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads
     num_depths: int | None = None
     """Number of tokens of the chains that `draft` returns. None = one token, so acceptance is
     measured as if consecutive tokens of the text were a chain."""
@@ -284,8 +280,7 @@ def use_plain_attention(module: Any) -> None:
 
 
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
-_SCORE_MIN = 0.2
-"""A copying head gives at least this share of its attention to the token that it looks for."""
+_SCORE_MIN = 0.2  # the share of attention that a copying head gives to the token that it looks for
 
 
 def kept_layers(

@@ -22,16 +22,13 @@ from .options import DistillOptions
 from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
-"""Number of tokens in a batch at the end of training, padding included."""
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # at the end of training, padding included
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
 """Pairs (used share of the budget, share of `BATCH_TOKENS`). Until the used share is reached, new
 epochs have smaller batches. At first, many small steps gain most. Later, steps with less noise gain
 more."""
-_PEAK_RATE_BY_WIDTH = 0.864
+_PEAK_RATE_BY_WIDTH = 0.864  # the peak learning rate times the model's width
 _PEAK_RATE_MAX = 2e-3
-"""The peak learning rate is `_PEAK_RATE_BY_WIDTH` divided by the model's width, but at most
-`_PEAK_RATE_MAX`."""
 _TRAINED_RATE = 0.5  # factor of the learning rate if a drafter is trained further
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
@@ -40,8 +37,8 @@ _LIKELIHOOD_SHARE = 0.9
 """While the used share of the budget grows from `_LIKELIHOOD_FROM` to `_LIKELIHOOD_UP_TO`, the
 weight of -log(acceptance) in the loss grows linearly from 0 to `_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
-"""Weight of a draft token in the loss, divided by the weight of the previous draft token. Later
-draft tokens count less, because they are accepted less often."""
+"""Weight of a draft token in the loss, divided by that of the previous draft token, which is more
+often accepted."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
@@ -71,7 +68,7 @@ def likelihood_share(part: float, is_trained: bool) -> float:
 
 
 class Progress(BaseModel):
-    """A checkpoint's content, except the weights and the optimizer's moments."""
+    """A checkpoint's content besides the weights and the optimizer's moments."""
 
     num_steps: int = 0
     num_tokens: int = 0  # includes repetitions
@@ -195,8 +192,7 @@ class Trainer:
         self._put_weights()
 
 
-_LEAST_OVERLAP = 1e-3
-"""In the gradient of -log(acceptance), an acceptance below this number counts as this number."""
+_LEAST_OVERLAP = 1e-3  # the gradient of -log(acceptance) takes a lower acceptance for this number
 
 
 def overlap_loss(

@@ -25,8 +25,7 @@ _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 """Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
-_BEGINNING = 16
-"""Number of an answer's first tokens that may decide whether the conversation is held out."""
+_BEGINNING = 16  # The first tokens of an answer may decide whether the conversation is held out.
 
 
 class WrittenCorpus:
@@ -60,8 +59,8 @@ class WrittenCorpus:
         self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
+        # Numbers of conversations and answer tokens before the first missing conversation.
         self._num_first = self._first_tokens = 0
-        """Numbers of conversations and answer tokens before the first missing conversation."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]

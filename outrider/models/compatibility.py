@@ -32,8 +32,7 @@ _LONG_TRIAL_TOKENS = 136
 """The length of the sequence of `dependent_at`. Attention with fixed shapes divides its slots into
 several splits (`SPLIT_SLOTS`)."""
 _ALONE_TOKENS = 5  # number of tokens in each step that has no other sequence
-_CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""Numbers of tokens in the steps with other sequences."""
+_CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)  # numbers of tokens in steps with other sequences
 CROWD_SLOTS = 1024
 """Slots of the cache for `dependent_at`. The sequences of the largest step fit into these slots,
 even if the last page of each sequence is partly empty."""

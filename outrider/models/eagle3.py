@@ -46,10 +46,8 @@ _LAYER_FIELDS = (
 _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
-_NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
-"""The formulas above lack these factors, so the factors must be 1."""
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Only these types of rotary embeddings are served. Their angles depend only on the position."""
+_NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")  # The formulas above lack these factors.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # Their angles depend only on the position.
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
 """If files have biases only for queries, keys and values, this bias is zero."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -147,9 +147,7 @@ def block_rows(module: nn.Module) -> None:
     _wrap(module, BlockedLinear, (nn.Linear, InferenceLinear))
 
 
-_ACTIVATION_ELEMENTS = 2**14
-"""PyTorch computes GELU of more elements than this number on several threads. For other functions,
-the limit is twice as high."""
+_ACTIVATION_ELEMENTS = 2**14  # PyTorch computes GELU of more elements on several threads.
 _LANES = 64  # a multiple of the number of elements in a CPU's vector register
 _ELEMENT_WISE = (
     nn.GELU,
