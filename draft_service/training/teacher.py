@@ -76,7 +76,7 @@ class TeacherCache:
         self.taps = taps
         self._files: list[Any] = []
         while self._path.exists():
-            self._open()
+            self._files.append(safe_open(self._path, framework="np"))
 
     @property
     def known(self) -> list[Document]:
@@ -122,7 +122,7 @@ class TeacherCache:
                     num_asked += len(batch)
                 with replacing(self._path) as partial:
                     save_file(answers, partial)
-                self._open()
+                self._files.append(safe_open(self._path, framework="np"))
                 self.spent.save()
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
@@ -139,9 +139,6 @@ class TeacherCache:
     @property
     def _path(self) -> Path:
         return self._directory / f"{len(self._files):06}.safetensors"
-
-    def _open(self) -> None:
-        self._files.append(safe_open(self._path, framework="np"))
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
