@@ -1,7 +1,6 @@
 """Makes tiny models on disk for tests, with random weights that give distributions far from
 uniform."""
 
-import contextlib
 import copy
 import json
 from collections.abc import Sequence
@@ -9,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -143,24 +142,13 @@ def save_tiny_model(
 def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
     """Saves the first `num_layers` layers of a Llama-like model and its tokenizer as a model, and
     returns `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = json.loads((source / "config.json").read_text())
-    config["num_hidden_layers"] = num_layers
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][:num_layers]
-    (directory / "config.json").write_text(json.dumps(config))
-    kept: dict[str, torch.Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        for key, tensor in load_file(file).items():
-            _, is_layer, rest = key.partition(".layers.")
-            if not is_layer or int(rest.split(".", 1)[0]) < num_layers:
-                kept[key] = tensor
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
-    for extra in ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                  "chat_template.jinja", "special_tokens_map.json"):  # fmt: skip
-        with contextlib.suppress(FileNotFoundError):
-            (directory / extra).write_bytes((source / extra).read_bytes())
-    AutoConfig.from_pretrained(directory)  # The test must be able to read it.
+    module = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    del module.model.layers[num_layers:]
+    module.config.num_hidden_layers = num_layers
+    if kinds := getattr(module.config, "layer_types", None):
+        module.config.layer_types = kinds[:num_layers]
+    module.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source).save_pretrained(directory)
     return directory
 
 

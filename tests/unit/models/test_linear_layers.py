@@ -10,8 +10,7 @@ from outrider.models.linear_layers import PackedLinear, WidenedLinear
 ROW_COUNTS = (0, 1, 2, 3, 5, 8, 16, 17, 64, 100, 256, 512)
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 DTYPES = (torch.float32, torch.bfloat16) if HAS_BFLOAT16 else (torch.float32,)
-SUM_TOLERANCE = 1e-6
-"""Relative to the largest output: rounding in float32 of sums of 192 products."""
+SUM_TOLERANCE = 1e-6  # relative to the largest output: rounding in float32 of sums of 192 products
 
 
 def random_layer(dtype: torch.dtype, bias: bool, out_features: int = 97) -> nn.Linear:

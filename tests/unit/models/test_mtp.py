@@ -22,8 +22,7 @@ from outrider.models.student import target_ends
 VOCAB, LENGTH, DEPTHS = 32, 310, 3
 INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "t")
 LENGTHS = (1, 2, 15, 16, 17, 100, 300)
-CLOSE = 2e-4
-"""Allowed difference in float32, relative to a row's norm."""
+CLOSE = 2e-4  # allowed difference in float32, relative to a row's norm
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

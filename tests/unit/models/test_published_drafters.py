@@ -15,8 +15,7 @@ from outrider.models.eagle3 import LoadedEagle3, load_eagle3
 from outrider.models.mtp import load_mtp
 from outrider.models.published_drafters import DrafterFormat, recognise
 
-SCALE = 16
-"""Every width of a published drafter is divided by it."""
+SCALE = 16  # every width of a published drafter is divided by it
 WIDTHS = (
     "hidden_size", "intermediate_size", "head_dim", "vocab_size", "draft_vocab_size",
     "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
