@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.errors import ConfigError, SettingError
-from outrider.files import locked
+from outrider.files import locked, write_whole
 
 CACHE_VERSION = 6
 """Increment this number if the format of folders changes. Older folders are then ignored."""
@@ -70,8 +70,7 @@ class Stopwatch:
             self.save()
 
     def save(self) -> None:
-        with replacing(self._path) as partial:
-            partial.write_text(json.dumps(round(self.seconds, 3)))
+        write_whole(self._path, json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:

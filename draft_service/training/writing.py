@@ -114,8 +114,8 @@ class WrittenCorpus:
 
         def store(ended: Sequence[_Conversation]) -> None:
             for one in ended:
-                self._keep(one.record())
-                file.write(json.dumps(one.record()) + "\n")
+                self._keep(one.record)
+                file.write(json.dumps(one.record) + "\n")
                 engine.release(one.name)
                 running.remove(one)
             file.flush()
@@ -151,11 +151,9 @@ class _Conversation:
     """An unfinished conversation. A drawn user's turn becomes part of the prompt."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
-        self.index = index
         self.name = f"conversation-{index}"
         self._corpus = corpus
         self._seed = choice_seed(corpus.seed, index + 1)
-        self._temperature = corpus.temperatures[index % len(corpus.temperatures)]
         template = corpus.template
         self.is_turn = bool(template.after) and not prompt
         room = corpus.tokens_max - len(template.before) - len(template.after)
@@ -163,6 +161,10 @@ class _Conversation:
         self.prompt = [*(prompt or template.before)]
         self.answer: list[int] = []
         self.unseen: tuple[int, ...] = ()
+        temperature = corpus.temperatures[index % len(corpus.temperatures)]
+        self.record = {"index": index, "prompt": self.prompt, "answer": self.answer,
+                       "temperature": temperature}  # fmt: skip
+        self._params = SamplingParams(temperature=temperature)
 
     def begin(self, engine: Engine) -> None:
         if not self.prompt:  # Without a template, a text may begin with any token.
@@ -170,7 +172,7 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
+        params = _TURN if self.is_turn else self._params
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))
         return Question(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
@@ -190,7 +192,3 @@ class _Conversation:
             self.unseen = after if ends else (token_id, *after)
         self.prompt.extend(self.unseen)
         return False
-
-    def record(self) -> dict[str, Any]:
-        return {"index": self.index, "prompt": self.prompt, "answer": self.answer,
-                "temperature": self._temperature}  # fmt: skip
