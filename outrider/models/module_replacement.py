@@ -29,8 +29,6 @@ from outrider.engine.cpu.kernels import PaceKernels
 from outrider.errors import InvariantError, check
 from outrider.models.linear_layers import quick
 
-AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -119,7 +117,7 @@ class FusedAttention(nn.Module):
     config: Any
 
     def __init__(
-        self, block: Any, eager: AttentionFunction, interface_options: dict[str, Any]
+        self, block: Any, eager: Callable[..., Any], interface_options: dict[str, Any]
     ) -> None:
         """`eager` is the block's default attention function. `interface_options` are the options
         that the block passes to attention functions."""
@@ -204,6 +202,7 @@ _ATTENTION_PARAMETERS = {
 }  # fmt: skip
 _PLAIN_OPTION = (bool, int, float, str, type(None))
 
+_PACKAGE = "outrider.models."
 _log = logging.getLogger(__name__)
 
 
@@ -215,26 +214,30 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     block. A weight that head and embedding share is copied for the head. Call `to` and
     `load_state_dict` before, because they do not change the weights of replacements."""
     check(not module.training, "only a model in evaluation mode can be sped up")
-    swapped: Counter[str] = Counter()
+    quick_linear = partial(_quick_linear, kernels=kernels)
     with torch.no_grad():
-        for replacement in (_native_norm, _fused_mlp, _fused_attention, _direct_layer):
-            _swap(module, replacement, swapped)
-        _swap(module, partial(_quick_linear, kernels=kernels), swapped)
-    _log.info("replaced modules: %s", dict(swapped) or "none")
+        for replacement in (
+            _native_norm,
+            _fused_mlp,
+            _fused_attention,
+            _direct_layer,
+            quick_linear,
+        ):
+            _swap(module, replacement)
+    replaced = [part for part in module.modules() if type(part).__module__.startswith(_PACKAGE)]
+    found = Counter(type(part).__name__ for part in replaced)
+    _log.info("replaced modules: %s", dict(found) or "none")
 
 
-def _swap(
-    parent: nn.Module, replacement: Callable[[Any], nn.Module | None], swapped: Counter[str]
-) -> None:
+def _swap(parent: nn.Module, replacement: Callable[[Any], nn.Module | None]) -> None:
     for name, child in list(parent.named_children()):
         if _is_hooked(child):
             continue
         found = replacement(child)
         if found is None:
-            _swap(child, replacement, swapped)
+            _swap(child, replacement)
         else:
             setattr(parent, name, found.eval())
-            swapped[type(found).__name__] += 1
 
 
 def _native_norm(block: Any) -> nn.Module | None:
@@ -293,19 +296,14 @@ def _direct_layer(layer: Any) -> nn.Module | None:
 
 
 def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
-    weight = _linear_weight(layer)
-    if weight is None:
+    is_conv = type(layer) is Conv1D
+    if not is_conv and not _is_plain(layer):
         return None
+    weight = layer.weight.t() if is_conv else layer.weight
     found = quick(weight, layer.bias, kernels)
     if kernels is None or found is None or _same_rows(layer, found, weight.shape[1], weight):
         return found
     return quick(weight, layer.bias)
-
-
-def _linear_weight(layer: Any) -> Tensor | None:
-    if type(layer) is Conv1D:
-        return layer.weight.t()  # type: ignore[no-any-return]
-    return layer.weight if _is_plain(layer) else None
 
 
 def _joinable(*linears: nn.Module) -> bool:
