@@ -215,11 +215,8 @@ def _draft_vocabulary(
         bounds = (int(token_ids.min()), int(token_ids.max()))
         allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
         _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: token range", bounds, allowed)
-        num, distinct = (
-            len({*token_ids.tolist()}),
-            f"its {len(d2t)} rows must mean different tokens",
-        )
-        _require(num == len(d2t), "d2t: number of distinct tokens", num, distinct)
+        num, allowed = len({*token_ids.tolist()}), f"its {len(d2t)} rows must mean different tokens"
+        _require(num == len(d2t), "d2t: number of distinct tokens", num, allowed)
     own = weights.get(_HEAD)
     if own is None:
         own, order = rows, token_ids.sort().values

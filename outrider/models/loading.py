@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError
-from outrider.models.fingerprint import (
-    compare_tokenizers,
-    tokenizer_fingerprint,
-    tokenizer_table,
-    weights_fingerprint,
-)
+from outrider.models import fingerprint
 from outrider.models.sources import check_weights, resolve_model
 
 WEIGHTS_FILE = "model.safetensors"
@@ -175,8 +170,8 @@ def describe_files(
         max_model_len=length,
         dtype=loaded_dtype.removeprefix("torch."),
         eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
-        weights_fingerprint=weights_fingerprint(path),
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        weights_fingerprint=fingerprint.weights_fingerprint(path),
+        tokenizer_fingerprint=fingerprint.tokenizer_fingerprint(tokenizer),
     )
 
 
@@ -200,9 +195,10 @@ def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
 def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
     """Returns the stated width of a model's logits (0 if not stated), and the fingerprint of its
     tokenizer. Raises `ConfigError`."""
-    text_config = _config(path, trust_remote_code).get_text_config()
+    config = _config(path, trust_remote_code).get_text_config()
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return int(getattr(text_config, "vocab_size", None) or 0), tokenizer_fingerprint(tokenizer)
+    width = int(getattr(config, "vocab_size", None) or 0)
+    return width, fingerprint.tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, *sources: Any) -> tuple[int, ...]:
@@ -225,8 +221,8 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
     for name in (target, draft):
         path = resolve_model(name, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        tables.append(tokenizer and tokenizer_table(tokenizer))
-    compare_tokenizers(target, tables[0], draft, tables[1])
+        tables.append(tokenizer and fingerprint.tokenizer_table(tokenizer))
+    fingerprint.compare_tokenizers(target, tables[0], draft, tables[1])
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
