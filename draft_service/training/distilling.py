@@ -116,20 +116,18 @@ class _Run:
             datasets["answers to --measure"] = Dataset(prompts, learner.token_ids)
         left = seconds - corpus.spent.seconds - cache.spent.seconds
         trainer = self._train(dataset, max(TRAINING_SHARE * seconds, left))
-        with torch.no_grad():
-            for weight in learner.weights.values():
-                weight.copy_(learner.as_stored(weight.detach()))
-        self._report("measuring", 0.0, None)
-        measured = {name: measure(learner, one) for name, one in datasets.items()}
         spent = {
             "writing": corpus.spent.seconds,
             "the target's answers": cache.spent.seconds,
             "training": trainer.spent.seconds,
         }
-        name = self._target.name
-        card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)
+        self._report("measuring", 0.0, None)
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
+            learner.load(directory, self._target)  # The weights are measured as they are stored.
+            measured = {name: measure(learner, one) for name, one in datasets.items()}
+            name = self._target.name
+            card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)
             (directory / "README.md").write_text(card, encoding="utf-8")
         num_steps = trainer.progress.num_steps
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))

@@ -45,7 +45,7 @@ class Depth(NamedTuple):
 
 
 class Learner:
-    """A drafter of one kind in training. Call `load` or `make` once to give it a module."""
+    """A drafter of one kind in training. `load` or `make` give it a module."""
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads
@@ -79,10 +79,6 @@ class Learner:
     def draft(self, batch: Batch) -> list[Depth]:
         """Drafts chains along the texts of `batch`. Element i has draft token i of each chain."""
         raise NotImplementedError
-
-    def as_stored(self, weight: Tensor) -> Tensor:
-        """Returns the weight as it would be after saving and loading."""
-        return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         """Writes the drafter's files, without the card. `fingerprint` is the target's."""
@@ -156,7 +152,7 @@ class Eagle3(Learner):
         )  # fmt: skip
 
     def load(self, start: Path, target: Target) -> None:
-        name = str(self._options.start_from)
+        name = self._options.start_from or str(start)
         found = eagle3.load_eagle3(start, self._target, name=name, target_name=target.name)
         self.taps = found.module.layer_ids
         self._train(found.module, found.token_ids)
@@ -222,15 +218,12 @@ class Student(Learner):
         hidden = read.last_hidden_state.flatten(0, 1)[batch.rows]
         return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
-    def as_stored(self, weight: Tensor) -> Tensor:
-        return student.as_stored(weight)
-
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         description = student.StudentDescription(target=target.name, target_fingerprint=fingerprint)
         student.save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
     def load(self, start: Path, target: Target) -> None:
-        options = load_options(target.config) | {"name": self._options.start_from}
+        options = load_options(target.config) | {"name": self._options.start_from or str(start)}
         module, info = student.load_student(start, target.directory, target=target.name, **options)
         use_plain_attention(module)
         self._train(module, info.logit_token_ids)

@@ -128,11 +128,6 @@ def save_student(
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def as_stored(values: Tensor) -> Tensor:
-    """Returns the values that a weight has after it is stored and loaded."""
-    return _restored("", _stored("", values)).to(values.dtype)
-
-
 def _stored(name: str, values: Tensor) -> dict[str, Tensor]:
     if values.dim() != 2:
         return {name: values.contiguous()}
