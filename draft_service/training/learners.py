@@ -258,11 +258,10 @@ LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Stud
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
     """Measures the factors [D] of an RMS or layer norm, because model families store them in
     different ways (Gemma stores the factor minus 1)."""
-    like = next(norm.parameters(), torch.empty(0))
-    ones = torch.ones(width, dtype=like.dtype, device=like.device)
-    ones[1::2] = -1
+    signs = torch.ones(width).to(next(norm.parameters(), torch.empty(0)))
+    signs[1::2] = -1
     with torch.no_grad():
-        weight: Tensor = (norm(ones[None]) - norm(-ones[None]))[0] / 2 * ones
+        weight: Tensor = (norm(signs[None]) - norm(-signs[None]))[0] / 2 * signs
     return weight
 
 
@@ -295,21 +294,9 @@ def kept_layers(
 def copying_layers(target: Any) -> tuple[int, int] | None:
     """Returns the two layers with which the target copies from earlier text (an induction head). A
     head of the first layer attends to the previous token. A head of the second, later layer attends
-    to the token that followed an earlier occurrence of the current token. Returns None if no heads
-    attend enough, as in an untrained model, or if the library does not return attention."""
-    before, after = _scores(target)
-    pairs = [
-        (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
-        for first in range(len(before) - 1)
-    ]
-    copying = [(a, b) for a, b in pairs if before[a] >= _SCORE_MIN and after[b] >= _SCORE_MIN]
-    return max(copying, key=lambda pair: before[pair[0]], default=None)
-
-
-def _scores(target: Any) -> tuple[list[float], list[float]]:
-    """For each layer, returns the largest share of attention that a head gives to the previous
-    token, and to the token that followed the current token's earlier occurrence. Shares are means
-    over repeated random texts."""
+    to the token that followed an earlier occurrence of the current token. Measures the mean shares
+    of attention over repeated random texts. Returns None if no heads attend enough, as in an
+    untrained model, or if the library does not return attention."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
@@ -321,11 +308,17 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
             read = target.base_model(input_ids=ids, use_cache=False, output_attentions=True)
     finally:
         target.set_attn_implementation(implementation)
-    places = torch.arange(1, ids.shape[1])
-    again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
-    def most(columns: Tensor, rows: Tensor) -> list[float]:
+    def most(rows: Tensor, columns: Tensor) -> list[float]:
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]
 
-    return most(places - 1, places), most(again - _NUM_TOKENS + 1, again)
+    rows = torch.arange(1, ids.shape[1])
+    again = rows[_NUM_TOKENS - 1 :]
+    before, after = most(rows, rows - 1), most(again, again - _NUM_TOKENS + 1)
+    pairs = [
+        (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
+        for first in range(len(before) - 1)
+    ]
+    copying = [(a, b) for a, b in pairs if before[a] >= _SCORE_MIN and after[b] >= _SCORE_MIN]
+    return max(copying, key=lambda pair: before[pair[0]], default=None)
