@@ -20,7 +20,7 @@ from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldStep, plan_step, shipped, slots_at
 from outrider.engine.gathered_attention import attend
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
-from outrider.models.draft_head import DraftHead
+from outrider.models.draft_head import DraftHead, Pairs
 
 _Ints = npt.NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class PairLayer:
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
         """Writes pairs at the rotary positions `places` [T], for features [T, D]."""
-        self._put(slots, *self._head.keys_and_values(features, token_ids, places))
+        self._put(slots, *self._head.keys_and_values(Pairs(features, token_ids, places)))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
         """Runs the pairs of features [D] and the only new token of each of N sequences. Returns the
@@ -69,7 +69,8 @@ class PairLayer:
             return attend(queries.transpose(0, 1)[None], self._pairs, plan.groups[None])[0]
 
         places = plan.position_ids[0] - 1
-        return self._head.step(torch.stack([*features]), plan.token_ids[0], places, attend_pairs)
+        pairs = Pairs(torch.stack([*features]), plan.token_ids[0], places)
+        return self._head.step(pairs, attend_pairs)
 
     def _put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self._pairs.cache.write(slots, keys.transpose(0, 1), values.transpose(0, 1))

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,18 @@ pairs [B, L]."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 
+class Pairs(NamedTuple):
+    """The input of a draft head. In shapes, `..` means any sizes."""
+
+    features: Tensor  # [.., D]
+    token_ids: Tensor  # [..]: the tokens after those of the features
+    positions: Tensor  # [..]: the rotary positions
+
+
 class DraftHead(nn.Module):
     """A draft head of width D. Its input is a *pair*: the feature g of one token, and the id of the
     next token. The feature is computed from the *taps*, the inputs of some of the target's layers
-    at its token. The output for a pair is the hidden state h. In shapes, `..` means any sizes."""
+    at its token. The output for a pair is the hidden state h."""
 
     width: int
     num_kv_heads: int
@@ -53,31 +61,24 @@ class DraftHead(nn.Module):
         the order of `layer_ids`."""
         raise NotImplementedError
 
-    def keys_and_values(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Returns the rotated keys [.., kv heads, key width] and the values [.., kv heads, value
-        width] of pairs of features [.., D] and token ids [..], at rotary positions [..]."""
+        width]."""
         found: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             found.extend((keys, values))
             return queries.new_zeros(*queries.shape[:-1], values.shape[-1])
 
-        self._attended(features, token_ids, positions, note)
+        self._attended(pairs, note)
         keys, values = found
         return keys, values
 
-    def step(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
-        """Returns the hidden states h [.., D] of pairs, which are given as for
-        `keys_and_values`."""
+    def step(self, pairs: Pairs, attend: Attend) -> Tensor:
+        """Returns the hidden states h [.., D]."""
         raise NotImplementedError
 
-    def _attended(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def _attended(self, pairs: Pairs, attend: Attend) -> Tensor:
         """Runs the layer up to and including its attention."""
         raise NotImplementedError
 
@@ -112,16 +113,16 @@ class DraftHead(nn.Module):
         [B, L + num_depths - 1] are the tokens after the places. A pair attends to the text's pairs
         up to the chain's start, and to the chain's pairs up to itself."""
         num_pairs = features.shape[1]
-        pairs: list[tuple[Tensor, Tensor]] = []
+        read: list[tuple[Tensor, Tensor]] = []
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            pairs.append((keys, values))
-            return _attend_in_chains(queries * self.scaling, pairs)
+            read.append((keys, values))
+            return _attend_in_chains(queries * self.scaling, read)
 
         for depth in range(num_depths):
             behind = token_ids[:, depth : depth + num_pairs]
             positions = torch.arange(depth, depth + num_pairs, device=features.device)
-            hidden = self.step(features, behind, positions.expand_as(behind), attend)
+            hidden = self.step(Pairs(features, behind, positions.expand_as(behind)), attend)
             yield hidden
             features = self.carry(hidden)
 

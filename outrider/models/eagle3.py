@@ -32,7 +32,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from outrider.models.draft_head import ATTENTION, Attend, DraftHead, LoadedDraftHead
+from outrider.models.draft_head import ATTENTION, Attend, DraftHead, LoadedDraftHead, Pairs
 from outrider.models.loading import WEIGHTS_FILE, parameters_on_meta, put_weights, refusing
 from outrider.models.published_drafters import read_config, read_tensors
 from outrider.models.sources import CONFIG_FILE
@@ -148,22 +148,18 @@ class Eagle3Head(DraftHead):
         fused: Tensor = self.fc(hidden)
         return fused
 
-    def step(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def step(self, pairs: Pairs, attend: Attend) -> Tensor:
         layer: Any = self.layers[0]
-        y = self._attended(features, token_ids, positions, attend)
+        y = self._attended(pairs, attend)
         hidden: Tensor = y + layer.mlp(layer.post_attention_layernorm(y))
         return hidden
 
-    def _attended(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def _attended(self, pairs: Pairs, attend: Attend) -> Tensor:
         layer: Any = self.layers[0]
-        normed = layer.hidden_norm(features)
-        x = torch.cat([layer.input_layernorm(self.embed_tokens(token_ids)), normed], -1)
-        residual = normed if self.config.norm_before_residual else features
-        return residual + self._call(layer.self_attn, x, positions, attend)
+        normed = layer.hidden_norm(pairs.features)
+        x = torch.cat([layer.input_layernorm(self.embed_tokens(pairs.token_ids)), normed], -1)
+        residual = normed if self.config.norm_before_residual else pairs.features
+        return residual + self._call(layer.self_attn, x, pairs.positions, attend)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
 
 from outrider.errors import ConfigError
-from outrider.models.draft_head import ATTENTION, OUTPUT, Attend, DraftHead, LoadedDraftHead
+from outrider.models.draft_head import ATTENTION, OUTPUT, Attend, DraftHead, LoadedDraftHead, Pairs
 from outrider.models.loading import DTYPES, check_finite, open_weights, refusing
 from outrider.models.published_drafters import read_config
 from outrider.models.target_layers import last_norm
@@ -82,7 +82,8 @@ class MtpHead(DraftHead):
         self._is_normed = True
         self.scaling = attention.scaling
         first = torch.zeros(1, dtype=torch.long, device=embeddings.device)
-        keys, values = self.keys_and_values(embeddings.new_zeros(1, self.width), first, first)
+        pair = Pairs(embeddings.new_zeros(1, self.width), first, first)
+        keys, values = self.keys_and_values(pair)
         self.num_kv_heads, self.key_width = keys.shape[1:]
         self.value_width = values.shape[-1]
 
@@ -102,22 +103,18 @@ class MtpHead(DraftHead):
         normed: Tensor = self.target_norm(hidden)
         return normed
 
-    def step(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
-        return self._call(self.layer.mtp_block, self._x(features, token_ids), positions, attend)
+    def step(self, pairs: Pairs, attend: Attend) -> Tensor:
+        return self._call(self.layer.mtp_block, self._x(pairs), pairs.positions, attend)
 
-    def _attended(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def _attended(self, pairs: Pairs, attend: Attend) -> Tensor:
         block = self.layer.mtp_block
-        rows = block.input_layernorm(self._x(features, token_ids))
-        return self._call(block.self_attn, rows, positions, attend)
+        rows = block.input_layernorm(self._x(pairs))
+        return self._call(block.self_attn, rows, pairs.positions, attend)
 
-    def _x(self, features: Tensor, token_ids: Tensor) -> Tensor:
+    def _x(self, pairs: Pairs) -> Tensor:
         layer = self.layer
-        embedded = layer.enorm(self.embed_tokens(token_ids))
-        x: Tensor = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))
+        embedded = layer.enorm(self.embed_tokens(pairs.token_ids))
+        x: Tensor = layer.eh_proj(torch.cat([embedded, layer.hnorm(pairs.features)], -1))
         return x
 
 

@@ -20,7 +20,7 @@ from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from outrider.config import TargetConfig
-from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.draft_head import LoadedDraftHead, Pairs
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3, save_speculators
 from outrider.models.mtp import load_mtp
 from outrider.models.sources import resolve_model
@@ -84,7 +84,7 @@ def greedy_draft(
     pairs, and the feature after each of its pairs [NUM_DEPTHS, D]."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
-    pairs = module.keys_and_values(features, token_ids, places[:length])
+    pairs = module.keys_and_values(Pairs(features, token_ids, places[:length]))
     keys, values = (heads[:-1] for heads in pairs)
 
     def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def greedy_draft(
     carried: list[Tensor] = []
     for depth in range(NUM_DEPTHS):
         place = places[length - 1 + depth, None]
-        hidden = module.step(feature, token, place, attend)
+        hidden = module.step(Pairs(feature, token, place), attend)
         token = torch.tensor(loaded.token_ids)[module.logits(hidden).argmax(-1)]
         drafted.append(token)
         feature = module.carry(hidden)
