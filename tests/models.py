@@ -1,5 +1,4 @@
-"""Makes tiny models on disk for tests, with random weights that give distributions far from
-uniform."""
+"""Makes tiny models with random weights, whose distributions are far from uniform."""
 
 import copy
 import json
@@ -108,8 +107,7 @@ def quick_linear(dtype: torch.dtype) -> type:
 
 
 def twin(module: Any) -> Any:
-    """A copy of the model with its original attention, for comparison. A model that an engine uses
-    cannot be called."""
+    """A copy with the original attention, because a model in an engine cannot be called."""
     other = copy.deepcopy(module)
     other.set_attn_implementation("sdpa" if module.config.model_type != "gemma2" else "eager")
     return other
@@ -140,8 +138,7 @@ def save_tiny_model(
 
 
 def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
-    """Saves the first `num_layers` layers of a Llama-like model and its tokenizer as a model, and
-    returns `directory`."""
+    """Saves the first layers of a Llama-like model, and its tokenizer, and returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     del module.model.layers[num_layers:]
     module.config.num_hidden_layers = num_layers
@@ -153,8 +150,7 @@ def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
 
 
 def tiny_drafter(target: Any, token_ids: Sequence[int], seed: int = 1) -> Any:
-    """A random drafter with the target's embeddings, and with the rows of the target's head for
-    `token_ids` only."""
+    """A random drafter with the target's embeddings, and its head's rows for `token_ids`."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers, config.tie_word_embeddings = 1, False
     module = tiny_module(config, seed)
@@ -168,8 +164,7 @@ def tiny_drafter(target: Any, token_ids: Sequence[int], seed: int = 1) -> Any:
 def save_tiny_drafter(
     directory: Path, target: Path, token_ids: Sequence[int], drafter: Any = None
 ) -> Path:
-    """Saves such a drafter for the model in `target`, by default a new one, and returns
-    `directory`."""
+    """Saves such a drafter, by default a new one, for the model in `target`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     description = StudentDescription(target="tiny", target_fingerprint=tensors_fingerprint(target))
     directory.mkdir(parents=True, exist_ok=True)
@@ -203,8 +198,7 @@ def tiny_eagle3(
 
 
 def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a head for the model in `target` in the format of speculators, and returns
-    `directory`."""
+    """Saves such a head in the format of speculators, and returns `directory`."""
     made = tiny_eagle3(AutoModelForCausalLM.from_pretrained(target), token_ids)
     save_speculators(
         directory, made.module, made.token_ids, target_name="tiny",
@@ -249,8 +243,7 @@ SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
 def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE tokenizer with a chat template, of the kind of GPT-2, Llama 3, Qwen
-    and SmolLM."""
+    """A small byte-level BPE tokenizer with a chat template, like that of GPT-2 and Llama 3."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

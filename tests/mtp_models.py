@@ -1,5 +1,4 @@
-"""Makes tiny checkpoints with MTP layers, and computes the outputs of such a layer from its
-definition."""
+"""Makes tiny checkpoints with MTP layers, and computes their outputs from the definition."""
 
 import json
 from copy import deepcopy
@@ -54,8 +53,7 @@ def mtp_target(
 
 
 class MtpReference:
-    """An MTP layer built from the library's layer of the target's family. It runs over whole
-    sequences of pairs."""
+    """An MTP layer of the target's family, which runs over whole sequences of pairs."""
 
     def __init__(self, target: Any, seed: int = 1) -> None:
         """Gives the layer random weights. `target` is a model of the library."""

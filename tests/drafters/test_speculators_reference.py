@@ -1,5 +1,4 @@
-"""EAGLE-3 heads are compared with `speculators`, which runs in an environment of its own (`make
-test-drafters`)."""
+"""Heads and MTP layers, compared with those of `speculators` (`make test-drafters`)."""
 
 import os
 import subprocess

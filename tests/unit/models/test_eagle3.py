@@ -35,8 +35,7 @@ def target() -> Any:
 
 
 def tiny_head(target: Any, **changes: Any) -> Eagle3Head:
-    """A random head of another width than its target, with grouped heads whose width is their
-    own."""
+    """A random head with another width than its target's, and grouped heads."""
     layer = {
         "vocab_size": VOCAB, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "intermediate_size": 40, "rms_norm_eps": EPS, "rope_theta": THETA,

@@ -1,5 +1,4 @@
-"""Replaced modules, compared with the library's own: alone and in whole models. Also what stays
-unchanged."""
+"""Replaced modules, alone and in whole models, and modules that stay unchanged."""
 
 import weakref
 from collections import Counter
@@ -136,8 +135,7 @@ def test_weights_that_were_taken_over_are_given_back(family: str, dtype: torch.d
 
 
 def test_modules_with_hooks_stay() -> None:
-    """Neither the module nor a product that would contain it is replaced, and the hook still
-    runs."""
+    """Neither such a module nor a product that would contain it is replaced."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float32)
     layer, seen = module.model.layers[0], []
     layer.self_attn.q_proj.register_forward_hook(lambda *_: seen.append("q"))

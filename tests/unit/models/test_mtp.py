@@ -1,5 +1,4 @@
-"""MTP layers, loaded from their target's files and run on its pages, compared with their
-definition."""
+"""MTP layers on their target's pages, compared with their definition."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Drafters of every kind in training: which token, hidden state and answer belong together, how a
-new one starts, and that what is stored is what was measured."""
+"""Drafters in training: what belongs together in a chain, how one starts, what is stored."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -86,8 +85,7 @@ def dataset_of(
 
 
 def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple[Any, int]]]:
-    """The chains of one document by definition: what the head reads for each draft token, and the
-    position whose answer it is compared with."""
+    """The chains of one document by definition: the head's input and position for each token."""
     ids = torch.from_numpy(document.token_ids.astype(np.int64))
     first, length = document.first, len(ids)
     with torch.inference_mode():

@@ -1,5 +1,4 @@
-"""The directory of a new drafter: what is refused before the work begins, and what a failure
-leaves."""
+"""The directory of a new drafter: what is refused, and what a failure leaves."""
 
 from pathlib import Path
 
