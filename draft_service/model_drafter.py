@@ -195,10 +195,10 @@ def parallel_token(config: DraftConfig) -> int | None:
     """Returns the token that a PARD model reads in place of tokens that are not drawn yet, or None
     if the draft is not a PARD model."""
     from outrider.models.loading import refusing
-    from outrider.models.published_drafters import DrafterFormat, read_config, recognise
+    from outrider.models.published_drafters import PARD, read_config, recognise
 
     directory = Path(config.directory)
-    if not config.directory or recognise(directory) is not DrafterFormat.PARD:
+    if not config.directory or recognise(directory) != PARD:
         return None
     with refusing(f"drafter {directory}:"):
         return int(read_config(directory)["pard_token"])

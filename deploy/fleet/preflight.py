@@ -119,16 +119,16 @@ def check_names(config: DeploymentConfig) -> None:
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
     """Adds the kind of a published head in the directory `where` to the draft model's name. Raises
     `SettingError` if the drafter cannot be served, or its name states another kind."""
-    from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
+    from outrider.models.published_drafters import SERVED, recognise
 
     with blaming("draft_model"):
         found = recognise(where)
-        if found is DrafterFormat.MTP:
+        if found == MTP:
             raise ConfigError(
                 f"drafter {name}: it holds MTP layers, which are served only from the target's own "
                 f"files (`{MTP}`); {SERVED}"
             )
-        is_eagle3, is_named = found is DrafterFormat.EAGLE3, config.draft.drafter.kind == EAGLE3
+        is_eagle3, is_named = found == EAGLE3, config.draft.drafter.kind == EAGLE3
         if is_eagle3 and not is_named:
             named = eagle3_name(config.draft.model, name)
             return replace(config, draft=replace(config.draft, model=named))

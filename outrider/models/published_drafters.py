@@ -9,28 +9,19 @@ Drafters of other known kinds are refused."""
 
 import json
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
+from outrider.drafters.names import EAGLE3, MTP
 from outrider.models.fingerprint import PICKLED_FILE
 from outrider.models.loading import open_weights, read_weights, refusing
 from outrider.models.sources import CONFIG_FILE
 from outrider.models.student import is_student
 
-
-class DrafterFormat(StrEnum):
-    """A kind of published drafter that `recognise` accepts. A deployment still refuses a directory
-    of MTP layers, because MTP layers are loaded only from their target's files."""
-
-    EAGLE3 = "eagle3"
-    MTP = "mtp"
-    PARD = "pard"
-
-
+PARD = "pard"
 SERVED = (
     "EAGLE-3 heads, PARD models and causal language models can be served; `outrider distill` "
     "trains further drafters"
@@ -43,10 +34,10 @@ _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
 """The names of kinds that a match of `_UNSERVED` does not name itself."""
 
 
-def recognise(directory: Path) -> DrafterFormat | None:
-    """Returns the kind of the published drafter in `directory`. Returns None if `directory` holds a
-    student or no known drafter. Raises `ConfigError` for kinds that are not served, and for files
-    that cannot be read."""
+def recognise(directory: Path) -> str | None:
+    """Returns the kind of the published drafter in `directory` (`EAGLE3`, `MTP` or `PARD`). Returns
+    None if `directory` holds a student or no known drafter. Raises `ConfigError` for kinds that are
+    not served, and for files that cannot be read."""
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
@@ -56,20 +47,20 @@ def recognise(directory: Path) -> DrafterFormat | None:
         if unserved := _unserved_kind(stated, names):
             raise ValueError(f"it is of the kind {unserved}, which is not served; {SERVED}")
     if declared := stated.get("speculators_model_type"):
-        return DrafterFormat(declared)
+        return str(declared)
     if "pard_token" in stated:
-        return DrafterFormat.PARD
+        return PARD
     if _has_eagle3_layer(names):
-        return DrafterFormat.EAGLE3
+        return EAGLE3
     has_mtp = "mtp.fc.weight" in names or any(name.endswith(".eh_proj.weight") for name in names)
     # A model's layer 0 may have any prefix, as in `model.language_model.layers.0`.
     is_model = any("layers.0." in name and not name.startswith("mtp.") for name in names)
-    return DrafterFormat.MTP if has_mtp and not is_model else None
+    return MTP if has_mtp and not is_model else None
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
     declared = stated.get("speculators_model_type")
-    if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
+    if declared is not None and declared not in (EAGLE3, MTP):
         return str(declared)
     marks = (*(stated.get("architectures") or ()), str(stated.get("spd_type")), *stated, *names)
     if found := next(filter(None, map(_UNSERVED.search, marks)), None):

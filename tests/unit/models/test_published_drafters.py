@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig
 from outrider.errors import ConfigError
 from outrider.models.eagle3 import LoadedEagle3, load_eagle3
 from outrider.models.mtp import load_mtp
-from outrider.models.published_drafters import DrafterFormat, recognise
+from outrider.models.published_drafters import recognise
 
 SCALE = 16  # every width of a published drafter is divided by it
 WIDTHS = (
@@ -85,7 +85,7 @@ def test_published_heads_load(
 ) -> None:  # fmt: skip
     facts = facts_of(test_data, f"eagle3_{name}")
     save_facts(facts, tmp_path)
-    assert recognise(tmp_path) == DrafterFormat.EAGLE3
+    assert recognise(tmp_path) == "eagle3"
     loaded, target = load(facts, tmp_path)
     config = loaded.module.config
     assert config.layer_ids == layer_ids
@@ -118,7 +118,7 @@ def test_published_mtp_layers_load(
         for key, tensor in facts["tensors"].items()
     }
     save_facts(facts, tmp_path)
-    assert recognise(tmp_path) == DrafterFormat.MTP
+    assert recognise(tmp_path) == "mtp"
     target = tiny_module(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
     head: Any = load_mtp(tmp_path, target, target_name=name).module
     width = facts["target"]["hidden_size"] // SCALE
@@ -140,7 +140,7 @@ def test_a_published_parallel_drafter_is_recognised(test_data: Path, tmp_path: P
     for tensor in facts["tensors"].values():
         tensor["shape"] = [1]
     save_facts(facts, tmp_path)
-    assert recognise(tmp_path) == DrafterFormat.PARD
+    assert recognise(tmp_path) == "pard"
 
 
 @pytest.mark.parametrize(
