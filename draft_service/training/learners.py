@@ -171,14 +171,13 @@ class Eagle3(Learner):
             rms_norm_eps=1e-5, rope_theta=rope.get("rope_theta", 10_000.0),
             max_position_embeddings=sizes.max_position_embeddings,
         )  # fmt: skip
+        config = eagle3.Eagle3Config(
+            layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.taps,
+            target_width=width, norm_before_residual=True, fc_norm=True,
+        )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._options.seed)
-            module = eagle3.Eagle3Head(
-                eagle3.Eagle3Config(
-                    layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.taps,
-                    target_width=width, norm_before_residual=True, fc_norm=True,
-                )
-            ).requires_grad_(False)  # fmt: skip
+            module = eagle3.Eagle3Head(config).requires_grad_(False)
             for name in _QUIET:
                 module.get_parameter(name).normal_(0, _QUIET_DEVIATION)
         module.fc.weight[:, -width:].diagonal().add_(1)

@@ -3,16 +3,9 @@
 A head's files may count the target's layers in another way, or not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
 At each place the head's likeliest token is compared with the target's, once after the text itself
-and once after one drafted pair, for several ways to read the target:
-
-way                    feature of the pair that ends at token j
-stated                 inputs of the stated layers at token j - 1
-one layer up or down   inputs of the layers after or before the stated layers at token j - 1
-before a norm          for MTP layers: the input, not the output, of the target's last norm at token
-                       j - 1; in the drafted pair, the input of the layer's own norm
-pairs one off          inputs of the stated layers at token j; only reported, because in use the
-                       head drafts before the target has run token j
-"""
+and once after one drafted pair, for each of `DraftHead.ways`. For the stated way, the check also
+tries features of the next token ("pairs one off"). It only reports that agreement, because in use
+the head drafts before the target has run the next token."""
 
 import logging
 from collections.abc import Callable, Sequence
