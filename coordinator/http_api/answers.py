@@ -78,7 +78,6 @@ class _Choice:
         self.num_prompt_tokens = 0
         self.finished: Finished | None = None
         self.is_opened = False
-        """Whether the chunk with `Answer.opening` was made."""
         self.num_tokens = 0
         # The content of the next chunk:
         self.parts: list[Part] = []
@@ -101,7 +100,6 @@ class EventStream:
     is_named: ClassVar[bool] = False
     """Whether each event has an `event:` line with its type, and a `sequence_number`."""
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
-    """These bytes end the stream."""
     is_stream = True
     """Whether the answer is a stream. If not, `whole` returns the answer."""
 
@@ -125,7 +123,6 @@ class Answer(EventStream):
     kind: ClassVar[str]
     """The field `object` of a whole answer."""
     chunk_kind: ClassVar[str]
-    """The field `object` of a chunk."""
     opening: ClassVar[Json | None] = None
     """Content of an extra first chunk of each choice. None = no extra chunk."""
     closing: ClassVar[Json]

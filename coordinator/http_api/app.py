@@ -279,7 +279,6 @@ _REST_OF_ANSWER: schemas.Responses = {
     }
 }
 _RESUMED = {one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)}
-"""The classes of answers that can be resumed by their ids, by the prefixes of these ids."""
 
 
 def _add_generation(

@@ -281,8 +281,6 @@ class GenerationBody(Body):
 
 
 class ChoicesBody(GenerationBody, StreamedBody):
-    """Fields of chat completions and completions."""
-
     max_tokens: int | None = None
     n: int = Field(default=1, ge=1, le=limits.ANSWERS_MAX)
     """Number of answers to each prompt."""
@@ -326,8 +324,6 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
 
 
 class ResumeBody(StreamedBody):
-    """The body of a request for the rest of an answer."""
-
     stream: bool = True
 
 
@@ -375,11 +371,8 @@ class Message(Body):
     role: Annotated[str, pydantic.AfterValidator(_known_role)]
     content: str | Several[TextPart] | None = None
     reasoning_content: str = ""
-    """The assistant's reasoning before its answer."""
     tool_calls: Annotated[Several[CalledTool], Field(max_length=limits.CALLS_MAX)] = []
-    """The calls that the assistant made."""
     tool_call_id: str | None = None
-    """The message is the result of the call with this id."""
 
     @model_validator(mode="after")
     def _fit_for_its_role(self) -> Self:
@@ -445,8 +438,6 @@ TemplateVariables = Annotated[
 
 
 class ConversationBody(GenerationBody):
-    """Fields of chat completions and responses."""
-
     top_logprobs: int = 0
     parallel_tool_calls: bool = True
     """false = at most one call."""
@@ -541,14 +532,12 @@ class TokenizeBody(Body):
     unserved = GenerationBody.unserved
 
     model: str = ""
-    """The name of the served model. May be left out."""
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to a prompt. The default is true. In a
     conversation, only the template adds special tokens."""
     return_token_strs: bool = False
-    """Add the text of each token."""
     tools: ToolList = []
     chat_template_kwargs: TemplateVariables = {}
 
@@ -567,7 +556,6 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str = ""
-    """The name of the served model. May be left out."""
     tokens: Several[int]
 
 
@@ -584,11 +572,9 @@ class TranslatedBody:
     names: Mapping[str, str]
     """Name of a request field -> name of the body's field."""
     n: int = 1
-    """Number of answers to each prompt."""
     echoes: bool = False
     """Whether each answer begins with its prompt."""
     form: AnswerForm = PLAIN
-    """How the texts of answers are parsed."""
 
     @property
     def has_logprobs(self) -> bool:

@@ -45,7 +45,6 @@ WORKED_S = 1.0
 """If a connection breaks more than this time after the request was sent, the coordinator probably
 worked on the request. The gateway then counts failures from 0 again."""
 _WAIT_S = (0.05, 1.0)
-"""The first and the longest wait between two tries."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
 """After these statuses, the gateway tries the next coordinator."""
@@ -210,7 +209,6 @@ class Forwarded(LiveResponse):
 
 
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
-    """Yields each complete event, with its final empty line."""
     left = b""
     async for part in found.aiter_raw():
         *whole, left = (left + part).split(b"\n\n")

@@ -66,7 +66,6 @@ class Progress:
         self._sent = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self.num_parts = 0
-        """Number of parts that the client has."""
         self._begun = (0, 0, 0)
         """If the client has only some parts of an event: the event's choice, its number of tokens,
         and the number of parts that the client has. Otherwise zeros."""

@@ -70,7 +70,6 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    """The field that is wrong."""
     code: str | None
 
 
@@ -192,7 +191,6 @@ _MARKS = (*_OPENINGS, b",", b":")
 _QUOTES_MAX = 2 * (limits.HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
-"""Path of the files of the window."""
 
 
 class BodyRoute(APIRoute):

@@ -135,13 +135,11 @@ class ResponsesBody(bodies.ConversationBody):
         ]
         | str
     )
-    """The user's text, or a conversation."""
     instructions: str | None = None
     """A system message before `input`."""
     max_output_tokens: int | None = None
     text: TextOptions = TextOptions()
     include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
-    """What to add to the answer."""
     metadata: dict[str, str] = Field(default={}, max_length=16)
     """Repeated in the answer. Has no other effect."""
     reasoning: ReasoningOptions | None = None

@@ -109,7 +109,6 @@ class AnswerForm:
     calls: str = ""
     """A key of `CALL_FORMATS`, `LIST` or `ARGUMENTS`. Empty = no calls."""
     names: Sequence[str] = ()
-    """The tools that may be called."""
     several: bool = True
     """Whether the answer may have more than one call. If not, the second call and all text after
     it are dropped."""
@@ -144,8 +143,6 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Parses the text of one answer."""
-
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._marks, self._named_head, self._begins_with_calls = form.format
@@ -366,8 +363,6 @@ def _arguments(call: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a request."""
-
     functions: Sequence[Mapping[str, Any]] = ()
     """Each function has a `name`, `parameters` (a JSON schema), and perhaps a `description`."""
     named: str = ""
@@ -375,7 +370,6 @@ class Tools:
     is_required: bool = False
     """Whether the answer must consist of calls. True if a tool is `named`."""
     several: bool = True
-    """Whether the answer may have more than one call."""
 
     def for_template(self) -> tuple[dict[str, Any], ...]:
         return tuple({"type": "function", "function": dict(one)} for one in self.functions)

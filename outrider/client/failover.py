@@ -160,7 +160,6 @@ class ResumingTransport(Transport):
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        """Raises `StreamBroken` if a stream could not be resumed."""
         tries = Tries(self._pool, self._resume_timeout_s, self._random)
         tries.received = request if isinstance(request, ResumeRequest) else None
 

@@ -86,7 +86,6 @@ class CoordinatorDescription:
     """The served model, and the number of the coordinator's running sessions."""
 
     model: str
-    """Name of the model in requests."""
     vocab_size: int
     max_model_len: int
     num_running: int
