@@ -37,15 +37,13 @@ class ItemText(Body):
     text: str
 
 
-_NEEDED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
+_FIELDS = {
+    "message": ("role content", ""),
+    "function_call": ("call_id name arguments", ""),
+    "function_call_output": ("call_id output", "name"),
+    "reasoning": ("", "content"),
 }
-"""The fields that an item must have, by its type."""
-_ALLOWED = {"function_call_output": ("name",), "reasoning": ("content",)}
-"""The other fields that an item may have, by its type."""
+"""The fields that an item must have, and the fields that it may have, by its type."""
 
 
 class Item(Body):
@@ -66,11 +64,11 @@ class Item(Body):
 
     @model_validator(mode="after")
     def _has_the_fields_of_its_type(self) -> Self:
-        for name in _NEEDED[self.type]:
+        needed, optional = (names.split() for names in _FIELDS[self.type])
+        for name in needed:
             if name not in self.model_fields_set:
                 raise bodies.field_error(name, "is missing")
-        known = {"type", *_NEEDED[self.type], *_ALLOWED.get(self.type, ())}
-        for name in sorted(self.model_fields_set - known):
+        for name in sorted(self.model_fields_set - {"type", *needed, *optional}):
             raise bodies.field_error(name, f"is no field of a {self.type}")
         return self
 

@@ -113,9 +113,8 @@ class EndpointPool(Generic[Endpoint]):
         each, now = self.each, self.clock()
         if tried not in each:
             return None
-        until = max(now + avoided_s, self._avoided.get(tried, now))
         known = {one: end for one, end in self._avoided.items() if end > now}
-        self._avoided = {**known, tried: until}
+        self._avoided = {**known, tried: max(now + avoided_s, known.get(tried, now))}
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:

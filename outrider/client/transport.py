@@ -323,10 +323,9 @@ class InProcessTransport(Transport):
             while True:
                 # A timeout around a `yield` would cancel what the caller awaits.
                 async with self._until(deadline):
-                    try:
-                        event = await anext(events)
-                    except StopAsyncIteration:
-                        return
+                    event = await anext(events, None)
+                if event is None:
+                    return
                 self._idle.add(events)
                 try:
                     yield event
