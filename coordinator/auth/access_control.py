@@ -75,7 +75,7 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request, and its slots. With an unlimited `concurrency`, it holds no slots."""
+    """An admitted request, and its slots. A caller without a limit of `concurrency` needs none."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
@@ -160,7 +160,7 @@ class AccessControl:
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
         ends. `resumes` has the ids of resumed sessions. Raises `Overloaded` with the time to wait
-        if a limit is reached, and `StoreUnavailable`. After an error, it holds no slot."""
+        if a limit is reached, and `StoreUnavailable`. After an error, no slot is held."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:

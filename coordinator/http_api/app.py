@@ -166,8 +166,8 @@ class Generations:
         the `key`, if there are any. Otherwise opens new sessions.
 
         All choices together count as one request of the caller, and each choice as one generation,
-        until the last choice ends. No choice runs before all are admitted. Raises `BadRequest` if
-        the caller may not run so many at a time, and the errors of `CoordinatorService`."""
+        until the last choice ends. No choice runs before all are admitted. Raises `BadRequest` for
+        more choices than the caller may run at a time, and the errors of `CoordinatorService`."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:

@@ -119,7 +119,7 @@ class HttpOptions:
 
 class _State(IntEnum):
     """The state of a connection. To make room for a new connection, the server closes a connection
-    in the lowest state, but none that is `BUSY`."""
+    in the lowest state, unless this state is `BUSY`."""
 
     INCOMPLETE = 0
     """Waits for complete headers, or for the TLS handshake."""

@@ -403,8 +403,8 @@ NO_TOOLS = Tools()
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool
 ) -> Tools:
-    """Makes the tools of a request. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is
-    `named`, it must be `REQUIRED`. Raises `BadRequest`."""
+    """Makes the tools of a request. `choice` is `AUTO`, `REQUIRED` or `NONE`, and is `REQUIRED` if
+    a function is `named`. Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = Counter(one["name"] for one in functions)
