@@ -66,6 +66,7 @@ class Progress:
         self._sent = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self.num_parts = 0
+        """Number of parts that the client has. At first, 0 without a `last_event_id`."""
         self._begun = (0, 0, 0)
         """If the client has only some parts of an event: the event's choice, its number of tokens,
         and the number of parts that the client has. Otherwise zeros."""

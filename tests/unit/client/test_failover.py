@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_client import FINISHED, FIRST, ID, SECOND, STARTED, ScriptedServicer, serve
 
+from outrider import errors
 from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient
 from outrider.client.failover import (
     AVOIDED_S,
@@ -21,15 +22,6 @@ from outrider.client.failover import (
     ResumingTransport,
     Tries,
 )
-from outrider.errors import (
-    BadRequest,
-    DataLoss,
-    NotFound,
-    OutriderError,
-    Overloaded,
-    StreamBroken,
-    Unavailable,
-)
 from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event
 from outrider.tokens import TokenSequence
@@ -37,7 +29,7 @@ from outrider.transport.server import RpcServer
 
 pytestmark = pytest.mark.virtual
 
-BROKEN = StreamBroken("down")
+BROKEN = errors.StreamBroken("down")
 REQUEST = GenerateRequest((1,))
 WHOLE = (STARTED, FIRST, SECOND, FINISHED)
 
@@ -47,7 +39,7 @@ class Scripted:
 
     address = "scripted"
 
-    def __init__(self, *script: Sequence[Event | OutriderError]) -> None:
+    def __init__(self, *script: Sequence[Event | errors.OutriderError]) -> None:
         self.script = list(script)
         self.asked: list[ResumeRequest | None] = []
         self.closed = False
@@ -56,7 +48,7 @@ class Scripted:
         self.asked.append(request if isinstance(request, ResumeRequest) else None)
         for event in self.script.pop(0) if self.script else (BROKEN,):
             await asyncio.sleep(0)
-            if isinstance(event, OutriderError):
+            if isinstance(event, errors.OutriderError):
                 raise event
             yield event
 
@@ -64,7 +56,7 @@ class Scripted:
         if method == "healthy":
             return not self.script
         found = self.script.pop(0)[0]
-        if isinstance(found, OutriderError):
+        if isinstance(found, errors.OutriderError):
             raise found
         return str(found)
 
@@ -107,7 +99,7 @@ async def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> 
 )
 async def test_it_is_given_up_in_time(script: Any) -> None:
     only = Scripted(*script)
-    with pytest.raises(StreamBroken, match="down"):
+    with pytest.raises(errors.StreamBroken, match="down"):
         await Client(resuming([only], 5.0)).complete(REQUEST)
     assert 3.0 < asyncio.get_running_loop().time() <= 5.0
     assert 5 < len(only.asked) < 40
@@ -115,7 +107,7 @@ async def test_it_is_given_up_in_time(script: Any) -> None:
 
 async def test_without_time_to_resume_the_first_break_is_the_end() -> None:
     first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
-    with pytest.raises(StreamBroken):
+    with pytest.raises(errors.StreamBroken):
         await heard(first, second, resume_timeout_s=0.0)
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
@@ -125,7 +117,7 @@ async def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
     assert (await heard(first, second))[0] == [*WHOLE]
     assert second.asked == [None]
     first, second = Scripted(), Scripted()
-    with pytest.raises(StreamBroken):
+    with pytest.raises(errors.StreamBroken):
         await heard(first, second)
     assert len(first.asked) == len(second.asked) == 1
 
@@ -133,11 +125,11 @@ async def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
 @pytest.mark.parametrize(
     "scripts",
     [
-        [(Overloaded("full"),)],
-        [(NotFound("no"),)],
-        [(STARTED, FIRST, Overloaded("full"))],
-        [(STARTED, FIRST, Unavailable("no target"))],
-        [(STARTED, FIRST, BROKEN), (DataLoss("gone"),)],
+        [(errors.Overloaded("full"),)],
+        [(errors.NotFound("no"),)],
+        [(STARTED, FIRST, errors.Overloaded("full"))],
+        [(STARTED, FIRST, errors.Unavailable("no target"))],
+        [(STARTED, FIRST, BROKEN), (errors.DataLoss("gone"),)],
     ],
 )
 async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
@@ -148,21 +140,21 @@ async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
 
 
 async def test_a_request_is_sent_again_when_the_coordinator_says() -> None:
-    away = Unavailable("no target", 1500)
+    away = errors.Unavailable("no target", 1500)
     one, other = Scripted((away,), WHOLE), Scripted((away,))
     events, time_s = await heard(one, other)
     assert (events, len(other.asked)) == ([*WHOLE], 1)
     assert 1.5 <= time_s < 1.5 + LEASE_WAIT_SPREAD_MS / 1e3
     one = Scripted(*[(away,)] * 99)
-    with pytest.raises(Unavailable, match="no target"):
+    with pytest.raises(errors.Unavailable, match="no target"):
         await heard(one, resume_timeout_s=5.0)
     assert 2 <= len(one.asked) <= 4
-    soon = Unavailable("no target", 1000)
+    soon = errors.Unavailable("no target", 1000)
     assert (await heard(Scripted(), Scripted((soon,), (soon,), WHOLE)))[0] == [*WHOLE]
 
 
 async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
-    away = Scripted(*[(Unavailable("no target", 60_000),)] * 9)
+    away = Scripted(*[(errors.Unavailable("no target", 60_000),)] * 9)
     transport = resuming([away, Scripted(*[WHOLE] * 9)])
     for _ in range(6):
         assert len([event async for event in transport.events(REQUEST, 600.0)]) == 4
@@ -171,7 +163,7 @@ async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
 
 
 async def test_it_goes_round_until_one_has_the_session() -> None:
-    leased = Unavailable("another coordinator has it", 1700)
+    leased = errors.Unavailable("another coordinator has it", 1700)
     gone = Scripted((STARTED, FIRST, BROKEN))
     other = Scripted((leased,), (STARTED, SECOND, FINISHED))
     events, time_s = await heard(gone, other)
@@ -182,7 +174,7 @@ async def test_it_goes_round_until_one_has_the_session() -> None:
     second = Scripted((leased,), (leased,), (STARTED, SECOND, BROKEN), (FINISHED,))
     assert (await heard(first, second, Scripted()))[0] == [*WHOLE]
     assert {request.num_tokens for request in second.asked if request} == {2, 3}
-    closing = Unavailable("it closes", 1000)
+    closing = errors.Unavailable("it closes", 1000)
     first = Scripted((STARTED, FIRST, BROKEN), *[(closing,)] * 20)
     second = Scripted(*[(closing,)] * 20)
     assert (await heard(first, second, Scripted((SECOND, FINISHED))))[0] == [*WHOLE]
@@ -205,7 +197,7 @@ async def test_other_calls_go_to_one_that_answers() -> None:
 )
 def test_an_address_that_is_none_is_refused(server: Any) -> None:
     for kind in (Client, SyncClient):
-        with pytest.raises(BadRequest, match="HOST:PORT"):
+        with pytest.raises(errors.BadRequest, match="HOST:PORT"):
             kind(server)
 
 
@@ -235,7 +227,7 @@ def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
         tries = Tries(pool("a", now), 60.0, drawn.random)
         tries.note(STARTED)
         tries.after(None, BROKEN, 1e9)
-        _, wait_s = tries.after(None, Unavailable("leased", left_ms), 1e9)
+        _, wait_s = tries.after(None, errors.Unavailable("leased", left_ms), 1e9)
         wakes.append(now[0] + wait_s)
     assert min(wakes) >= 2.0 - 1e-9
     tenths = Counter(int((wake - 2.0) * 1e3 / LEASE_WAIT_SPREAD_MS * 10) for wake in wakes)
@@ -363,7 +355,7 @@ async def test_calls_wait_while_no_coordinator_answers(
     async with Client(lambda: "", resume_timeout_s=0) as client:
         assert not await client.healthy()
         for call in (client.describe(), client.complete(REQUEST)):
-            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+            with pytest.raises(errors.StreamBroken, match="no coordinator is named yet"):
                 await call
     await server.stop(0)
 
@@ -375,14 +367,14 @@ def test_threads_may_read_a_pool_whose_coordinators_are_replaced(
     monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
     numbers = iter(range(10**9))
     found = EndpointPool(lambda: ",".join(f"{next(numbers)}" for _ in range(50)), str)
-    errors = list[Exception]()
+    raised = list[Exception]()
 
     def read() -> None:
         try:
             while not is_over.is_set():
                 assert len(found.each) == 50
         except Exception as error:  # noqa: BLE001
-            errors.append(error)
+            raised.append(error)
 
     interval, is_over = sys.getswitchinterval(), threading.Event()
     sys.setswitchinterval(1e-6)
@@ -395,4 +387,4 @@ def test_threads_may_read_a_pool_whose_coordinators_are_replaced(
     for reader in readers:
         reader.join()
     sys.setswitchinterval(interval)
-    assert not errors
+    assert not raised
