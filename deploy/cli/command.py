@@ -44,15 +44,11 @@ class Option(click.Option):
     `rare` option. `setting` is the deployment setting that the option sets, if any."""
 
     def __init__(
-        self, names: list[str], *, group: str = "Options", rare: bool = False,
+        self, *names: str, group: str = "Options", rare: bool = False,
         setting: Setting | None = None, **attributes: Any,
     ) -> None:  # fmt: skip
         self.group, self.rare, self.setting = group, rare, setting
         super().__init__(names, **attributes)
-
-
-def option(*names: str, **attributes: Any) -> Option:
-    return Option(list(names), **attributes)
 
 
 def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> click.Argument:  # noqa: A002
@@ -64,7 +60,7 @@ def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> clic
 
 def json_option() -> Option:
     """`--json`, which also turns progress reports off."""
-    return option("--json", is_flag=True, help="print one JSON object")
+    return Option("--json", is_flag=True, help="print one JSON object")
 
 
 def grouped(group: str, options: Iterable[Option]) -> list[Option]:
@@ -79,8 +75,8 @@ class Command(click.Command):
 
     def __init__(self, name: str, *, params: Iterable[click.Parameter], **attributes: Any) -> None:
         common = [
-            option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
-            option(
+            Option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
+            Option(
                 "--quiet", "-q", is_flag=True,
                 help="write no progress reports or figures to standard error (implied by --json)",
             ),
@@ -176,7 +172,7 @@ def _help_option() -> Option:
             click.echo(ctx.get_help(), color=ctx.color)
             ctx.exit()
 
-    return option(
+    return Option(
         "--help", "-h", is_flag=False, flag_value="common", metavar="[=all]", is_eager=True,
         type=click.Choice(("all", "common")), expose_value=False, callback=show,
         help="show this help; --help=all shows every option",

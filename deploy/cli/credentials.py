@@ -17,7 +17,7 @@ from outrider.registry.registry import ROLES
 from outrider.transport import tls
 from outrider.transport.tls import AUTHORITY
 
-from .command import Arguments, Group, argument, command, exclusive, json_option, option
+from .command import Arguments, Group, Option, argument, command, exclusive, json_option
 from .output import note, tell
 
 FILE_VARIABLE = "OUTRIDER_API_KEY_FILE"
@@ -27,16 +27,16 @@ DAYS_MAX = 3650
 @command(
     "new",
     argument("name", "name of the key"),
-    option("--tenant", help="tenant whose sessions and cached prefixes the key can reach [NAME]"),
-    option(
+    Option("--tenant", help="tenant whose sessions and cached prefixes the key can reach [NAME]"),
+    Option(
         "--requests-per-minute", type=click.IntRange(1, REQUESTS_PER_MINUTE_MAX), metavar="N",
         help="limit on requests a minute [no limit]",
     ),
-    option(
+    Option(
         "--concurrency", type=click.IntRange(1, KEY_CONCURRENCY_MAX), metavar="N",
         help="limit on generations that run at the same time [no limit]",
     ),
-    option("--admin", is_flag=True, help="the key can read and cancel every tenant's sessions"),
+    Option("--admin", is_flag=True, help="the key can read and cancel every tenant's sessions"),
 )  # fmt: skip
 def new(arguments: Arguments) -> int:
     path = _key_file(arguments)
@@ -98,7 +98,7 @@ keys = Group(
     },
     {"new": new, "list": list_keys, "revoke": revoke}.__getitem__,
     params=[
-        option(
+        Option(
             "--api-key-file", metavar="FILE", envvar=FILE_VARIABLE,
             help=f"file of key hashes [${FILE_VARIABLE}]",
         ),
@@ -111,19 +111,19 @@ keys = Group(
 @command(
     "certs",
     argument("directory", "directory of the certificates", metavar="DIR", type=Path),
-    option(
+    Option(
         "--days", type=click.IntRange(1, DAYS_MAX), default=tls.ROLE_DAYS,
         help="validity of the roles' certificates, days",
     ),
-    option(
+    Option(
         "--renew", is_flag=True,
         help="replace the roles' certificates by new ones that the existing authority signs",
     ),
-    option(
+    Option(
         "--force", is_flag=True,
         help="replace the authority and all certificates; the old ones are no longer trusted",
     ),
-    option("--check", is_flag=True, help="only show how many days each certificate is still valid"),
+    Option("--check", is_flag=True, help="only show how many days each certificate is still valid"),
     json_option(),
 )  # fmt: skip
 def certs(arguments: Arguments) -> int:

@@ -17,7 +17,7 @@ from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import build, settings_of
 
-from .command import Arguments, argument, command, json_option, option
+from .command import Arguments, Option, argument, command, json_option
 from .options import setting_option
 from .output import program, progress, tell
 
@@ -37,25 +37,25 @@ _SETTINGS = {
 @command(
     "distill",
     argument("target", "the target model: `demo`, a directory, a .gguf file, or a hub id"),
-    option("--out", type=Path, required=True, metavar="DIR", help="directory for the drafter"),
+    Option("--out", type=Path, required=True, metavar="DIR", help="directory for the drafter"),
     *map(setting_option, _SETTINGS.values()),
-    option(
+    Option(
         "--start-from", metavar="DRAFTER",
         help="continue training this drafter of the same target and --kind: a directory, a hub id "
         "or " + " or ".join(f"`{name}`" for name in SHIPPED),
     ),
-    option(
+    Option(
         "--prompts", type=Path, metavar="FILE",
         help="JSONL file whose lines have `prompt`; the target answers these prompts first, and "
         "then prompts that it writes itself",
     ),
-    option(
+    Option(
         "--measure", type=Path, metavar="FILE",
         help="JSONL file whose lines have `prompt`; also measure the acceptance in the target's "
         "answers to these prompts. None of these prompts may be in --prompts. The command does "
         "not check whether --corpus contains them",
     ),
-    option(
+    Option(
         "--corpus", type=Path, metavar="DIR",
         help="folder of further texts to train on: .txt and .md files, and .jsonl files whose "
         "lines have `text`",

@@ -18,7 +18,7 @@ from outrider import config
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import build
 
-from .command import Arguments, Seconds, command, grouped, json_option, option
+from .command import Arguments, Option, Seconds, command, grouped, json_option
 from .options import caller_trust_of, setting_option, trust_options
 from .output import progress, tell
 
@@ -34,16 +34,16 @@ SETTINGS = ("host", "insecure", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 @command(
     "gateway",
-    option(
+    Option(
         "--coordinators", metavar="URL,URL",
         help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default all "
         "coordinators of this machine's deployment, including those that start later",
     ),
-    option(
+    Option(
         "--port", type=click.IntRange(0, config.PORT_MAX), default=PORT,
         help="port to bind; 0 = any free port",
     ),
-    option(
+    Option(
         "--stop-timeout-s", type=Seconds(0, config.WAIT_S_MAX), default=STOP_S, metavar="S",
         help="how long a stop waits for running requests, s",
     ),

@@ -23,7 +23,7 @@ from outrider.request import ChatMessage, GenerateRequest, Prompt, Tokens
 from outrider.speculation.accept_reject import Origin
 
 from . import options
-from .command import Arguments, argument, command, exclusive, json_option, option
+from .command import Arguments, Option, argument, command, exclusive, json_option
 from .output import progress, show
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def _token_ids(text: str) -> tuple[int, ...]:
         "prompt", "the text to continue; - reads standard input, without its last line feed",
         required=False,
     ),
-    option(
+    Option(
         "--token-ids", type=_token_ids, metavar="ID,ID,...",
         help="token ids to continue, instead of PROMPT",
     ),
-    option("--chat", is_flag=True, help="apply the chat template; PROMPT is the user's message"),
-    option("--system", metavar="TEXT", help="system message; needs --chat"),
+    Option("--chat", is_flag=True, help="apply the chat template; PROMPT is the user's message"),
+    Option("--system", metavar="TEXT", help="system message; needs --chat"),
     json_option(),
     *options.request_options(max_tokens=128),
-    option(
+    Option(
         "--logprobs", type=int, metavar="N", group="Request", rare=True,
         help="print log-probabilities: of each token, and of the N likeliest tokens at its place",
     ),
@@ -241,8 +241,8 @@ COMMANDS = {
 
 @command(
     "chat",
-    option("--system", metavar="TEXT", help="system message"),
-    option("--raw", is_flag=True, help="continue the conversation's text, without chat template"),
+    Option("--system", metavar="TEXT", help="system message"),
+    Option("--raw", is_flag=True, help="continue the conversation's text, without chat template"),
     *options.request_options(max_tokens=512),
     *options.connection_options(without=options.REQUEST_KEYS),
 )

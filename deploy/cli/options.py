@@ -25,7 +25,7 @@ from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError
 from outrider.settings import Setting, Value, settings_of
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
-from .command import Arguments, Option, flag_of, grouped, option
+from .command import Arguments, Option, flag_of, grouped
 from .output import progress
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def setting_options(
 ) -> Iterator[Option]:
     """`--config`, and an option for each setting in `only` (None = all settings) that is not in
     `without`. Plain `--help` shows only the settings in `common`."""
-    yield option(
+    yield Option(
         "--config", type=Path, metavar="FILE", group="Settings",
         help="YAML file of settings; environment variables (OUTRIDER_NAME) override the file, and "
         "options override both",
@@ -79,9 +79,8 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
     if setting.schema["type"] == "boolean":
         flags, kind = f"{setting.flag}/--no-{setting.flag[2:]}", {}
     return Option(
-        [flags, setting.key],
-        setting=setting, group=setting.group, rare=rare, help=(doc or setting.doc) + shown,
-        default=None, multiple=setting.key == "api_key", **kind,
+        flags, setting.key, setting=setting, group=setting.group, rare=rare, default=None,
+        help=(doc or setting.doc) + shown, multiple=setting.key == "api_key", **kind,
     )  # fmt: skip
 
 
@@ -100,7 +99,7 @@ def _field_option(setting: Setting) -> Option:
     kind: dict[str, Any] = {"type": parse, "metavar": setting.metavar}
     if setting.schema["type"] == "boolean":
         kind = {"is_flag": True}
-    return option(setting.flag, default=setting.default, help=setting.doc, **kind)
+    return Option(setting.flag, default=setting.default, help=setting.doc, **kind)
 
 
 def request_options(max_tokens: int) -> list[Option]:
@@ -122,18 +121,18 @@ def request_options(max_tokens: int) -> list[Option]:
     }  # fmt: skip
     return grouped("Request", [
         *(
-            option(
+            Option(
                 flag, type=float if isinstance(default, float) else int, default=default,
                 rare=flag in _RARE_NUMBERS, help=words,
             )
             for flag, (default, words) in numbers.items()
         ),
-        option(
+        Option(
             "--stop", multiple=True, metavar="TEXT",
             help=f"stop before this text; can be given up to {limits.STOP_STRINGS_MAX} times",
         ),
-        option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
-        option(
+        Option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
+        Option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
             help="acceptance rule; by default greedy at temperature 0, coupled with a seed, and "
             "otherwise block",
@@ -258,7 +257,7 @@ class Connection:
 def connection_options(without: Iterable[str]) -> list[Option]:
     """`--server`, options for TLS, and settings. The settings are for the temporary deployment that
     a command starts if no deployment runs."""
-    server = option(
+    server = Option(
         "--server", metavar="HOST:PORT",
         help="the coordinator to call; by default the deployment on this machine, or if none runs, "
         "a temporary one",
@@ -278,9 +277,9 @@ def caller_options() -> list[Option]:
 def trust_options() -> list[Option]:
     tls = "use TLS and trust the system's certificate authorities"
     return [
-        option("--tls", is_flag=True, rare=True, help=tls),
+        Option("--tls", is_flag=True, rare=True, help=tls),
         *(
-            option(
+            Option(
                 flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
                 envvar=f"OUTRIDER_{name.upper()}", rare=True,
                 help=f"{words} [$OUTRIDER_{name.upper()}]",

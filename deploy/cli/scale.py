@@ -22,7 +22,7 @@ from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
 
 from . import options
-from .command import Arguments, Option, Seconds, argument, command, grouped, json_option, option
+from .command import Arguments, Option, Seconds, argument, command, grouped, json_option
 from .options import PLACE_KEYS, SECRETS
 from .output import progress, tell
 
@@ -31,7 +31,7 @@ PLACE = "A deployment on a Ray cluster elsewhere"
 
 
 def _wait_option(until: str) -> Option:
-    return option(
+    return Option(
         "--wait", type=Seconds(0, WAIT_S_MAX), default=0.0, metavar="S",
         help=f"longest time to wait until {until}, s",
     )  # fmt: skip
@@ -114,14 +114,14 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     "upgrade",
     argument("target", "another target model, with the same tokenizer", required=False),
     _wait_option("a trial has ended and all replicas are replaced"),
-    option(
+    Option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
         help="first try the change on one new replica, which gets this share of the new sessions. "
         "The other replicas are replaced only if these sessions decode faster. Only draft replicas "
         "and heads on the target can be tried. With N other replicas, the best share is "
         "1 / (N + 1). 0 ends the running trial",
     ),
-    option(
+    Option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
         metavar="MINUTES", help="time limit of a trial, minutes",
     ),

@@ -27,7 +27,7 @@ from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.telemetry.logs import LogFile
 
 from . import options
-from .command import Arguments, Seconds, argument, command, json_option, option
+from .command import Arguments, Option, Seconds, argument, command, json_option
 from .output import masked_settings, progress, shell_command, show, tell
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ STOP_POLL_S = 0.05
 @command(
     "serve",
     argument("target", "the target model", required=False),
-    option(
+    Option(
         "--detach", is_flag=True,
         help="run in the background; return once the deployment is ready",
     ),
@@ -195,7 +195,7 @@ def _detach(log: LogFile) -> None:
 
 @command(
     "stop",
-    option(
+    Option(
         "--timeout", type=Seconds(0, WAIT_S_MAX), default=STOP_TIMEOUT_S, metavar="S",
         help="how long to wait for the deployment to end, s",
     ),
@@ -275,11 +275,11 @@ PRINTS = {
 @command(
     "status",
     json_option(),
-    option(
+    Option(
         "--server", metavar="HOST:PORT",
         help="ask only this coordinator; by default ask all replicas of this machine's deployment",
     ),
-    option(
+    Option(
         "--watch", type=Seconds(0.1, 3600), is_flag=False, flag_value=WATCH_S,
         metavar="[S]",
         help=f"repeat every S seconds [{WATCH_S:g}], until Ctrl-C",
