@@ -51,21 +51,18 @@ class _VllmNames:
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
             yield metric
-            if metric.name.removeprefix(SCOPE + "_") in VLLM_COUNTERS:
-                yield self._renamed(metric)
-
-    def _renamed(self, metric: Metric) -> Metric:
-        """Returns a copy under vLLM's name, summed over the labels that vLLM does not have."""
-        sums: dict[str, float] = defaultdict(float)
-        for sample in metric.samples:
-            sums[sample.labels.get("position", "")] += sample.value
-        found = copy.copy(metric)
-        found.name = metric.name.replace(SCOPE + "_", "vllm:", 1)
-        found.samples = []
-        for position, value in sums.items():
-            labels = {"model_name": self._model} | ({"position": position} if position else {})
-            found.add_sample(found.name + "_total", labels, value)
-        return found
+            name = metric.name.removeprefix(SCOPE + "_")
+            if name not in VLLM_COUNTERS:
+                continue
+            sums: dict[str, float] = defaultdict(float)  # over the labels that vLLM lacks
+            for sample in metric.samples:
+                sums[sample.labels.get("position", "")] += sample.value
+            found = copy.copy(metric)
+            found.name, found.samples = f"vllm:{name}", []
+            for position, value in sums.items():
+                labels = {"model_name": self._model} | ({"position": position} if position else {})
+                found.add_sample(f"vllm:{name}_total", labels, value)
+            yield found
 
 
 class Scrape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,22 +60,39 @@ class RankLeader:
         """Loads the leader's share, waits until all ranks have loaded, and returns the engine of
         the whole model. Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a
         rank ends or does not join in time."""
-        from outrider.engine.tensor_parallel.group import LEADER, RankGroup
         from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
-        from outrider.models.loading import use_device
 
-        device = use_device(device=config.device)
-        group = RankGroup(
-            self.rendezvous, LEADER, device, self._timeout_s,
-            in_order=config.deterministic, store_socket=self._store_socket,
-        )  # fmt: skip
-        try:
-            engine = build_engine(config, num_threads, group)
-            group.wait_for_all(_loaded_by(engine))
-        except BaseException:
-            group.close()
-            raise
+        engine, group = _load_share(
+            config, num_threads, self.rendezvous, 0, self._timeout_s, self._store_socket
+        )
         return ParallelEngine(engine, group.links.send_frame, group.close, config.max_num_seqs)
+
+
+def _load_share(
+    config: ReplicaConfig,
+    num_threads: int,
+    rendezvous: Rendezvous,
+    rank: int,
+    timeout_s: float,
+    store_socket: socket.socket | None = None,
+) -> tuple[Engine, RankGroup]:
+    """Joins the other ranks, and loads this rank's share on the rank's device. Returns once all
+    ranks have loaded the same model with the same number of pages."""
+    from outrider.engine.tensor_parallel.group import RankGroup
+    from outrider.models.loading import resolve_device, use_device
+
+    config = replace(config, device=str(resolve_device(config.device, rank)))
+    group = RankGroup(
+        rendezvous, rank, use_device(device=config.device), timeout_s,
+        in_order=config.deterministic, store_socket=store_socket,
+    )  # fmt: skip
+    try:
+        engine = build_engine(config, num_threads, group)
+        group.wait_for_all(f"{engine.info!r} {engine.page_counts().num_pages}")
+    except BaseException:
+        group.close()
+        raise
+    return engine, group
 
 
 def engine_of_a_replica(
@@ -107,7 +125,6 @@ class RankHost(PlacedActor):
         self._ended = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._group: RankGroup | None = None
-        self._device = ""
 
     async def start(
         self,
@@ -121,13 +138,17 @@ class RankHost(PlacedActor):
         within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
         use_threads(num_threads, config.model_engine)
-        log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}", config.log_level)
+        rank, rendezvous = assignment.rank, assignment.rendezvous
+        log_to(log_directory, f"{config.log_name}-rank-{rank}", config.log_level)
         try:
-            engine = await on_passing_thread(self._join, config, num_threads, assignment, timeout_s)
+            engine, self._group = await on_passing_thread(
+                _load_share, config, num_threads, rendezvous, rank, timeout_s
+            )
         except BaseException:
-            self._leave()
+            self._ended.set()
             raise
-        self._following = asyncio.create_task(self._follow(engine))
+        follow = self._follow(engine, self._group, config.device, rank)
+        self._following = asyncio.create_task(follow)
 
     async def wait(self) -> None:
         """Returns when this rank has ended. Raises the error that ended it."""
@@ -142,33 +163,16 @@ class RankHost(PlacedActor):
         if self._following is not None:
             await asyncio.wait([self._following], timeout=grace_s)
 
-    def _join(
-        self, config: ReplicaConfig, num_threads: int, assignment: RankAssignment, timeout_s: float
-    ) -> Engine:
-        from outrider.engine.tensor_parallel.group import RankGroup
-        from outrider.models.loading import resolve_device, use_device
-
-        self._device = str(resolve_device(config.device, assignment.rank))
-        config = replace(config, device=self._device)
-        device = use_device(device=self._device)
-        self._group = RankGroup(
-            assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
-        )
-        engine = build_engine(config, num_threads, self._group)
-        self._group.wait_for_all(_loaded_by(engine))
-        return engine
-
-    async def _follow(self, engine: Engine) -> None:
+    async def _follow(self, engine: Engine, group: RankGroup, device: str, rank: int) -> None:
         from outrider.engine.tensor_parallel.parallel_engine import follow
         from outrider.engine.threads import start_workers
-        from outrider.models.loading import use_device
+        from outrider.models.loading import resolve_device, use_device
         from outrider.replica.executors import with_frame_room
 
         def run() -> None:
-            if self._group is not None:
-                use_device(device=self._device)
-                start_workers()
-                follow(self._group.links.receive_frame, engine)
+            use_device(device=str(resolve_device(device, rank)))
+            start_workers()
+            follow(group.links.receive_frame, engine)
 
         try:
             await asyncio.to_thread(with_frame_room, run)
@@ -177,14 +181,5 @@ class RankHost(PlacedActor):
             _log.exception("this rank cannot go on")
             raise
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._ended.set()
-
-
-def _loaded_by(engine: Engine) -> str:
-    """Describes what must be equal on all ranks."""
-    return f"{engine.info!r} {engine.page_counts().num_pages}"
+            group.close()
+            self._ended.set()
