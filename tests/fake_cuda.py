@@ -259,7 +259,7 @@ _KERNELS.__getattr__ = _Kernel  # type: ignore[method-assign]
 
 
 def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
-    """Implements `TableAttention`: checks shapes and types only."""
+    """Implements `DeviceBackend.attend`: checks shapes and types only."""
     cache = layer.cache
     _, num_heads, num_rows, width = query.shape
     key_heads, num_slots, key_width = cache.keys.shape

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.errors import BadRequest, check
+from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool
 
 PAGE_SIZE = 4
@@ -58,13 +57,7 @@ class ToyEngine:
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         ids = [step.sequence_id for step in steps]
-        check(len(set(ids)) == len(ids), "one step a sequence")
-        for step in steps:
-            check(0 <= step.num_logits <= len(step.token_ids) > 0, "bad number of logits")
-            if max(step.token_ids) >= self.info.vocab_size:
-                raise BadRequest("token_ids", "outside the vocabulary")
-            if self.length(step.sequence_id) + len(step.token_ids) > self.info.max_model_len:
-                raise BadRequest("token_ids", "too long")
+        check_steps(steps, self.info, len(steps), self.length)
         self._pool.append(steps)
         self._pool.written(steps)
         self.stated_seconds += self._pass_s

@@ -1,20 +1,30 @@
-"""Which models do not run on fused kernels, and whether rows depend on others."""
+"""Which models do not run on fused kernels, whether rows depend on others, and what TorchScript
+computes."""
 
 from typing import Any
 
 import pytest
 import torch
 from models import tiny_config, tiny_module
-from paged_engines import VOCAB
+from paged_engines import VOCAB, ids, pace_kernels
 from reference_kernels import ReferenceKernels, ReferenceLayers
 
 from outrider.engine.attention import find_layers
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
-from outrider.engine.cpu.fused_steps import find_span_tokens
+from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
+from outrider.engine.interface import SequenceStep
+from outrider.kv_cache.storage import KVCache, LayerShape
+from outrider.limits import PAGE_SIZE
 from outrider.models.module_replacement import speed_up
 
 MAX_MODEL_LEN = 256
+WIDE = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64,
+}  # fmt: skip
+"""Sizes that `PaceKernels` take."""
 
 
 def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
@@ -72,3 +82,41 @@ def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             load_pace()
     finally:
         load_pace.cache_clear()
+
+
+@torch.inference_mode()
+def outputs(steps: FusedSteps) -> list[torch.Tensor]:
+    """Outputs of steps of one and of two sequences, most of them of different lengths, some of them
+    longer than a span."""
+    first, second = [3, 1, 5], [0, 4, 2]
+
+    def held(name: str, num: int, length: int, pages: list[int]) -> HeldSequence:
+        return HeldSequence(SequenceStep(name, ids(num, length), num), length, pages)
+
+    run = [
+        [held("a", 20, 0, first), held("b", 30, 0, second)],
+        [held("a", 5, 20, first)],
+        [held("a", 1, 25, first), held("b", 1, 30, second)],
+        [held("a", 3, 26, first), held("b", 1 + SPAN_TOKENS_MAX, 31, second)],
+    ]
+    return [steps.run(HeldStep(sequences, PAGE_SIZE)) for sequences in run]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_one_call_of_torchscript_is_what_operators_make_one_by_one(family: str) -> None:
+    """Bit for bit. Layers have windows, a bias, norms of queries and keys, or four norms."""
+    decoder = decoder_of(pace_kernels(), family, **WIDE)
+    shape = LayerShape(1, 64, 64, torch.bfloat16, torch.device("cpu"))
+    caches = KVCache([shape] * len(decoder.layers.weights), 8, PAGE_SIZE, is_blocked=True).layers
+    steps = FusedSteps(decoder, caches)
+    at_once = outputs(steps)
+    written = [torch.cat([cache.keys, cache.values]) for cache in caches]
+    assert [row.isfinite().all() for row in at_once] == [True] * 4
+    for cache in caches:
+        cache.keys.zero_()
+        cache.values.zero_()
+    steps._layers = decoder.layers
+    for mine, theirs in zip(at_once, outputs(steps), strict=True):
+        assert torch.equal(mine, theirs)
+    for cache, before in zip(caches, written, strict=True):
+        assert torch.equal(torch.cat([cache.keys, cache.values]), before)
