@@ -19,12 +19,8 @@ def _ignore(self: Any, *_: Any, **__: Any) -> None: ...
 class RequestObserver:
     """Ignores the events of one request. The subclass `ObservedRequest` describes the events."""
 
-    __slots__ = ()
-
-    @property
-    def trace_id(self) -> str:
-        """32 hexadecimal digits; empty without a trace."""
-        return ""
+    trace_id = ""
+    """32 hexadecimal digits; empty without a trace."""
 
     def context(self, side: Side) -> str:
         """Returns the `traceparent` for a message to a draft or target."""

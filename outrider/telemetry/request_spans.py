@@ -107,6 +107,7 @@ class ObservedRequest(RequestObserver):
         )  # fmt: skip
         self._span.set_attributes({key: one for key, one in asked.items() if one is not None})
         self._quiet = write_traceparent(self._span, sampled=False)
+        self.trace_id = self._quiet[3:35]
         sampled = write_traceparent(self._span)
         self._contexts: dict[Side, str] = {"draft": sampled, "target": sampled}
         self._asked: dict[Side, Span] = {}
@@ -128,10 +129,6 @@ class ObservedRequest(RequestObserver):
     ) -> Span:  # fmt: skip
         context, start = set_span_in_context(parent, Context()), self._shared.tracer.start_span
         return start(f"outrider.{name}", context, kind, start_time=start_ns)
-
-    @property
-    def trace_id(self) -> str:
-        return self._quiet[3:35]
 
     def context(self, side: Side) -> str:
         return self._contexts[side]

@@ -117,11 +117,10 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of a stored tensor with `width` places along `dim`: the places from `start`
-    to `stop`, padded with zeros to `size` places."""
+    """One rank's share of a stored tensor: the places from `start` to `stop` along `dim`, padded
+    with zeros to `size` places."""
 
     dim: int
-    width: int
     start: int
     stop: int
     size: int
@@ -130,7 +129,7 @@ class Share:
     def of(cls, width: int, ranks: Ranks, dim: int) -> Share:
         size = -(-width // ranks.size)
         start = min(width, ranks.rank * size)
-        return cls(dim, width, start, min(width, start + size), size)
+        return cls(dim, start, min(width, start + size), size)
 
 
 class RowwiseLinear(nn.Module):
@@ -202,27 +201,19 @@ def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
     return ranks.all_gather(tensor)[..., : tensor.shape[-1]]
 
 
-def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Replaces the parameters that are divided among ranks by meta tensors with the shapes of this
-    rank's shares. Returns the shares by the parameters' names."""
+def _shares(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
+    """Returns this rank's shares of the parameters that are divided among ranks, by their names."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
     columns = {f"{path}.weight" for path, style in plan.items() if style in _BY_COLUMNS}
     whole = {f"{path}.bias" for path, style in plan.items() if style in _BY_COLUMNS}
     owners = {found for path, found in module.named_modules() if path in plan} | {embedding, head}
-    shares: dict[str, Share] = {}
-    cut: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+    shares = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if _owner(module, name)[0] in owners and name not in whole:
             dim = int(name in columns)
-            share = shares[name] = Share.of(parameter.shape[dim], ranks, dim)
-            shape = [*parameter.shape]
-            shape[dim] = share.size
-            values = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            # If two names mean the same tensor, as with a tied head, they get the same parameter.
-            smaller = cut.setdefault(id(parameter), nn.Parameter(values, requires_grad=False))
-            setattr(*_owner(module, name), smaller)
+            shares[name] = Share.of(parameter.shape[dim], ranks, dim)
     return shares
 
 
@@ -265,7 +256,7 @@ def load_shard(
     plan = plan_for(module, ranks.size, name, key)
     info = describe(module, path, **options)
     _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
-    shares = _cut_to_share(module, plan, ranks)
+    shares = _shares(module, plan, ranks)
     with refusing(f"model {name}:"):
         _fill(module, shares, path, name)
     _join_ranks(module, plan, shares, ranks)
@@ -308,14 +299,15 @@ def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor
     """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if that has
     another shape than expected."""
     view = file.get_slice(stored)
-    expected, place = [*tensor.shape], [slice(None)] * tensor.dim()
-    missing = 0
-    if share is not None:
-        expected[share.dim], place[share.dim] = share.width, slice(share.start, share.stop)
-        missing = share.size - (share.stop - share.start)
-    if view.get_shape() != expected:
+    if view.get_shape() != [*tensor.shape]:
         return None
-    values: Tensor = view[tuple(place)] if share else file.get_tensor(stored)
-    if share and missing:
-        values = nn.functional.pad(values, [0, 0] * (values.dim() - 1 - share.dim) + [0, missing])
+    if share is None:
+        values: Tensor = file.get_tensor(stored)
+    else:
+        place = [slice(None)] * tensor.dim()
+        place[share.dim] = slice(share.start, share.stop)
+        values = view[tuple(place)]
+        if missing := share.size - (share.stop - share.start):
+            padding = [0, 0] * (tensor.dim() - 1 - share.dim) + [0, missing]
+            values = nn.functional.pad(values, padding)
     return values.to(tensor.dtype).contiguous()
