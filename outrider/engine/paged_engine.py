@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, find_layers
 from outrider.engine.batch import HeldStep, shipped, slots_at
-from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
-from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
+from outrider.engine.cpu.fused_decoder import (
+    SPAN_TOKENS_MAX,
+    CannotFuse,
+    FusedDecoder,
+    FusedSteps,
+    find_span_tokens,
+)
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
@@ -163,7 +168,7 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """Chooses the length of spans (see `fused_steps.py`). Returns None if the model does not
+        """Chooses the length of spans (see `fused_decoder.py`). Returns None if the model does not
         fit the kernels, or if the engine must be deterministic and rows are never bit-equal."""
         kernels = self._kernels
         if kernels is None:

@@ -28,7 +28,7 @@ class KernelsUnavailable(OutriderError):
 
 
 class Attention(NamedTuple):
-    """Tables for the attention of the T rows of a step in S spans (see `fused_steps.py`)."""
+    """Tables for the attention of the T rows of a step in S spans (see `fused_decoder.py`)."""
 
     starts: Tensor  # [S + 1], int32: the first row of each span, and T at the end
     ends: Tensor  # [S], int32: the number of slots up to and including the span's last token

@@ -11,8 +11,13 @@ from reference_kernels import ReferenceKernels, ReferenceLayers
 
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence, HeldStep
-from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
-from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
+from outrider.engine.cpu.fused_decoder import (
+    SPAN_TOKENS_MAX,
+    CannotFuse,
+    FusedDecoder,
+    FusedSteps,
+    find_span_tokens,
+)
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import KVCache, LayerShape

@@ -11,7 +11,7 @@ from models import tiny_config, tiny_module, twin
 from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 from pages import check_pages
 
-from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX
+from outrider.engine.cpu.fused_decoder import SPAN_TOKENS_MAX
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
 
