@@ -21,6 +21,11 @@ VOCAB = 32
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
 )  # fmt: skip
+WIDE = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64,
+}  # fmt: skip
+"""Sizes that `PaceKernels` take."""
 
 
 class EngineMaker:

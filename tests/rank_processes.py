@@ -61,11 +61,11 @@ def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
     without Ray."""
     import asyncio
 
-    from outrider.engine.tensor_parallel.rank_process import RankAssignment, RankHost
+    from outrider.engine.tensor_parallel.rank_process import RankHost
 
     async def follow() -> None:
         host = RankHost()
-        await host.start(config, RankAssignment(rendezvous, rank, 1), JOIN_S, "")
+        await host.start(config, rendezvous, rank, 1, JOIN_S, "")
         await host.wait()
 
     asyncio.run(follow())

@@ -19,7 +19,6 @@ from random import random
 from typing import Any, cast
 
 from outrider.backoff import backoff
-from outrider.engine.tensor_parallel.rank_process import RankAssignment
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
@@ -157,9 +156,9 @@ class Replica:
                 "open_rendezvous", len(self.ranks), on_node[leader.place.node], timeout_s
             )
             for actor in followers:
-                seat = RankAssignment(rendezvous, actor.rank, on_node[actor.place.node])
-                own = config, seat, timeout_s, log_directory
-                starts.append(actor.call("start", *own, timeout_s=timeout_s))
+                seat = rendezvous, actor.rank, on_node[actor.place.node], timeout_s
+                start = actor.call("start", config, *seat, log_directory, timeout_s=timeout_s)
+                starts.append(start)
         await _all_or_error(*starts)
         self.found = await leader.call("engagement", timeout_s=timeout_s)
 

@@ -36,8 +36,7 @@ class AttentionLayer:
     block: nn.Module
     shape: LayerShape
     query_heads: int
-    window: int | None
-    """How many tokens a token sees, including itself. None = the token and all tokens before it."""
+    window: int | None  # how many tokens a token sees, including itself; None = all before it, too
     scaling: float  # the factor of attention scores
     softcap: float | None  # a score s becomes softcap * tanh(s / softcap); None = s stays
 
@@ -56,9 +55,8 @@ Attend = Callable[[Tensor, LayerPages], Tensor]
 """Attends to a layer's pages: queries [1, query heads, T, key width], layer -> output [1, T, query
 heads, value width]."""
 _CURRENT: ContextVar[Callable[..., Tensor]] = ContextVar("outrider_attention")
-"""Takes the arguments of an attention function of transformers: the block, queries [1, heads, T,
-width], keys and values [1, key heads, T, width], the mask, and named arguments. Returns the output
-[1, T, heads, width]."""
+"""Takes the arguments of an attention function of transformers, with queries [1, heads, T, width],
+and keys and values [1, key heads, T, width]. Returns the output [1, T, heads, width]."""
 
 
 @contextmanager

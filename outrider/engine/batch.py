@@ -26,11 +26,10 @@ from torch import Tensor
 
 from outrider.engine.interface import SequenceStep
 
-SPLIT_SLOTS = 128
-"""With fixed shapes, attention divides the slots of a sequence into splits of this size."""
-STEP_ROWS_MIN = 8
-"""With fixed shapes, a step has at least this many rows. Multiples of 8 fill the vector registers
-of any usual CPU."""
+SPLIT_SLOTS = (
+    128  # with fixed shapes, attention divides a sequence's slots into splits of this size
+)
+STEP_ROWS_MIN = 8  # with fixed shapes; multiples of 8 fill the vector registers of any usual CPU
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
 use other kernels in float32 and float64."""
@@ -50,8 +49,7 @@ _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
 """A group computes at most this many attention scores (tokens * context) for each head, to limit
 the memory of a step. Only a single segment of the smallest size may have more."""
-_GATHERED_SLOTS_MAX = 2**16
-"""A group of several segments gathers at most this many slots."""
+_GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this many slots
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on how many masked
@@ -138,8 +136,7 @@ class StepPlan:
     position_ids: Tensor  # [1, T]
     slots: Tensor  # [T]
     logit_rows: Tensor  # [R]
-    groups: dict[int | None, list[Group]]
-    """The groups for each window size. The key None means the whole context."""
+    groups: dict[int | None, list[Group]]  # by window; None = the whole context
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32  # stands for each token that a prefix lacks to have `order` tokens
 _STRIDE = np.uint64(1_048_583)
-"""The distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
+"""Distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]

@@ -11,8 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from outrider.errors import ConfigError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
-SCHEME = "emulated"
-"""An emulated model is named `emulated:SPECIFICATION`."""
+SCHEME = "emulated"  # an emulated model is named `emulated:SPECIFICATION`
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
@@ -26,14 +25,12 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     """Describes an emulated target and its draft, which must have the same specification."""
 
     vocab_size: int = Field(default=32_000, ge=2, le=VOCAB_SIZE_MAX)
-    support: int = Field(default=64, ge=1)
-    """The number of token ids with a probability above zero after a prefix."""
+    support: int = Field(default=64, ge=1)  # token ids with a probability above zero
     exponent: float = Field(default=1.706, ge=0, le=100)
     """The Zipf exponent. The id of rank r (from 1) has weight r ** -exponent. 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
     """The standard deviation of log q - log p, where q is not normalised. 0 = a perfect draft."""
-    order: int = Field(default=3, ge=1, le=64)
-    """A distribution depends on this many last tokens of the prefix."""
+    order: int = Field(default=3, ge=1, le=64)  # last tokens that determine a distribution
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
     """A target step of n new tokens takes verify_ms * ceil(n / verify_tokens)."""
     verify_tokens: int = Field(default=16, ge=1)
@@ -42,8 +39,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     draft_branches: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)
     max_model_len: int = Field(default=8192, ge=1, le=2**20)
-    eos: int = Field(default=-1, ge=-1)
-    """The token id that ends a text. -1 = none."""
+    eos: int = Field(default=-1, ge=-1)  # the token id that ends a text; -1 = none
     num_pages: int = Field(default=4096, ge=1, le=PAGES_MAX)
     acceptance_rates: Annotated[
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)

@@ -115,8 +115,7 @@ def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Runs a module. Takes token ids [1, T], position ids [1, T] and logit rows [L]. Returns logits
-[L, V]."""
+"""Runs a module: token ids [1, T], position ids [1, T], logit rows [L] -> logits [L, V]."""
 
 
 class Steps(Protocol):

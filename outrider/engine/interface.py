@@ -36,8 +36,7 @@ class SequenceStep(NamedTuple):
 
     sequence_id: str
     token_ids: tuple[int, ...]  # at least one
-    num_logits: int
-    """The engine returns logits at this many of the last tokens, 0..len(token_ids)."""
+    num_logits: int  # the engine returns logits at this many of the last tokens, 0..len(token_ids)
 
 
 @dataclass(frozen=True, slots=True)

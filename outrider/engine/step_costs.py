@@ -21,8 +21,7 @@ class StepCosts:
     `base` is interpolated linearly between measured numbers of rows. Above the greatest measured
     number, `base` is extrapolated from the last two numbers."""
 
-    rows: tuple[int, ...]
-    """The measured numbers of rows, at least one, in ascending order."""
+    rows: tuple[int, ...]  # the measured numbers of rows, at least one, in ascending order
     seconds: tuple[float, ...]
     """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
@@ -36,19 +35,17 @@ class StepCosts:
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
     def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
-        """Returns the time of a step of `rows` >= 1 tokens. The arguments may be means over several
-        steps."""
+        """Takes `rows` >= 1. The arguments may be means over several steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
     def mixed_seconds(self, rows: float, sessions: float, attention_s: float) -> float:
-        """Returns the time of a step in which sessions have different numbers of rows and different
-        contexts. `attention_s` is the sum of the sessions' `attention_seconds`."""
+        """Returns the time of a step in which the sessions' `attention_seconds` sum up to
+        `attention_s`."""
         return self._base(rows) + self.session_s * (sessions - 1) + attention_s
 
     def attention_seconds(self, rows: float, context: float) -> float:
-        """Returns the time that a session's context adds to a step in which the session has `rows`
-        >= 1 tokens."""
+        """Returns the time that the context of a session with `rows` >= 1 tokens adds to a step."""
         return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
     def _base(self, rows: float) -> float:
@@ -63,10 +60,9 @@ MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
 SHORT_CONTEXT = 16
-"""The cost of a slot follows from the times of a step with contexts of this length and of a step
-with contexts of `MEASURED_CONTEXT`. Several sessions are measured together, because the two times
-of a single session differ too little. On two cores, a slot of the demo target costs 2 us, and a
-step 16 ms."""
+"""The cost of a slot follows from the times of steps with contexts of this length and of
+`MEASURED_CONTEXT`. Several sessions are measured together, because the times of one session differ
+too little: on two cores, a slot of the demo target costs 2 us, and a step 16 ms."""
 CONTEXT_ROWS = 64
 """A step over a context is measured with one row for each session, and again with this many rows of
 one session."""
@@ -75,8 +71,7 @@ CONTEXTS_SHARE = 0.3
 TRIES = 3
 """Each measurement runs up to this many times. The shortest time counts, because other processes
 can only make steps slower."""
-TRIES_SHARE = 0.05
-"""After this share of the time limit, a measurement is no longer repeated."""
+TRIES_SHARE = 0.05  # after this share of the time limit, a measurement is no longer repeated
 MANY_ROWS = 64
 _TOKEN_ID = 0
 

@@ -53,12 +53,9 @@ def _thread_ids() -> set[int]:
     return {int(entry.name) for entry in _THREADS.iterdir()}
 
 
-SLOW = 3.0
-"""A step is slow if it takes this many times its usual time."""
-SLOW_STEPS = 2
-"""This many slow steps in a row start a trial."""
-TRIAL_STEPS = 3
-"""A trial alternates between fewer and all threads, with this many steps of each."""
+SLOW = 3.0  # a step is slow if it takes this many times its usual time
+SLOW_STEPS = 2  # this many slow steps in a row start a trial
+TRIAL_STEPS = 3  # a trial alternates between fewer and all threads, with this many steps of each
 GAIN = 2.0
 """If a trial's steps are this many times as fast on fewer threads, steps run on fewer threads for
 the next `RETREAT_S` seconds."""
@@ -83,8 +80,8 @@ class ContendedThreads:
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """Sets the number of threads for a step that runs in this context. Steps of one kind take
-        similar times. Steps of kind None always run on all threads."""
+        """Sets the number of threads for a step. Steps of one kind take similar times. Steps of
+        kind None always run on all threads."""
         start, num_threads = self._clock(), self._every
         retreats, is_tried = start < self._until, kind == self._trial
         if kind is not None and (retreats or (is_tried and len(self._times) % 2 == 0)):

@@ -73,8 +73,7 @@ from outrider.models.drafter_check import TOKENS_WRITTEN, DraftCheck, Reading, l
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
-_CAPTURED_BYTES = 2**30
-"""Device memory reserved for CUDA graphs, besides the model and its pages."""
+_CAPTURED_BYTES = 2**30  # device memory reserved for CUDA graphs, besides the model and its pages
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of a page, by the type of the device. vLLM may change this for some kinds of attention."""
 _PADDING_SLOT = -1

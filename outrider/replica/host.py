@@ -57,12 +57,14 @@ class ReplicaHost(PlacedActor):
         self._grace_s = 0.0
         self.leadership: RankLeader | None = None
         """Leads the ranks that share the model; None without tensor parallelism."""
+        self._num_neighbours = 1  # ranks of the model on this machine, including this rank
 
     async def open_rendezvous(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
         """Returns the address at which the model's other ranks join during `start`."""
-        self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
+        self.leadership = RankLeader(num_ranks, num_neighbours == num_ranks, timeout_s)
+        self._num_neighbours = num_neighbours
         self._open.callback(self.leadership.close)
         return self.leadership.rendezvous
 
@@ -70,7 +72,7 @@ class ReplicaHost(PlacedActor):
         """Loads the model or head, and serves. Returns the address that coordinators call. Raises
         `ConfigError`."""
         role = config.role
-        num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
+        num_threads = threads_of_a_rank(config, cores_for(role), self._num_neighbours)
         use_threads(num_threads, config.model_engine)
         log_to(log_directory, config.log_name, config.log_level)
         exports = engine = None

@@ -18,8 +18,7 @@ _ALLOWED = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between
 class Destination:
     """The parsed setting `telemetry`."""
 
-    otlp_endpoint: str = ""
-    """URL of a collector that takes OTLP over gRPC; empty = no collector."""
+    otlp_endpoint: str = ""  # URL of a collector that takes OTLP over gRPC; empty = no collector
     prometheus_port: int | None = None
     """Port of the coordinator's metrics. The other roles use the next ports, in the order of
     `ROLES`. 0 = any free port, None = no metrics for Prometheus."""

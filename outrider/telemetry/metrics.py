@@ -17,7 +17,7 @@ SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
     60, 120, 300,
 )  # fmt: skip
-"""Upper bounds of the buckets of time histograms, in s."""
+"""Upper bounds of the buckets of time histograms."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
 """Parts of a round's time. draft: the wait for a proposal. wire, queue, verify: the three parts of
 the wait for a verdict. commit: from the round's outcome until its tokens may be shown."""

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""The outcome of a session's audit. busy: not audited, because too many audits or sessions ran.
-repeated: not audited, because an audited session had the same seed, and so the same random
-numbers."""
+"""busy: not audited, because too many audits or sessions ran. repeated: not audited, because an
+audited session had the same seed, and so the same random numbers."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None: ...
@@ -19,8 +18,7 @@ def _ignore(self: Any, *_: Any, **__: Any) -> None: ...
 class RequestObserver:
     """Ignores the events of one request. The subclass `ObservedRequest` describes the events."""
 
-    trace_id = ""
-    """32 hexadecimal digits; empty without a trace."""
+    trace_id = ""  # 32 hexadecimal digits; empty without a trace
 
     def context(self, side: Side) -> str:
         """Returns the `traceparent` for a message to a draft or target."""
@@ -39,7 +37,6 @@ class Observation:
     """Returns observers that ignore all events."""
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
-        """Returns the observer of a new request."""
         return SILENT
 
     watch = audited = audit_ended = _ignore

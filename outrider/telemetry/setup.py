@@ -29,8 +29,7 @@ from outrider.telemetry.destination import Destination
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
-EXPORT_TIMEOUT_S = 3.0
-"""Timeout of each export, also of a process's last export."""
+EXPORT_TIMEOUT_S = 3.0  # timeout of each export, also of a process's last export
 SCOPE = "outrider"
 VLLM_COUNTERS = tuple(
     f"spec_decode_num_{name}"
@@ -66,8 +65,8 @@ class _VllmNames:
 
 
 class Scrape:
-    """A process's metrics in Prometheus' text format. The OpenMetrics format is not served, because
-    prometheus_client 0.26 then replaces the colons of vLLM's names by underscores."""
+    """A process's metrics in Prometheus' text format. In the OpenMetrics format, prometheus_client
+    0.26 would replace the colons of vLLM's names by underscores."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -80,10 +79,8 @@ class Scrape:
         if vllm_model is not None:
             self._registry = CollectorRegistry()
             self._registry.register(_VllmNames(registry, vllm_model))
-        self.address = ""
-        """HOST:PORT of the HTTP server; empty before `serve`."""
-        self.stop: Callable[[], None] = lambda: None
-        """Stops the HTTP server."""
+        self.address = ""  # HOST:PORT of the HTTP server; empty before `serve`
+        self.stop: Callable[[], None] = lambda: None  # stops the HTTP server
 
     def serve(self, host: str, port: int) -> None:
         """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""
@@ -195,7 +192,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """Returns the W3C `traceparent` of `span`; empty if the span is invalid. If `sampled` is false,
+    """Returns the W3C `traceparent` of `span`, or "" if it is invalid. If `sampled` is false,
     receivers create no spans."""
     context = span.get_span_context()
     if not context.is_valid:

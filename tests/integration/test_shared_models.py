@@ -19,7 +19,7 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
-from outrider.engine.tensor_parallel.rank_process import RankLeader
+from outrider.engine.tensor_parallel.rank_process import RankLeader, engine_of_a_replica
 from outrider.errors import BadRequest
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
@@ -29,10 +29,10 @@ from target_service.actor import self_drafter_of
 @contextmanager
 def _shared(config: TargetConfig, size: int) -> Iterator[tuple[Engine, list[Any]]]:
     """The leader's engine, and the processes of the other ranks."""
-    leadership = RankLeader(size, size, JOIN_S)
+    leadership = RankLeader(size, True, JOIN_S)
     arguments = [(config, leadership.rendezvous, rank) for rank in range(1, size)]
     with processes(follow_model, arguments) as followers:
-        engine: Any = leadership.engine(config, 1)
+        engine: Any = engine_of_a_replica(config, 1, leadership)
         try:
             yield engine, followers
         finally:

@@ -13,7 +13,7 @@ from test_vllm_draft_layer import Pair, ids, saved_eagle3, saved_mtp
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import SequenceStep
-from outrider.engine.tensor_parallel.rank_process import RankLeader
+from outrider.engine.tensor_parallel.rank_process import RankLeader, engine_of_a_replica
 from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3
@@ -36,10 +36,10 @@ def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: 
     ids = tuple(7 * place % 64 for place in range(90))
     with torch.inference_mode():
         expected = module(input_ids=torch.tensor([ids])).logits[0]
-    leadership = RankLeader(size, size, JOIN_S)
+    leadership = RankLeader(size, True, JOIN_S)
     arguments = [(config, leadership.rendezvous, rank) for rank in range(1, size)]
     with processes(follow_model, arguments):
-        engine: Any = leadership.engine(config, 1)
+        engine: Any = engine_of_a_replica(config, 1, leadership)
         try:
             engine.forward([SequenceStep("a", ids[:70], 1)])
             engine.keep("a", 40)
@@ -58,9 +58,9 @@ def test_a_head_drafts_on_the_leader(make: Callable[[Path], TargetConfig], tmp_p
     """The head drafts as on the native engine, once all ranks have read the text of its check."""
     config = replace(make(tmp_path), tensor_parallel_size=2, enforce_eager=True)
     native = replace(config, engine="transformers", tensor_parallel_size=1)
-    leadership = RankLeader(2, 2, JOIN_S)
+    leadership = RankLeader(2, True, JOIN_S)
     with processes(follow_model, [(config, leadership.rendezvous, 1)]):
-        engine: Any = leadership.engine(config, 1)
+        engine: Any = engine_of_a_replica(config, 1, leadership)
         try:
             pair = Pair(engine, build_engine(native, 1))
             pair.forward(SequenceStep("a", ids(70), 2))

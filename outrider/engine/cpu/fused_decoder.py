@@ -41,10 +41,8 @@ from outrider.models.target_layers import layers_of
 
 _POSITIONS_AT_ONCE = 4096
 _OBSERVED_TOKENS = 4
-_CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})
-"""The angles of rotary positions of these types depend on the length of the sequence."""
-_Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines [positions, width / 2]."""
+_CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})  # they depend on a sequence's length
+_Rotation = tuple[Tensor, Tensor]  # cosines and sines [positions, width / 2]
 
 _ONE_STEP = Lock()
 """A step holds this lock, because the kernels' attention has only one working memory in a process,

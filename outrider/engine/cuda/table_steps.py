@@ -30,15 +30,11 @@ BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
 """A program's score matrix has at most this many rows, unless its block is one token. There is one
 row for each token and query head that shares the key head."""
-_BLOCK_ROWS_MIN = 16
-"""A matrix product on tensor cores has at least this many rows."""
+_BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
-_WIDE = 128
-"""If heads are wider, a program loads half of `_BLOCK_SLOTS` at a time, because more slots do not
-fit into shared memory."""
-_SPLITS = (16, 4, 1)
-"""A context is cut into one of these numbers of splits. The kernel is compiled for each number."""
+_WIDE = 128  # of wider heads, only half of `_BLOCK_SLOTS` fit into shared memory
+_SPLITS = (16, 4, 1)  # the possible numbers of splits; the kernel is compiled for each of them
 _SPLIT_SLOTS_MIN = 256
 """The splits of a step's longest context have at least this many slots. Shorter splits save less
 time than merging them takes."""

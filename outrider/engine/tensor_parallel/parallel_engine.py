@@ -1,7 +1,7 @@
 """The engine of a model on several ranks. The followers repeat the calls of the leader's engine.
 
-The leader sends calls to the followers in frames. A frame is a sequence of calls. A call is a
-MessagePack array of the name of an engine's method and the method's arguments."""
+The leader sends a frame of several calls. A call is a MessagePack array of the name of an engine's
+method and the method's arguments."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.config import ReplicaConfig
@@ -33,39 +33,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RankAssignment:
-    """A follower's rank, and the rendezvous that it joins."""
-
-    rendezvous: Rendezvous
-    rank: int
-    num_neighbours: int  # ranks of the model on this machine, including this rank
-
-
 class RankLeader:
     """The leader of several ranks, until it has loaded its share of the model."""
 
-    def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
-        """Listens for the followers, on loopback only if all ranks are on this machine. The
-        followers have `timeout_s` to join, and then `timeout_s` to load."""
-        host = LOOPBACK if num_neighbours == num_ranks else machine_address()
-        self.rendezvous, self._store_socket = open_rendezvous(host, num_ranks)
-        self.num_neighbours, self._timeout_s = num_neighbours, timeout_s
+    def __init__(self, num_ranks: int, is_alone: bool, timeout_s: float) -> None:
+        """Listens for the followers, on loopback only if all ranks are on this machine
+        (`is_alone`). The followers have `timeout_s` to join, and then `timeout_s` to load."""
+        host = LOOPBACK if is_alone else machine_address()
+        self.rendezvous, self.store_socket = open_rendezvous(host, num_ranks)
+        self.timeout_s = timeout_s
 
     def close(self) -> None:
-        """Stops listening. Has no effect after `engine`."""
-        self._store_socket.close()
-
-    def engine(self, config: ReplicaConfig, num_threads: int) -> Engine:
-        """Loads the leader's share, waits until all ranks have loaded, and returns the engine of
-        the whole model. Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a
-        rank ends or does not join in time."""
-        from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
-
-        engine, group = _load_share(
-            config, num_threads, self.rendezvous, 0, self._timeout_s, self._store_socket
-        )
-        return ParallelEngine(engine, group.links.send_frame, group.close, config.max_num_seqs)
+        """Stops listening, if the leader has not joined its ranks."""
+        self.store_socket.close()
 
 
 def _load_share(
@@ -98,8 +78,9 @@ def _load_share(
 def engine_of_a_replica(
     config: ReplicaConfig, num_threads: int, leadership: RankLeader | None
 ) -> Engine:
-    """Builds the engine of a configuration, on all ranks of `leadership` or in this process alone.
-    Raises what `build_engine` and `RankLeader.engine` raise.
+    """Builds the engine of a configuration, in this process alone or on all ranks of `leadership`.
+    Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a rank ends or does not
+    join in time.
 
     Call this on a short-lived thread. Without ranks, the thread gets a lower priority, so that
     loading does not slow down other replicas on the same cores. Ranks start threads for
@@ -107,15 +88,19 @@ def engine_of_a_replica(
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
-    return leadership.engine(config, num_threads)
+    from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
+
+    engine, group = _load_share(
+        config, num_threads, leadership.rendezvous, 0, leadership.timeout_s,
+        leadership.store_socket,
+    )  # fmt: skip
+    return ParallelEngine(engine, group.links.send_frame, group.close, config.max_num_seqs)
 
 
-def threads_of_a_rank(
-    config: ReplicaConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
-) -> int:
-    """Returns the number of threads of a rank. Without `num_threads`, the ranks on this machine
-    share the cores equally."""
-    return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
+def threads_of_a_rank(config: ReplicaConfig, num_cores: int, num_neighbours: int) -> int:
+    """Returns the number of threads of a rank. Without `num_threads`, the `num_neighbours` ranks on
+    this machine share the cores equally."""
+    return config.num_threads or max(1, num_cores // num_neighbours)
 
 
 class RankHost(PlacedActor):
@@ -129,16 +114,17 @@ class RankHost(PlacedActor):
     async def start(
         self,
         config: ReplicaConfig,
-        assignment: RankAssignment,
+        rendezvous: Rendezvous,
+        rank: int,
+        num_neighbours: int,
         timeout_s: float,
         log_directory: str,
     ) -> None:
-        """Joins the other ranks, loads this rank's share, and begins to follow the leader. Raises
-        `ConfigError` if the model cannot be loaded, and `Unavailable` if the leader does not answer
-        within `timeout_s`."""
-        num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
+        """Joins the other ranks, loads this rank's share, and begins to follow the leader. This
+        machine has `num_neighbours` ranks of the model. Raises `ConfigError` if the model cannot be
+        loaded, and `Unavailable` if the leader does not answer within `timeout_s`."""
+        num_threads = threads_of_a_rank(config, cores_for(config.role), num_neighbours)
         use_threads(num_threads, config.model_engine)
-        rank, rendezvous = assignment.rank, assignment.rendezvous
         log_to(log_directory, f"{config.log_name}-rank-{rank}", config.log_level)
         try:
             engine, self._group = await on_passing_thread(

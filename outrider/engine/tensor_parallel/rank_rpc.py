@@ -19,8 +19,7 @@ LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """A rank first sends the secret token and the rank's number on a connection."""
-_STRANGERS_MAX = 64
-"""If more new connections have sent nothing yet, the oldest of them is closed."""
+_STRANGERS_MAX = 64  # if more new connections have sent nothing yet, the oldest of them is closed
 _KEEPALIVE_PROBES = 3
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_substitutes import backend_on
 from models import tiny_config, tiny_eagle3, tiny_module, twin
-from paged_engines import VOCAB, fuse, ids, pace_kernels
+from paged_engines import VOCAB, WIDE, fuse, ids, pace_kernels
 from pages import check_pages
 
 from outrider.engine.interface import DraftingEngine, ModelInfo, SequenceStep
@@ -37,11 +37,7 @@ class Pair:
 
     def __init__(self, kind: str, **options: Any) -> None:
         dtype = KINDS[kind]
-        wide = {
-            "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "head_dim": 64,
-        }  # fmt: skip
-        sizes = {"num_hidden_layers": 4} | (wide if kind == "pace" else {})
+        sizes = {"num_hidden_layers": 4} | (WIDE if kind == "pace" else {})
         module = tiny_module(tiny_config("llama", VOCAB, **sizes), dtype=dtype)
         info = ModelInfo("tiny", VOCAB, 128, str(dtype).removeprefix("torch."), (), "", "")
         self.library = twin(module)

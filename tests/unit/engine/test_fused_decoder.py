@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
-from paged_engines import VOCAB, ids, pace_kernels
+from paged_engines import VOCAB, WIDE, ids, pace_kernels
 from reference_kernels import ReferenceKernels, ReferenceLayers
 
 from outrider.engine.attention import find_layers
@@ -25,11 +25,6 @@ from outrider.limits import PAGE_SIZE
 from outrider.models.module_replacement import speed_up
 
 MAX_MODEL_LEN = 256
-WIDE = {
-    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 64,
-}  # fmt: skip
-"""Sizes that `PaceKernels` take."""
 
 
 def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:

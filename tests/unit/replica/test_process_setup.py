@@ -149,17 +149,17 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def follow() -> None:
         host = rank_process.RankHost()
-        assignment = rank_process.RankAssignment(Rendezvous(LOOPBACK, 1, 2, b""), 1, 2)
-        await host.start(TargetConfig(device="cuda"), assignment, 1.0, "")
+        rendezvous = Rendezvous(LOOPBACK, 1, 2, b"")
+        await host.start(TargetConfig(device="cuda"), rendezvous, 1, 2, 1.0, "")
         await host.wait()
 
     asyncio.run(follow())
     assert found == ["cuda:1", "cuda:1"]
     assert [str(device) for _, device in chosen] == ["cuda:1", "cuda:1"]
-    leader = rank_process.RankLeader(2, 2, 1.0)
+    leader = rank_process.RankLeader(2, True, 1.0)
     monkeypatch.setattr(parallel_engine, "ParallelEngine", lambda *_: None)
     for _ in range(3):
-        leader.engine(TargetConfig(device="cuda"), 1)
+        rank_process.engine_of_a_replica(TargetConfig(device="cuda"), 1, leader)
     leader.close()
     assert found[2:] == ["cuda:0", "cuda:0"] * 3
     assert [loaded == said[0] for loaded in said] == [True, True, False, False]

@@ -19,7 +19,7 @@ from ray._common.utils import try_to_create_directory
 from deploy.fleet.ray_cluster import MODE, PATH, TOKEN, Actor, RayConnection, check_asks_for_token
 from deploy.fleet.replica_set import _all_or_error
 from outrider.config import DraftConfig, TargetConfig
-from outrider.engine.tensor_parallel.rank_process import RankLeader, threads_of_a_rank
+from outrider.engine.tensor_parallel.rank_process import threads_of_a_rank
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.replica.process_setup import Place
 
@@ -66,14 +66,10 @@ async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_other
 
 
 def test_neighbours_share_the_cores() -> None:
-    ranks = RankLeader(4, 4, 1.0)
-    try:
-        assert threads_of_a_rank(TargetConfig(), 16, None) == 16
-        assert threads_of_a_rank(TargetConfig(), 16, ranks) == 4
-        assert threads_of_a_rank(DraftConfig(), 2, ranks) == 1
-        assert threads_of_a_rank(TargetConfig(num_threads=3), 16, ranks) == 3
-    finally:
-        ranks._store_socket.close()
+    assert threads_of_a_rank(TargetConfig(), 16, 1) == 16
+    assert threads_of_a_rank(TargetConfig(), 16, 4) == 4
+    assert threads_of_a_rank(DraftConfig(), 2, 4) == 1
+    assert threads_of_a_rank(TargetConfig(num_threads=3), 16, 4) == 3
 
 
 class Head(grpc.GenericRpcHandler):
