@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +90,27 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     sliding window, or a layer that runs twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
-    with torch.inference_mode(), _attention(partial(_noted_attention, found, max_model_len)):
+
+    def note(
+        block: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
+    ) -> Tensor:
+        if any(layer.block is block for layer in found):
+            raise ConfigError("one of its layers runs twice for each token")
+        for name in _UNKNOWN_ARGUMENTS:
+            if named.get(name) is not None:
+                raise ConfigError(f"its attention takes {name}, which is not supported")
+        if not hasattr(mask, "allows"):
+            raise ConfigError("its masks do not use the mask interface of transformers")
+        num_heads, scaling = query.shape[1], named.get("scaling")
+        check(num_heads % key.shape[1] == 0, "query heads are no multiple of key heads")
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        window = _window(mask.allows, max_model_len)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        softcap = named.get("softcap")
+        found.append(AttentionLayer(block, shape, num_heads, window, scaling, softcap))
+        return query.new_zeros((1, query.shape[2], num_heads, value.shape[3]))
+
+    with torch.inference_mode(), _attention(note):
         ids = torch.zeros((1, 1), dtype=torch.int64, device=next(module.parameters()).device)
         module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
     if not found:
@@ -108,34 +127,6 @@ def set_attention(module: Any, name: str) -> None:
         raise ConfigError(f"its attention cannot be replaced: {error}") from error
     if module.config.get_text_config()._attn_implementation != name:
         raise ConfigError("its attention cannot be replaced")
-
-
-def _noted_attention(
-    layers: list[AttentionLayer],
-    max_model_len: int,
-    block: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **arguments: Any,
-) -> Tensor:
-    if any(layer.block is block for layer in layers):
-        raise ConfigError("one of its layers runs twice for each token")
-    for name in _UNKNOWN_ARGUMENTS:
-        if arguments.get(name) is not None:
-            raise ConfigError(f"its attention takes {name}, which is not supported")
-    allows: _Allows | None = getattr(attention_mask, "allows", None)
-    if allows is None:
-        raise ConfigError("its masks do not use the mask interface of transformers")
-    check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
-    shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-    window = _window(allows, max_model_len)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layers.append(AttentionLayer(block, shape, query.shape[1], window, scaling, softcap))
-    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
 
 
 def _noted_mask(

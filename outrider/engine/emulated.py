@@ -161,12 +161,6 @@ def _context_keys(contexts: _Words, seed: int) -> _Words:
     return keys
 
 
-def _words(keys: _Words, num: int) -> _Words:
-    """[n, num] pseudo-random numbers."""
-    places = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
-    return _mix(keys[:, None] + places[None, :])
-
-
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
     """Returns distinct ids [n, support] for each key, the likeliest id first."""
     ranks = np.arange(support, dtype=np.uint64)
@@ -178,6 +172,7 @@ def _uniforms(words: _Words) -> npt.NDArray[np.float64]:
 
 
 def _gaussians(keys: _Words, num: int) -> npt.NDArray[np.float64]:
-    uniforms = _uniforms(_words(_mix(keys ^ _DRAFT_KEY), num))
+    places = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
+    uniforms = _uniforms(_mix(_mix(keys ^ _DRAFT_KEY)[:, None] + places))
     gaussians: npt.NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(uniforms)).numpy()
     return gaussians

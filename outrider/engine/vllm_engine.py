@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -125,7 +124,10 @@ class VllmEngine(PagedSequences):
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
             self._config = self._new_config(path, max_num_seqs, most, compiles, options)
-            self._set_operators()
+            # As in vLLM's worker. Otherwise norms would not be compiled, and a step of the demo
+            # target would take 4 ms longer.
+            self._config.kernel_config.ir_op_priority.set_default()
+            set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
             with set_current_vllm_config(self._config), _without_accelerator(self._device):
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
@@ -177,12 +179,6 @@ class VllmEngine(PagedSequences):
             enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
             skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
         ).create_engine_config()  # fmt: skip
-
-    def _set_operators(self) -> None:
-        """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms would
-        not be compiled, and a step of the demo target would take 4 ms longer."""
-        self._config.kernel_config.ir_op_priority.set_default()
-        set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
     def _join_groups(self) -> None:
         size, rank = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.rank)
@@ -418,7 +414,7 @@ class VllmEngine(PagedSequences):
         for row, held in zip(tables, sequences, strict=True):
             row[: len(held.pages)] = held.pages
         num_tokens = len(ids)
-        size = self._padded(num_tokens)
+        size = next((size for size in self._sizes if size >= num_tokens), num_tokens)
         slots = np.pad(slots, (0, size - num_tokens), constant_values=_PADDING_SLOT)
         starts = np.append(0, np.cumsum(counts))
         parts = (slots, ids, positions, wanted, starts, lengths, tables.reshape(-1))
@@ -439,12 +435,6 @@ class VllmEngine(PagedSequences):
         mapping = build_slot_mappings_by_layer([slots_] * num_groups, self._caches)
         hidden, tapped = self._call(attention, mapping, size, size in self._sizes)
         return hidden.index_select(0, wanted_), tapped
-
-    def _padded(self, num_tokens: int) -> int:
-        """Returns the size of the smallest captured step with at least `num_tokens` tokens, or
-        `num_tokens` if there is none."""
-        place = bisect_left(self._sizes, num_tokens)
-        return num_tokens if place == len(self._sizes) else self._sizes[place]
 
     def _call(
         self, attention: Any, mapping: Any, size: int, is_captured: bool

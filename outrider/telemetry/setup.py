@@ -27,7 +27,7 @@ from outrider.registry.registry import Role
 from outrider.telemetry.destination import Destination
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client import Metric
 
 EXPORT_TIMEOUT_S = 3.0  # timeout of each export, also of a process's last export
 SCOPE = "outrider"
@@ -40,30 +40,6 @@ VLLM_COUNTERS = tuple(
 _log = logging.getLogger(__name__)
 
 
-class _VllmNames:
-    """Collects the metrics of a registry, and copies of `VLLM_COUNTERS` under vLLM's names, which
-    contain a colon, so that no OpenTelemetry instrument can have them."""
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry, self._model = registry, model
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            yield metric
-            name = metric.name.removeprefix(SCOPE + "_")
-            if name not in VLLM_COUNTERS:
-                continue
-            sums: dict[str, float] = defaultdict(float)  # over the labels that vLLM lacks
-            for sample in metric.samples:
-                sums[sample.labels.get("position", "")] += sample.value
-            found = copy.copy(metric)
-            found.name, found.samples = f"vllm:{name}", []
-            for position, value in sums.items():
-                labels = {"model_name": self._model} | ({"position": position} if position else {})
-                found.add_sample(f"vllm:{name}_total", labels, value)
-            yield found
-
-
 class Scrape:
     """A process's metrics in Prometheus' text format. In the OpenMetrics format, prometheus_client
     0.26 would replace the colons of vLLM's names by underscores."""
@@ -72,15 +48,33 @@ class Scrape:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
-        self._registry = registry = CollectorRegistry()
+        self._collected, self._vllm_model = CollectorRegistry(), vllm_model
         self.reader: MetricReader = PrometheusMetricReader(
-            scope_info_enabled=False, registry=registry
+            scope_info_enabled=False, registry=self._collected
         )
-        if vllm_model is not None:
-            self._registry = CollectorRegistry()
-            self._registry.register(_VllmNames(registry, vllm_model))
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         self.address = ""  # HOST:PORT of the HTTP server; empty before `serve`
         self.stop: Callable[[], None] = lambda: None  # stops the HTTP server
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all metrics, and with a `vllm_model` copies of `VLLM_COUNTERS` under vLLM's names.
+        These contain a colon, so OpenTelemetry instruments cannot have them."""
+        for metric in self._collected.collect():
+            yield metric
+            name = metric.name.removeprefix(SCOPE + "_")
+            if self._vllm_model is None or name not in VLLM_COUNTERS:
+                continue
+            sums: dict[str, float] = defaultdict(float)  # over the labels that vLLM lacks
+            for sample in metric.samples:
+                sums[sample.labels.get("position", "")] += sample.value
+            found = copy.copy(metric)
+            found.name, found.samples = f"vllm:{name}", []
+            for position, value in sums.items():
+                labels = {"position": position} if position else {}
+                labels["model_name"] = self._vllm_model
+                found.add_sample(f"vllm:{name}_total", labels, value)
+            yield found
 
     def serve(self, host: str, port: int) -> None:
         """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""

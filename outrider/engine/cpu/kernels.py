@@ -107,42 +107,26 @@ class FusedLayers(nn.Module):
                 normed, residual = self.add_norm(rows, residual, layer.first_norm)
             if i in taps:
                 tapped.append(residual)
-            query, key, value = self.before(layer, normed, cos, sin)
-            self.write(key, value, keys[i], values[i], slots)
-            output = torch.empty_like(query)
-            self.attend(layer, query, keys[i], values[i], output, spans)
-            rows, residual = self.after(layer, output, residual)
+            heads = self.linear(normed, layer.qkv, layer.qkv_bias)
+            query, key, value = heads.view(1, heads.size(1), -1, self.width).split_with_sizes(
+                [self.query_heads, self.key_heads, self.key_heads], 2
+            )
+            query_norm, key_norm = layer.query_norm, layer.key_norm
+            if query_norm is not None and key_norm is not None:
+                query, key = self.norm(query, query_norm), self.norm(key, key_norm)
+            query, key = self.rotate(query, key, cos[layer.rotation], sin[layer.rotation])
+            self.write(key[0], value[0], keys[i], values[i], slots)
+            output = torch.empty_like(query[0])
+            self.attend(layer, query[0], keys[i], values[i], output, spans)
+            rows = self.linear(output.view(1, output.size(0), -1), layer.output, layer.output_bias)
+            attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
+            if attention_norm is not None:
+                rows = self.norm(rows, attention_norm)
+            normed, residual = self.add_norm(rows, residual, layer.second_norm)
+            rows = self.mlp(normed, layer.gate, layer.up, layer.down)
+            if mlp_norm is not None:
+                rows = self.norm(rows, mlp_norm)
         return rows, residual, tapped
-
-    def before(
-        self, layer: LayerWeights, normed: Tensor, cos: list[Tensor], sin: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, width] of a layer."""
-        heads = self.linear(normed, layer.qkv, layer.qkv_bias)
-        heads = heads.view(1, normed.size(1), -1, self.width)
-        counts = [self.query_heads, self.key_heads, self.key_heads]
-        query, key, value = heads.split_with_sizes(counts, 2)
-        query_norm, key_norm = layer.query_norm, layer.key_norm
-        if query_norm is not None and key_norm is not None:
-            query, key = self.norm(query, query_norm), self.norm(key, key_norm)
-        query, key = self.rotate(query, key, cos[layer.rotation], sin[layer.rotation])
-        return query[0], key[0], value[0]
-
-    def after(
-        self, layer: LayerWeights, attended: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the part of a layer after attention. Returns its output, and the residual to be
-        added to it."""
-        rows = attended.view(1, attended.size(0), -1)
-        rows = self.linear(rows, layer.output, layer.output_bias)
-        attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
-        if attention_norm is not None:
-            rows = self.norm(rows, attention_norm)
-        normed, residual = self.add_norm(rows, residual, layer.second_norm)
-        rows = self.mlp(normed, layer.gate, layer.up, layer.down)
-        if mlp_norm is not None:
-            rows = self.norm(rows, mlp_norm)
-        return rows, residual
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
