@@ -127,14 +127,14 @@ class RankHost(PlacedActor):
         use_threads(num_threads, config.model_engine)
         log_to(log_directory, f"{config.log_name}-rank-{rank}", config.log_level)
         try:
-            engine, self._group = await on_passing_thread(
+            engine, group = await on_passing_thread(
                 _load_share, config, num_threads, rendezvous, rank, timeout_s
             )
         except BaseException:
             self._ended.set()
             raise
-        follow = self._follow(engine, self._group, config.device, rank)
-        self._following = asyncio.create_task(follow)
+        self._group = group
+        self._following = asyncio.create_task(self._follow(engine, group, config.device, rank))
 
     async def wait(self) -> None:
         """Returns when this rank has ended. Raises the error that ended it."""
