@@ -1,15 +1,15 @@
 """Reduces a model to one rank's share of its weights, as plain modules and plain tensors.
 
 A rank has only some of the model's attention heads and columns. The code of a decoder layer works
-with any number of them. Ranks exchange tensors only in some linear layers (`RowwiseLinear`,
-`GatheredLinear`), in the embedding, and in the head."""
+with any number of them. Ranks exchange tensors only in some linear layers, in the embedding, and in
+the head."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Unpack
@@ -132,31 +132,26 @@ class Share:
         return cls(dim, start, min(width, start + size), size)
 
 
-class RowwiseLinear(nn.Module):
-    """A linear layer whose ranks have some columns of the weight each, and sum their products."""
+class ExchangingLinear(nn.Module):
+    """A linear layer whose ranks have some rows or columns of the weight each."""
 
-    def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
-        """`cut` selects this rank's columns of the input. None = the input has only these."""
+    def __init__(
+        self,
+        local: nn.Linear,
+        exchange: Callable[[Tensor], Tensor],
+        cut: slice | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """`exchange` computes the output from the outputs of all ranks. `bias` is added to the
+        result. `cut` selects this rank's columns of the input. None = the input has only these."""
         super().__init__()
-        self.local, self.bias = local, local.bias
-        local.bias = None  # type: ignore[assignment]
-        self._ranks, self._cut = ranks, cut
+        self.local, self.bias = local, bias
+        self._exchange, self._cut = exchange, cut
 
     def forward(self, hidden: Tensor) -> Tensor:
         mine = hidden if self._cut is None else hidden[..., self._cut]
-        product = self._ranks.all_reduce(self.local(mine))
-        return product if self.bias is None else product + self.bias
-
-
-class GatheredLinear(nn.Module):
-    """A linear layer whose ranks have some rows of the weight each, and gather all outputs."""
-
-    def __init__(self, local: nn.Linear, ranks: Ranks) -> None:
-        super().__init__()
-        self.local, self._ranks = local, ranks
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self._ranks.all_gather(self.local(hidden))
+        output = self._exchange(self.local(mine))
+        return output if self.bias is None else output + self.bias
 
 
 class VocabularyEmbedding(nn.Module):
@@ -175,20 +170,6 @@ class VocabularyEmbedding(nn.Module):
         elsewhere = (token_ids < self._share.start) | (token_ids >= self._share.stop)
         rows = self.local(index.masked_fill(elsewhere, 0))
         return self._ranks.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
-
-
-class VocabularyHead(nn.Module):
-    """An LM head whose ranks have some rows of the weight each. Only the leader gets the logits
-    [..., vocab_size]. The other ranks get an empty tensor [..., 0]."""
-
-    def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
-        super().__init__()
-        self.local, self._vocab_size, self._ranks = local, vocab_size, ranks
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        mine = self.local(hidden)
-        logits = self._ranks.gather(mine)
-        return mine[..., :0] if logits is None else logits[..., : self._vocab_size]
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
@@ -227,13 +208,20 @@ def _join_ranks(
         linear = module.get_submodule(path)
         linear.out_features, linear.in_features = linear.weight.shape
         if style == COLWISE_GATHERED:
-            module.set_submodule(path, GatheredLinear(linear, ranks))
+            module.set_submodule(path, ExchangingLinear(linear, ranks.all_gather))
         elif style in _BY_COLUMNS:
             share = shares[f"{path}.weight"]
             cut = slice(share.start, share.stop) if style == ROWWISE_SPLIT else None
-            module.set_submodule(path, RowwiseLinear(linear, ranks, cut))
+            bias, linear.bias = linear.bias, None
+            module.set_submodule(path, ExchangingLinear(linear, ranks.all_reduce, cut, bias))
     head.out_features = len(head.weight)
-    module.set_submodule(paths[head], VocabularyHead(head, vocab_size, ranks))
+
+    def gather_logits(mine: Tensor) -> Tensor:
+        """Returns the logits [..., vocab_size] on the leader, and [..., 0] on other ranks."""
+        logits = ranks.gather(mine)
+        return mine[..., :0] if logits is None else logits[..., :vocab_size]
+
+    module.set_submodule(paths[head], ExchangingLinear(head, gather_logits))
     share = shares[f"{paths[embedding]}.weight"]
     module.set_submodule(paths[embedding], VocabularyEmbedding(embedding, share, ranks))
 
