@@ -80,6 +80,8 @@ def accept(
                     if len(silent) <= _STRANGERS_MAX:
                         continue
                     connection = silent[0]
+                if connection not in silent:
+                    continue  # It was closed as the oldest of too many.
                 silent.remove(connection)
                 selector.unregister(connection)
                 rank = _named_rank(connection, token)
