@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -128,7 +128,10 @@ class VllmEngine(PagedSequences):
             # target would take 4 ms longer.
             self._config.kernel_config.ir_op_priority.set_default()
             set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
-            with set_current_vllm_config(self._config), _without_accelerator(self._device):
+            # vLLM's loader calls `empty_cache`, which fails without a CUDA device.
+            is_cpu = self._device.type == "cpu"
+            loads: Any = patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext()
+            with set_current_vllm_config(self._config), loads:
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
                 if draft_check is not None:
@@ -468,11 +471,3 @@ class _Blocks:
         copy_kv_cache_blocks_inplace(
             self._caches, self._num_blocks, [KVCacheBlockCopy(*copy) for copy in copies]
         )
-
-
-@contextmanager
-def _without_accelerator(device: torch.device) -> Iterator[None]:
-    """On a CPU, replaces `torch.accelerator.empty_cache`, which vLLM's loader calls, by a mock."""
-    is_cpu = device.type == "cpu"
-    with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
-        yield
