@@ -111,8 +111,12 @@ class EmulatedEngine:
         values = np.broadcast_to(values, (len(keys), spec.support))
         if self._role == "draft":
             values = values + spec.deviation * _gaussians(keys, spec.support)
-        logits = self._blank(len(keys))
+        # Resets only what the last step wrote, because whole rows take too long.
+        self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
+        if len(keys) > len(self._rows):
+            self._rows = torch.full((len(keys), spec.vocab_size), -math.inf)
         self._written = ids
+        logits = self._rows[: len(keys)]
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
@@ -137,14 +141,6 @@ class EmulatedEngine:
         others = self._written[:, 0].clone()
         others[rows] = tokens
         self._written = torch.cat([self._written, others[:, None]], dim=1)
-
-    def _blank(self, num_rows: int) -> torch.Tensor:
-        """Returns rows of -inf. Resets only what the last step wrote, because whole rows take too
-        long."""
-        self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
-        if num_rows > len(self._rows):
-            self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
-        return self._rows[:num_rows]
 
 
 def _mix(words: _Words) -> _Words:
