@@ -93,7 +93,6 @@ class FusedDecoder:
         weights = map(self._weights, blocks, layers, observed)
         self.layers = kernels.layers(list(weights), self.sizes)
         self.embed = base.embed_tokens
-        self.width: int = base.embed_tokens.weight.shape[1]
         self._last_norm = _norm(base.norm, kernels)
         self._head = module.get_output_embeddings()
 
