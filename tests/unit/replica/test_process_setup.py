@@ -165,6 +165,14 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert [loaded == said[0] for loaded in said] == [True, True, False, False]
 
 
+async def test_a_leader_that_never_leads_stops_listening() -> None:
+    host = ReplicaHost()
+    rendezvous = await host.open_rendezvous(2, 2, 1.0)
+    await host.stop(0.0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((rendezvous.host, rendezvous.store_port), 1.0)
+
+
 def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
