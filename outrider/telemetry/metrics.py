@@ -23,7 +23,7 @@ PHASES = ("draft", "wire", "queue", "verify", "commit")
 the wait for a verdict. commit: from the round's outcome until its tokens may be shown."""
 _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-_RULES = tuple(rule.value for rule in Rule)
+_RULES, _GREEDY = tuple(rule.value for rule in Rule), (Rule.GREEDY.value,)
 
 REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "prompt_tokens": ("Prompt tokens of opened sessions.",),
@@ -35,9 +35,8 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was ready when the round began.",),
-    "look_ahead_misses": (
-        "Rounds whose proposal was not ready, although the draft had looked ahead.",
-    ),
+    "look_ahead_misses":
+        ("Rounds whose proposal was not ready, although the draft had looked ahead.",),
     "fallback_rounds": ("Rounds for which a draft was asked and did not answer in time.",),
     "request_success": (
         "Requests that got a last event.", "finished_reason",
@@ -50,16 +49,13 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         "Sessions chosen for an audit, by the audit's outcome.", "outcome", get_args(AuditOutcome),
     ),
     "audit_tokens": ("Tokens audited.", "rule", _RULES),
-    "audit_impossible_tokens": (
-        "Audited tokens that the target gives no probability.", "rule", _RULES,
-    ),
+    "audit_impossible_tokens":
+        ("Audited tokens that the target gives no probability.", "rule", _RULES),
     "audit_unlikely_tokens": (
         "Audited greedy tokens that are neither the likeliest token nor a near tie.", "rule",
-        (Rule.GREEDY.value,),
+        _GREEDY,
     ),
-    "audit_near_ties": (
-        "Audited greedy tokens that are a near tie.", "rule", (Rule.GREEDY.value,),
-    ),
+    "audit_near_ties": ("Audited greedy tokens that are a near tie.", "rule", _GREEDY),
     "audit_surprise_nats": ("Sum of -log p of audited tokens that were drawn.", "rule", _RULES),
     "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
@@ -94,24 +90,19 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
-    "target_available": (
-        "1 if a target answers; 0 if no target answers. Sessions then make no progress.",
-    ),
-    "store_available": (
-        "1 if the session store answers; 0 if the store does not answer. Sessions then pause.",
-    ),
-    "replicas_wanted": (
-        "Replicas that the deployment should have; the same at every coordinator.", "role",
-    ),
+    "target_available":
+        ("1 if a target answers; 0 if no target answers. Sessions then make no progress.",),
+    "store_available":
+        ("1 if the session store answers; 0 if the store does not answer. Sessions then pause.",),
+    "replicas_wanted":
+        ("Replicas that the deployment should have; the same at every coordinator.", "role"),
     "replicas_present": (
-        "Announced replicas, neither leaving nor on trial; the same at every coordinator.",
-        "role",
+        "Announced replicas, neither leaving nor on trial; the same at every coordinator.", "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),
-    "stale_answers": (
-        "Proposals and verdicts that came after their round or session was over.", "side", True,
-    ),
+    "stale_answers":
+        ("Proposals and verdicts that came after their round or session was over.", "side", True),
 }  # fmt: skip
 """Values read from a coordinator. Name -> description, label, whether the value only grows."""
 
