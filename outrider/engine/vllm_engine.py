@@ -124,10 +124,6 @@ class VllmEngine(PagedSequences):
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
             self._config = self._new_config(path, max_num_seqs, most, compiles, options)
-            # As in vLLM's worker. Otherwise norms would not be compiled, and a step of the demo
-            # target would take 4 ms longer.
-            self._config.kernel_config.ir_op_priority.set_default()
-            set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
             # vLLM's loader calls `empty_cache`, which fails without a CUDA device.
             is_cpu = self._device.type == "cpu"
             loads: Any = patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext()
@@ -173,7 +169,7 @@ class VllmEngine(PagedSequences):
         if compiles and self._device.type == "cuda":
             size = min(_CAPTURED_MAX, max_num_tokens)
             compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
-        return EngineArgs(
+        config: Any = EngineArgs(
             model=str(path), dtype=options.get("dtype", "auto"),
             max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_tokens, compilation_config=compilation,
@@ -182,6 +178,11 @@ class VllmEngine(PagedSequences):
             enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
             skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
         ).create_engine_config()  # fmt: skip
+        # As in vLLM's worker. Otherwise norms would not be compiled, and a step of the demo target
+        # would take 4 ms longer.
+        config.kernel_config.ir_op_priority.set_default()
+        set_default_torch_wrap(config.compilation_config.ir_enable_torch_wrap)
+        return config
 
     def _join_groups(self) -> None:
         size, rank = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.rank)

@@ -37,6 +37,7 @@ class Observation:
     """Returns observers that ignore all events."""
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
+        """Returns the observer of a new request."""
         return SILENT
 
     watch = audited = audit_ended = _ignore
