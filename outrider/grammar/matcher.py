@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import compress, count, takewhile
+from operator import ne
 
 import numpy as np
 from llguidance import LLMatcher
@@ -48,10 +49,10 @@ class PrefixMatcher:
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
-        tokens = self._tokens
-        check(length <= len(tokens), f"{length} of {len(tokens)} tokens cannot be kept")
-        pairs = zip(token_ids, tokens[length:], strict=False)
-        common = sum(takewhile(bool, (token_id == there for token_id, there in pairs)))
+        num_held = len(self._tokens)
+        check(length <= num_held, f"{length} of {num_held} tokens cannot be kept")
+        differences = compress(count(), map(ne, token_ids, self._tokens[length:]))
+        common = next(differences, min(len(token_ids), num_held - length))
         self._back_to(length + common)
         num_legal = common + self._consume(token_ids[common:])
         if num_legal < len(token_ids) and self._mend():
