@@ -22,11 +22,11 @@ from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_MAX
 from outrider.replica.process_setup import available_cores, build_engine, build_lookup
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
+from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.outcome_prediction import RANKS_MAX
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.text_acceptance import conditional_acceptance
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokenizer import TokenizerText

@@ -34,10 +34,9 @@ from outrider.models.loading import DTYPES, load_model, use_device
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .measurement import Progress, medians_ms

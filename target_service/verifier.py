@@ -33,15 +33,13 @@ from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draf
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
-    NO_HISTORY,
     DraftVocabulary,
-    TokenHistory,
     masked_logits,
     raw_logprobs,
     row_masks,
 )
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from outrider.engine.cuda.table_steps import DeviceBackend, TableStep, find_back
 from outrider.speculation import draft_sampling
 from outrider.speculation.cuda_verdicts import Transforms, send_rows
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import NO_HISTORY, adjusted_logits, write_weights
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.logits_processing import adjusted_logits, write_weights
+from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams
 
 
 def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:

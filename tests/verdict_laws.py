@@ -13,7 +13,7 @@ from outrider.errors import check
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory, row_sums
+from outrider.speculation.logits_processing import row_sums
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.random_streams import (
@@ -25,7 +25,7 @@ from outrider.speculation.random_streams import (
     row_words,
     uniform,
 )
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 from outrider.speculation.verification import Question, subtract_drafts, verdicts_from_logits
 
 

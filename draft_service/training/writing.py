@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise, choice_seed
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .documents import Document, Template, is_kept_back

@@ -11,14 +11,13 @@ from outrider.errors import OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import LikelyTokens, draw_from_logits
 from outrider.speculation.logits_processing import (
-    NO_HISTORY,
     DraftVocabulary,
-    TokenHistory,
     draft_mask,
     joined_rows,
     masked_logits,
 )
 from outrider.speculation.proposal import DraftDistribution, Proposal
+from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 
 logger = logging.getLogger(__name__)
 

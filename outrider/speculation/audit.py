@@ -17,13 +17,8 @@ from torch import Tensor
 
 from outrider.errors import check
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.logits_processing import (
-    NO_HISTORY,
-    TokenHistory,
-    adjusted_logits,
-    target_probabilities,
-)
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.logits_processing import adjusted_logits, target_probabilities
+from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, TokenHistory
 
 NEAR_TIE = 2.0**-6
 """A greedy token is a near tie if its logit is at most `NEAR_TIE` * max(1, |m|) below the largest

@@ -15,15 +15,10 @@ from torch import Tensor
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.gumbel_max import BLOCK, IntArray
-from outrider.speculation.logits_processing import (
-    DraftVocabulary,
-    TokenHistory,
-    changed_tokens,
-    check_maxima,
-)
+from outrider.speculation.logits_processing import DraftVocabulary, changed_tokens, check_maxima
 from outrider.speculation.proposal import ENTRY_BYTES
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.sampling_params import SamplingParams, TokenHistory
 
 ROW_WORDS = 12
 JUDGED_WORDS = 9

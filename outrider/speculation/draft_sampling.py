@@ -42,9 +42,7 @@ from outrider.speculation.gumbel_max import (
     whole_blocks,
 )
 from outrider.speculation.logits_processing import (
-    NO_HISTORY,
     DraftVocabulary,
-    TokenHistory,
     adjusted_logits,
     check_maxima,
     largest,
@@ -53,7 +51,7 @@ from outrider.speculation.logits_processing import (
 )
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and its q. None if the rule does not use q, or if the draw was certain."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.errors import Incompatible, OutriderError, check
 from outrider.grammar.token_mask import Allowed, Flags, TokenMask
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, TokenHistory
 
 _HEAD_ENTRIES = 64
 """Top-p first searches only this many of the largest weights."""
@@ -36,19 +36,6 @@ _NUM_BUCKETS = 64 * 64
 """64 for each power of 2 from 1 down to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64
 """`largest` compares the maxima of blocks of this size first."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenHistory:
-    """The tokens that penalties count. In row i of a verdict, these are the prompt, the output and
-    `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
-
-    prompt_ids: Sequence[int] = ()
-    output_ids: Sequence[int] = ()
-    drafted_ids: Sequence[int] = ()
-
-
-NO_HISTORY = TokenHistory()
 
 
 def target_probabilities(

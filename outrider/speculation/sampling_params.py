@@ -71,6 +71,19 @@ class SamplingParams:
         return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenHistory:
+    """The tokens that penalties count. In row i of a verdict, these are the prompt, the output and
+    `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
+
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    drafted_ids: Sequence[int] = ()
+
+
+NO_HISTORY = TokenHistory()
+
+
 _RANGES = (
     ("temperature", 0.0, limits.TEMPERATURE_MAX, True),
     ("min_p", 0.0, 1.0, True),

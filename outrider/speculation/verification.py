@@ -36,9 +36,7 @@ from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_ke
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.gumbel_max import IntArray, RealArray, race, whole_blocks
 from outrider.speculation.logits_processing import (
-    NO_HISTORY,
     DraftVocabulary,
-    TokenHistory,
     adjusted_logits,
     check_weights,
     joined_rows,
@@ -49,7 +47,7 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4

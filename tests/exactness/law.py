@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from scipy.stats import chi2, ncx2
 
-from outrider.speculation.logits_processing import TokenHistory, masked_logits, target_probabilities
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.logits_processing import masked_logits, target_probabilities
+from outrider.speculation.sampling_params import SamplingParams, TokenHistory
 
 FALSE_ALARM = 1e-6
 """Probability that a test rejects an exact law."""

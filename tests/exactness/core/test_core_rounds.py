@@ -18,10 +18,9 @@ from verdict_laws import ABSOLUTE_PLACES
 
 from outrider.speculation.accept_reject import Outcome, Verdict, decide
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
-from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 PROMPT_LENGTH = 5

@@ -11,10 +11,10 @@ from verdict_laws import draft_token
 
 from outrider.errors import EngineLost, OutriderError
 from outrider.messages import DraftItem, ProposalReply
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 
 PROMPT = (1, 2, 3)
 

@@ -22,10 +22,10 @@ from outrider.messages import DraftItem, ProposalReply, Refused, Resync, Verdict
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Unfinished
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from target_service import verifier
 
 VOCAB, LENGTH = 24, 120

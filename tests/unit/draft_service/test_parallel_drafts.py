@@ -26,10 +26,10 @@ from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation.logits_processing import TokenHistory, masked_logits, target_probabilities
+from outrider.speculation.logits_processing import masked_logits, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 
 MASK, TOY_MASK, TOY_VOCAB = VOCAB - 1, 7, 8
 LENGTHS = (1, 2, 5, 31, 64, 120)

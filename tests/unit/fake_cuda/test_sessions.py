@@ -25,7 +25,6 @@ from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply,
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     NOTHING_SEALED,
@@ -34,7 +33,7 @@ from outrider.speculation.proposal import (
     SealedProposal,
 )
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from target_service.actor import self_drafter_of
 from target_service.verifier import Verifier

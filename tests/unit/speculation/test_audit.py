@@ -8,8 +8,8 @@ import torch
 
 from outrider.speculation.audit import NEAR_TIE, audit
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.sampling_params import SamplingParams, TokenHistory
 
 GREEDY = SamplingParams(temperature=0.0)
 

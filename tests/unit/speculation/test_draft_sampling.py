@@ -16,10 +16,10 @@ from outrider.limits import SEED_MAX
 from outrider.speculation import draft_sampling
 from outrider.speculation.draft_sampling import draw_from_logits, quantise
 from outrider.speculation.gumbel_max import token_keys, uniforms
-from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 
 
 @settings(deadline=None)

@@ -15,7 +15,6 @@ from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
-    TokenHistory,
     draft_mask,
     masked_logits,
     raw_logprobs,
@@ -23,7 +22,7 @@ from outrider.speculation.logits_processing import (
     target_probabilities,
 )
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.sampling_params import SamplingParams, TokenHistory
 
 INF = float("inf")
 

@@ -11,7 +11,7 @@ from verdict_laws import row_keys
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
 from outrider.speculation.gumbel_max import scores as scores_of
-from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
+from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.outcome_prediction import (
     EVIDENCE_MAX,
     RANKS_MAX,
@@ -21,7 +21,7 @@ from outrider.speculation.outcome_prediction import (
     guess_outcomes,
 )
 from outrider.speculation.random_streams import RoundNoise, Stream
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 
 V, K = 50, 3
 DRAFTED = (7, 3, 11)

@@ -18,10 +18,10 @@ from outrider.errors import InvariantError  # noqa: E402
 from outrider.grammar.token_mask import TokenMask  # noqa: E402
 from outrider.speculation import cuda_verdicts, draft_sampling, verification  # noqa: E402
 from outrider.speculation.draft_sampling import draw_from_logits  # noqa: E402
-from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory  # noqa: E402
+from outrider.speculation.logits_processing import DraftVocabulary  # noqa: E402
 from outrider.speculation.proposal import Proposal  # noqa: E402
 from outrider.speculation.random_streams import RoundNoise  # noqa: E402
-from outrider.speculation.sampling_params import Rule, SamplingParams  # noqa: E402
+from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory  # noqa: E402
 from outrider.speculation.verification import Question, verdicts_from_logits  # noqa: E402
 
 DEVICE = "cuda" if ON_CUDA else "cpu"

@@ -9,10 +9,10 @@ from verdict_laws import row_keys, score, verdict_from_logits
 from outrider.errors import InvariantError
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import TokenHistory, likeliest, target_probabilities
+from outrider.speculation.logits_processing import likeliest, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)

@@ -23,7 +23,6 @@ from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.step_request import StepRequest
-from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -31,7 +30,7 @@ from outrider.speculation.proposal import (
     SealedProposal,
 )
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 
 VOCAB = 320
 PROMPT = tuple(range(60, 68))

@@ -16,10 +16,10 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import PAGE_SIZE
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from target_service.actor import self_drafter_of
 from target_service.verifier import SelfDrafter
 

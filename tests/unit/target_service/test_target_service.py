@@ -12,10 +12,10 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
+from outrider.speculation.logits_processing import raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 PROMPT = (1, 2, 3)
