@@ -3,7 +3,7 @@ the same tokens for every draft and K. With the real target in float32, and with
 float64 whose sessions share steps and prefixes and preempt each other."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,13 @@ from pages import check_pages
 from stack import Stack, running_stack
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from outrider.drafters.autoregressive_draft import AutoregressiveDraft
-from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
 from outrider.models.student import load_student
-from outrider.speculation.proposal import Proposal
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
-from target_service.verifier import SelfDrafter
 
 pytestmark = pytest.mark.xdist_group("identity")
 
@@ -98,9 +94,9 @@ async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
 
 async def complete(
     stack: Stack, prompt: tuple[int, ...], num_tokens: int, k: int, seed: int | None = None
-) -> tuple[int, ...]:
+) -> Any:
     wanted = request(prompt, seed, k, num_tokens, temperature=0.0 if seed is None else 1.0)
-    return (await stack.client.complete(wanted)).token_ids
+    return await stack.client.complete(wanted)
 
 
 async def check_greedy(stack: Stack, real: Real, prompts: list[str], num_tokens: int) -> None:
@@ -108,7 +104,7 @@ async def check_greedy(stack: Stack, real: Real, prompts: list[str], num_tokens:
         ids = real.encode(prompt)
         expected = library_text(real.module, ids, num_tokens)
         for k in NUM_DRAFT_TOKENS:
-            expected.check(await complete(stack, ids, num_tokens, k))
+            expected.check((await complete(stack, ids, num_tokens, k)).token_ids)
 
 
 @pytest.mark.real_model
@@ -130,11 +126,11 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     with_cut: Stack, real: Real, tmp_path: Path
 ) -> None:
     prompt = real.encode(PROMPTS[3])
-    expected = await complete(with_cut, prompt, 12, 0, seed=0)
+    expected = (await complete(with_cut, prompt, 12, 0, seed=0)).token_ids
 
     async def check(stack: Stack) -> None:
         for k in NUM_DRAFT_TOKENS[1:]:
-            assert await complete(stack, prompt, 12, k, seed=0) == expected
+            assert (await complete(stack, prompt, 12, k, seed=0)).token_ids == expected
 
     await check(with_cut)
     shipped = load_student(
@@ -145,34 +141,6 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     async with running_stack(target_engine(real), draft, tmp_path / "shipped") as stack:
         await check(stack)
         await check_greedy(stack, real, PROMPTS[5:6], 12)
-
-
-class Counted:
-    """A `SelfDrafter` that counts its draft tokens."""
-
-    def __init__(self, drafter: SelfDrafter | None) -> None:
-        assert drafter is not None
-        self._drafter = drafter
-        self.engine = drafter.engine
-        self.num_tokens = 0
-
-    def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
-    ) -> list[Proposal]:
-        found = self._drafter.propose(requests, hidden_states)
-        self.num_tokens += sum(map(len, found))
-        return found
-
-
-class CountedHead(FeatureDrafter):
-    """Counts its draft tokens."""
-
-    num_tokens = 0
-
-    def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        before = sum(len(one.token_ids) for one in branches)
-        super().extend(branches)
-        self.num_tokens += sum(len(one.token_ids) for one in branches) - before
 
 
 TINY_VOCAB = 24
@@ -204,18 +172,21 @@ async def check_tiny(stack: Stack, module: Any) -> None:
     sessions at once, of which every second one begins alike."""
     random = torch.Generator().manual_seed(5)
     own = [torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist() for n in range(CROWD)]
-    prompts = [own[-1][:6] + ids[6:] if n % 2 else ids for n, ids in enumerate(own)]
+    prompts = [tuple(own[-1][:6] + ids[6:] if n % 2 else ids) for n, ids in enumerate(own)]
+    num_drafted = 0
 
     async def texts(k: int, *, is_greedy: bool = False) -> list[tuple[int, ...]]:
+        nonlocal num_drafted
         seeds = [None if is_greedy else seed for seed in range(CROWD)]
         asked = zip(prompts, seeds, strict=True)
-        return await asyncio.gather(
-            *(complete(stack, tuple(prompt), 12, k, seed) for prompt, seed in asked)
-        )
+        answers = await asyncio.gather(*(complete(stack, ids, 12, k, seed) for ids, seed in asked))
+        num_drafted += sum(answer.metrics.num_draft_tokens for answer in answers)
+        return [answer.token_ids for answer in answers]
 
     for prompt, text in zip(prompts, await texts(4, is_greedy=True), strict=True):
         library_text(module, prompt, 12).check(text)
     assert await texts(0) == await texts(4)
+    assert num_drafted > CROWD * 12
     figures = stack.target._worker.figures
     assert figures.num_preemptions > 0
     assert figures.pages is not None
@@ -228,10 +199,9 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
 ) -> None:
     original, ids = twin(tiny), range(0, TINY_VOCAB, 2)
     target = tiny_engine(tiny, draft_layer=tiny_eagle3(tiny, ids))
-    drafter = Counted(self_drafter_of(target))
+    drafter = self_drafter_of(target)
     async with running_stack(target, None, tmp_path, self_drafter=drafter) as stack:
         await check_tiny(stack, original)
-    assert drafter.num_tokens > CROWD * 12
     check_pages(target)
 
 
@@ -246,11 +216,9 @@ async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
     info = ModelInfo("head", TINY_VOCAB, 128, "float64", (), "w", "tiny", ids)
     num_bytes = TINY_PAGES * SMALL_PAGE * 2 * 2 * 8 * 8
     draft = HeadEngine(head, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes)
-    drafter = CountedHead(head, draft)
-    async with running_stack(target, None, tmp_path, head=drafter) as stack:
+    async with running_stack(target, None, tmp_path, head=FeatureDrafter(head, draft)) as stack:
         await check_tiny(stack, original)
         assert stack.draft._worker.figures.num_preemptions > 0
-    assert drafter.num_tokens > CROWD * 12
     for engine in (target, draft):
         check_pages(engine)
 
