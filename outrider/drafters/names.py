@@ -59,7 +59,14 @@ def parse_drafter(name: str) -> DrafterChoice:
     if name == MTP:
         return DrafterChoice(None, "target", MTP, MTP)
     if form == _HYBRID:
-        return _parse_hybrid(name, rest)
+        first, _, second = rest.partition(",")
+        if first not in _LOOKUPS or not second:
+            lookups = " or ".join(f"`{kind}`" for kind in _LOOKUPS)
+            raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, where LOOKUP is {lookups}")
+        other = parse_drafter(second)
+        if other.lookup is not None:
+            raise _wrong(name, "its second part must be a model or a head")
+        return replace(other, lookup=_LOOKUPS[first])
     if form == EAGLE3:
         if not rest:
             raise _wrong(name, "the name of the head is missing")
@@ -100,17 +107,6 @@ def check_model_name(name: str) -> None:
             f"{name!r} is wrong: no directory has this name, and a model of the hub is written "
             f"OWNER/NAME{hint}",
         )
-
-
-def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
-    first, comma, second = parts.partition(",")
-    lookups = " or ".join(f"`{kind}`" for kind in _LOOKUPS)
-    if not comma or first not in _LOOKUPS or not second:
-        raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, where LOOKUP is {lookups}")
-    other = parse_drafter(second)
-    if other.lookup is not None:
-        raise _wrong(name, "its second part must be a model or a head")
-    return replace(other, lookup=_LOOKUPS[first])
 
 
 def _wrong(name: str, reason: str) -> SettingError:

@@ -23,7 +23,6 @@ from outrider import limits
 from outrider.errors import BadRequest, ConfigError, Overloaded
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.grammar.token_mask import TokenMask
-from outrider.limits import ALTERNATIVES_MAX, LIST_ALTERNATIVE
 from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
 
@@ -57,7 +56,7 @@ class Grammar:
     def is_used_up(self) -> bool:
         """Whether the grammar can compute no more masks. All copies of its matcher share the
         lexer's states, whose number is limited."""
-        return first_mask_error(self.start) is not None
+        return _first_mask_error(self.start) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class GrammarTokenizer:
             text = _grammar_text(constraint)
             start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
             # The first mask is slow and would delay a step, so this thread computes it.
-            error = first_mask_error(start)
+            error = _first_mask_error(start)
         except ValueError as refused:
             error = str(refused)
         if error is not None:
@@ -111,7 +110,7 @@ class GrammarTokenizer:
         return Grammar(constraint, start, self, constraint.digest())
 
 
-def first_mask_error(start: LLMatcher) -> str | None:
+def _first_mask_error(start: LLMatcher) -> str | None:
     """Computes a mask with a copy of a matcher. Returns the copy's error, if any."""
     copied = start.deep_copy()
     copied.compute_bitmask()
@@ -293,12 +292,13 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
         found = _Document(schema).num_alternatives
     except RecursionError:
         raise BadRequest(field, "has too many nested references") from None
-    if found > ALTERNATIVES_MAX:
+    most, weight = limits.ALTERNATIVES_MAX, limits.LIST_ALTERNATIVE
+    if found > most:
         raise BadRequest(
             field,
             "has too many alternatives that are objects or lists: the sum over anyOf, oneOf and "
-            f"enum is {found:.0f}; allowed: {ALTERNATIVES_MAX}. An alternative that may be a list "
-            f"counts {LIST_ALTERNATIVE}; where schemas are combined, their counts multiply",
+            f"enum is {found:.0f}; allowed: {most}. An alternative that may be a list "
+            f"counts {weight}; where schemas are combined, their counts multiply",
         )
 
 
@@ -327,8 +327,8 @@ class _Document:
         if sum(count > 0 for count in counts) < 2:
             return listed
         # A combination has one alternative, or none, of each part, and counts as a list.
-        ways = prod(1 + count / LIST_ALTERNATIVE for count in counts) - 1
-        return min(max(listed, LIST_ALTERNATIVE * ways), _MANY)
+        ways = prod(1 + count / limits.LIST_ALTERNATIVE for count in counts) - 1
+        return min(max(listed, limits.LIST_ALTERNATIVE * ways), _MANY)
 
     def _listed(self, schema: dict[str, Any]) -> float:
         values = [{"const": value} for value in _list_at(schema, "enum")]
@@ -345,14 +345,14 @@ class _Document:
                 break
             entry = self._target(entry["$ref"])
         if not isinstance(entry, dict):
-            return 0 if entry is False else LIST_ALTERNATIVE
+            return 0 if entry is False else limits.LIST_ALTERNATIVE
         types = entry.get("type")
         kinds = {str(kind) for kind in (types if isinstance(types, list) else [types])}
         values = [entry["const"]] if "const" in entry else entry.get("enum")
         is_plain = isinstance(values, list) and not containers_in(values)
         if is_plain or (kinds and kinds <= _SCALARS):
             return 0
-        return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
+        return 1 if kinds and kinds <= {"object", *_SCALARS} else limits.LIST_ALTERNATIVE
 
     def _reach(self, value: Any) -> float:
         """The number of alternatives in a value and in all parts to which it refers."""
