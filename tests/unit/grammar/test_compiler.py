@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import suppress
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
@@ -88,20 +89,16 @@ async def test_what_cannot_be_compiled_is_told_by_name_and_remembered(
     known.close()
 
 
-async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
-    compiled: list[Constraint] = []
-
-    class Counting(GrammarTokenizer):
-        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
-            compiled.append(constraint)
-            return super().compile(constraint)
-
-    known = Grammars(lambda: Counting(hf_tokenizer(), (0,)))
-    constraint = CONSTRAINTS["schema"]
+async def test_a_constraint_is_compiled_once_for_all_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiling = create_autospec(GrammarTokenizer.compile, side_effect=GrammarTokenizer.compile)
+    monkeypatch.setattr(GrammarTokenizer, "compile", compiling)
+    known, constraint = grammars(), CONSTRAINTS["schema"]
     await asyncio.gather(*(known.prepare(constraint) for _ in range(5)))
     await known.prepare(constraint)
     assert known.get(constraint).constraint == constraint
-    assert len(compiled) == 1
+    assert compiling.call_count == 1
     known.close()
 
 
@@ -157,14 +154,14 @@ async def test_no_session_waits_for_ever_for_what_others_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.limits.COMPILE_WAIT_S_MAX", 0.3)
-    free = threading.Event()
+    free, compiling = threading.Event(), GrammarTokenizer.compile
 
-    class Held(GrammarTokenizer):
-        def compile(self, constraint: Constraint) -> Grammar:
-            free.wait(10)
-            return super().compile(constraint)
+    def held(tokenizer: GrammarTokenizer, constraint: Constraint) -> Grammar:
+        free.wait(10)
+        return compiling(tokenizer, constraint)
 
-    known = Grammars(lambda: Held(hf_tokenizer(), (0,)))
+    monkeypatch.setattr(GrammarTokenizer, "compile", held)
+    known = grammars()
     for name in ("regex", "choice", "schema"):
         with pytest.raises(Overloaded, match="other constraints are being compiled; try later"):
             await known.prepare(CONSTRAINTS[name])
@@ -178,10 +175,7 @@ async def test_no_session_waits_for_ever_for_what_others_compile(
 
 
 async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
-    def load() -> GrammarTokenizer:
-        return GrammarTokenizer(hf_tokenizer(), ())
-
-    known = Grammars(load)
+    known = Grammars(lambda: GrammarTokenizer(hf_tokenizer(), ()))
     with pytest.raises(BadRequest, match="json_object: a constraint needs a token that ends"):
         await known.prepare(Constraint.any_object())
     known.close()
