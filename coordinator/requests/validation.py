@@ -75,7 +75,12 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
         reason = "exclude every token until min_tokens is reached; give fewer, or no min_tokens"
         raise BadRequest("sampling.stop_token_ids", reason)
     check_roles(request.prompt)
-    check_stop(request.stop)
+    if len(request.stop) > (most := limits.STOP_STRINGS_MAX):
+        raise BadRequest("stop", f"got {len(request.stop)} strings; allowed: up to {most}")
+    most = limits.STOP_STRING_BYTES_MAX
+    for index, text in enumerate(request.stop):
+        if not 1 <= (size := len(text.encode())) <= most:
+            raise BadRequest(f"stop[{index}]", f"has {size} bytes; allowed: 1..{most}")
     bounds = (
         ("max_tokens", int(request.prompt_logprobs is None), model.max_model_len),
         ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
@@ -100,9 +105,8 @@ def resolve(
     config: CoordinatorConfig,
     random_seed: int,
 ) -> GenerationParameters:
-    """Fills in the defaults of a request that `check_fields` has accepted. `prompt_field` is the
-    prompt's name in errors. Raises `BadRequest` if the prompt is empty, has an unknown token, or
-    leaves too little room for `max_tokens`."""
+    """Fills in the defaults of a request that `check_fields` has accepted. Raises `BadRequest` if
+    the prompt is empty, has an unknown token, or leaves too little room for `max_tokens`."""
     num_ids, length = len(prompt_ids), model.max_model_len
     if not prompt_ids:
         raise BadRequest(prompt_field, "the prompt is empty; at least one token is needed")
@@ -163,16 +167,6 @@ def check_roles(prompt: Prompt) -> None:
             raise BadRequest(f"chat.messages[{index}].role", reason)
 
 
-def check_stop(stop: tuple[str, ...]) -> None:
-    """Raises `BadRequest` if there are too many stop strings, or one is empty or too long."""
-    if len(stop) > (most := limits.STOP_STRINGS_MAX):
-        raise BadRequest("stop", f"got {len(stop)} strings; allowed: up to {most}")
-    most = limits.STOP_STRING_BYTES_MAX
-    for index, text in enumerate(stop):
-        if not 1 <= (size := len(text.encode())) <= most:
-            raise BadRequest(f"stop[{index}]", f"has {size} bytes; allowed: 1..{most}")
-
-
 TOKENIZER_THREADS = 2
 """Number of prompts that are tokenized at the same time. Further prompts wait."""
 
@@ -184,9 +178,8 @@ class PromptEncoder:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
-        """Running calls of the tokenizer, by (`id` of the prompt object, `add_special_tokens`). All
-        generations of one request share a prompt object. A running call keeps it alive, so no other
-        object can get its `id`."""
+        """By (`id` of the prompt object, `add_special_tokens`). All generations of one request
+        share a prompt object. A running call keeps it alive, so no other object can get its id."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(

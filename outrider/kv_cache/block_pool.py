@@ -58,22 +58,20 @@ def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on these pages. Its state depends only on its
-    calls. So all ranks of a model, which make the same calls, assign the same pages. The time of a
-    call is proportional to the number of pages that the call reads or changes."""
+    """The pages of one engine, and the sequences on these pages. The pool's state depends only on
+    its calls, so all ranks of a model assign the same pages. A call takes time proportional to the
+    number of pages that it reads or changes."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
-        """The free pages. The pool takes new pages from the end."""
         self._sequences: dict[str, _PagedSequence] = {}
         self._holders = [0] * num_pages  # the number of sequences that hold each page
         self._page_of: dict[bytes, int] = {}
         """The last page of each known prefix, by the prefix's key."""
         self._key_of: dict[int, bytes] = {}  # the inverse of `_page_of`
-        self._remembered: OrderedDict[int, None] = OrderedDict()
-        """The remembered pages, the least recently used page first."""
+        self._remembered: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._prefix_queries = 0
         self._prefix_hits = 0
 
@@ -92,7 +90,6 @@ class BlockPool:
         return self._sequence(sequence_id).pages
 
     def _sequence(self, sequence_id: str) -> _PagedSequence:
-        """An unknown sequence has no tokens."""
         return self._sequences.get(sequence_id) or _PagedSequence("")
 
     def counts(self) -> PageCounts:
@@ -141,16 +138,15 @@ class BlockPool:
         return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of each step. The steps must be of different sequences. An
-        unknown sequence begins with an empty salt. Returns the page copies to make before any slot
-        is written. After the step, call `written`. If the step fails, call `keep` with the old
-        length instead. If the page copies fail, also call `release`, because the page tables have
-        the new pages already.
+        """Takes slots for the tokens of each step, all of different sequences. An unknown sequence
+        begins with an empty salt. Returns the page copies to make before any slot is written. After
+        the step, call `written`. If the step fails, call `keep` with the old length instead. If the
+        page copies fail, also call `release`, because the page tables have the new pages already.
 
-        Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
-        changes nothing. If not `whole`, only the draft layer writes to the new slots, which must
-        never be shared: do not call `written`, and drop them with `keep` before the next call with
-        `whole`, which otherwise raises `InvariantError`."""
+        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If not
+        `whole`, only the draft layer writes to the new slots, which must never be shared: do not
+        call `written`, and drop them with `keep` before the next call with `whole`, which otherwise
+        raises `InvariantError`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):

@@ -1,7 +1,6 @@
-"""Aligns the sequences of an engine with the sessions of coordinators.
-
-In each round, a worker calls `align`. The worker runs `Aligned.new_tokens`, in one or several
-steps. Then a target runs the proposal, and a draft runs the tokens that it draws."""
+"""Aligns the sequences of an engine with the sessions of coordinators. In each round, a worker
+calls `align` and runs `Aligned.new_tokens`, in one or several steps. Then a target runs the
+proposal, and a draft runs the tokens that it draws."""
 
 import math
 from collections import OrderedDict
@@ -36,9 +35,9 @@ class _Entry:
 
 
 class SessionTable:
-    """The sessions that an engine knows, at most `sequences_max`. A further session replaces the
-    least recently used one. So a step must align at most `sequences_max` sessions. The name of a
-    session is the name of its sequence. Not thread-safe."""
+    """The sessions that an engine knows, by the names of their sequences. A session beyond
+    `sequences_max` replaces the least recently used one, so a step must not align more. Not
+    thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
@@ -52,13 +51,12 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
-        and the first tokens of `head.append` if the session holds them already. Never keeps the
-        last committed token, which must run again for its logits. If no token is held, the session
-        begins with the cached pages of its tenant that have the same tokens (`Engine.attach`).
+        and the first tokens of `head.append` if held already, but never the last committed token,
+        which must run again for its logits. If no token is held, begins with the cached pages of
+        the tenant that have the same tokens (`Engine.attach`).
 
-        If the session does not hold the stated prefix, cuts nothing, and returns a `Resync` with
-        the longest shorter prefix that is known to be committed. Raises `BadRequest` if `head` has
-        no tokens."""
+        If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
+        shorter prefix known to be committed. Raises `BadRequest` if `head` has no tokens."""
         if head.committed_length == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
         entry, engine, session_id = self._entry(head.session_id), self._engine, head.session_id

@@ -80,8 +80,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, but views the tensors as [heads * slots, width], and takes row numbers
-        [heads * n]. PyTorch runs `gather_rows` on several threads, but `gather` on one thread."""
+        """Like `gather`, but takes rows [heads * n] of [heads * slots, width]. PyTorch runs it on
+        several threads, but `gather` on one."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -114,8 +114,8 @@ class KVCache:
         """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`."""
         self._num_pages, self._page_size, self._is_blocked = num_pages, page_size, is_blocked
         self._stacks: list[Tensor] = []
-        """[any, pages, any]: the keys, or the values, of all layers with the same shape, so that
-        one call copies a page in all these layers."""
+        """[any, pages, any]: the keys, or the values, of all layers with the same shape, in which
+        one call copies a page."""
         layers: dict[LayerShape, Iterator[Any]] = {}
         for shape, num_layers in Counter(shapes).items():
             keys = self._new_stack(shape, shape.key_width, num_layers)
