@@ -29,8 +29,6 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from coordinator.requests.grammar_process import main; main()"
 )
-
-
 _Key = tuple[str, bytes]
 
 

@@ -103,8 +103,6 @@ def _evidence(
 
 _FADE = 1 - 1 / 500
 """Each new outcome multiplies the weight of earlier outcomes by this factor."""
-_PRIOR_WEIGHT, _PRIOR_OFFSET, _PRIOR_SHARPNESS = 1.0, 0.0, 1.0
-"""Under coupled, they fit a draft whose logits have errors as large as the Gumbel noise."""
 _PRIOR_INFORMATION = 5.0
 """Initial information about each coefficient, as much as about twenty outcomes give."""
 _WEIGHT_MAX, _OFFSET_MAX = 8.0, 6.0
@@ -162,11 +160,12 @@ class OutcomeModel:
     """Predicts outcomes of rounds, and learns from outcomes of earlier rounds."""
 
     def __init__(self) -> None:
-        self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
-        offset = _PRIOR_OFFSET, -_OFFSET_MAX, _OFFSET_MAX
+        # Under coupled, these fit a draft whose logits have errors as large as the Gumbel noise.
+        self._weight = _Coefficient(1.0, 0.0, _WEIGHT_MAX)
+        offset = 0.0, -_OFFSET_MAX, _OFFSET_MAX
         self._offsets = [_Coefficient(*offset) for _ in range(NUM_DRAFT_TOKENS_MAX)]
-        self._recovery = _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX)
-        self._bonus = _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX)
+        self._recovery = _Corrections(1.0, 0.0, _WEIGHT_MAX)
+        self._bonus = _Corrections(1.0, 0.0, _WEIGHT_MAX)
 
     def _acceptance(self, index: int, evidence: float) -> float:
         """The probability that a draft token is accepted after all those before it."""
