@@ -88,6 +88,11 @@ class AutoregressiveDraft:
             output_ids=(*committed[prompt_length:], *self.token_ids),
         )
 
+    def add(self, token_id: int, q: DraftDistribution | None) -> None:
+        """Appends a drawn token."""
+        self.token_ids.append(token_id)
+        self.q.append(q)
+
     def stop(self) -> None:
         """Ends the draft with the tokens that it has."""
         self.num_wanted = len(self.token_ids)
@@ -166,8 +171,7 @@ class DraftSampler:
                     self._draw([draft], [depth], row)
             return
         for draft, (token_id, q), likely in zip(drafts, tokens, drawn_from, strict=True):
-            draft.token_ids.append(token_id)
-            draft.q.append(q)
+            draft.add(token_id, q)
             draft.unseen = (token_id,)
             if likely is not None:
                 draft.rows.append(likely)
