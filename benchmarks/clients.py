@@ -41,8 +41,8 @@ class GrpcClient(BenchClient):
 
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
-    """Runs a request. Raises the coordinator's errors. If an answer was cut short, raises
-    `Unavailable`, because the time of a partial answer means nothing."""
+    """Runs a request. Raises the coordinator's errors, and `Unavailable` if the answer was cut
+    short, because the time of a partial answer means nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None

@@ -29,7 +29,6 @@ STAMP = "installed"
 PLAIN = "plain"
 SWEEP_TOKENS = 48
 SWEEP_PROMPTS = 6
-"""One built-in prompt of each category."""
 SPARE_TOKENS = 16
 """Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
@@ -192,10 +191,9 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """Returns the fastest setting of each mode, from the stored result of a sweep with the same
-    model and number of threads. If there is none, or `again` is set, runs a sweep and stores the
-    result. Omits the speculative mode if no setting works. Raises `Unavailable` if plain decoding
-    does not work."""
+    """Returns the fastest setting of each mode. Runs a sweep and stores its result, unless one with
+    the same model and number of threads is stored and `again` is False. Omits the speculative mode
+    if no setting works. Raises `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -235,9 +233,8 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
     """Returns a cached copy of `gguf`, whose weights are rounded to bfloat16, like the target's.
-    The copy stores matrices as float16, because not every library reads bfloat16. Only numbers
-    below 2**-17 in magnitude lose bits in float16. The copy stores vectors as float32, because
-    llama.cpp needs float32 vectors. Metadata, names, shapes and the order of rows stay."""
+    Matrices are stored as float16, because not every library reads bfloat16; only numbers below
+    2**-17 in magnitude lose bits. Vectors are stored as float32, which llama.cpp needs."""
     from outrider.models.sources import cached_path, made_once
 
     path = cached_path(gguf, cache, ".f16.gguf")

@@ -182,7 +182,7 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts. No measured prompt has a seed of a warm-up prompt, because
+    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because
     `suffix` drafts differently in later sessions with the same seed."""
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         request = contestant.ask(prompt, -index)

@@ -40,8 +40,7 @@ ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""The coordinator's time limit for a proposal. Benchmarks must not skip proposals of a slow
-draft."""
+"""Time limit for a proposal, long because benchmarks must not skip proposals of a slow draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -194,7 +193,6 @@ def service_process(
 
 @asynccontextmanager
 async def embedded_redis() -> AsyncIterator[str]:
-    """Yields the URL of a temporary Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
         EmbeddedRedis(Path(directory)) as redis,

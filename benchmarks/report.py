@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SIGNIFICANT = 6
-"""Significant digits of a number in JSON."""
 
 
 @dataclass(frozen=True, slots=True)

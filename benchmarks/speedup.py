@@ -25,8 +25,7 @@ REFERENCES = (
     ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
 )
 PLAIN_SHARE_MIN = 0.9
-"""The report warns if plain decoding through the services is slower than this share of a
-reference's tokens/s, because a slow baseline exaggerates the speed-up."""
+"""The report warns if plain decoding is slower than this share of a reference's tokens/s."""
 
 
 @checked()

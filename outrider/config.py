@@ -333,8 +333,7 @@ class CoordinatorConfig(ServerConfig):
     tool calls in the text."""
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
     """Which part of a chat answer is reasoning: `qwen3` = a `<think>` block at the beginning,
-    `deepseek_r1` = all text before `</think>`, `none` = no part, `auto` = the chat template
-    decides."""
+    `deepseek_r1` = all text before `</think>`, `none` = none, `auto` = the template decides."""
     redis: Internal[RedisAddress] = RedisAddress()
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the

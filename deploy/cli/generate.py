@@ -173,7 +173,6 @@ class Printer:
     async def show_all(
         self, client: Client, request: GenerateRequest, builder: CompletionBuilder
     ) -> None:
-        """Prints the answer to a request. Also adds its events to `builder`."""
         self._begin()
         async with aclosing(client.generate(request)) as events:
             async for event in events:

@@ -180,7 +180,7 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:
-    """The line that reports an error. The line begins with the source of the wrong value: a flag, a
+    """The line that reports an error. It begins with the source of the wrong value: a flag, a
     variable, a file and key, or PROMPT."""
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
@@ -388,9 +388,8 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """Returns the deployment on this machine. If no deployment runs here, or `PLACE_KEYS` are set
-    to other values, returns the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if one
-    of `PLACE_KEYS` is needed and missing."""
+    """Returns the deployment on this machine, or another one if `PLACE_KEYS` identify it. Raises
+    `Unavailable` if one of `PLACE_KEYS` is needed and missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(local_state.state_directory(os.environ))

@@ -43,9 +43,8 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Begins the work that `line` describes. The work lasts until the next call or `rest`. If
-        `at_once` is False, the line is first printed after `period_s`. A warning is printed once
-        and begins no work."""
+        """Begins the work that `line` describes, which lasts until the next call or `rest`. Unless
+        `at_once`, the line is first printed after `period_s`. A warning begins no work."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:

@@ -165,7 +165,7 @@ async def _upgrade(
     where: DeploymentLocation, values: dict[str, Value], wait_s: float,
     trial: tuple[float, float] | None,
 ) -> tuple[dict[str, Value], Overview]:  # fmt: skip
-    """Requests the changes. Waits at most `wait_s` until no trial runs and no replica is stale.
+    """Requests the changes, and waits at most `wait_s` until no trial runs and no replica is stale.
     `trial` is a share of the sessions and a time in seconds; a share of 0 ends the running trial.
     Returns the changes and the last overview."""
     progress("asking the deployment", at_once=False)
