@@ -161,8 +161,7 @@ class ModelServerConfig(ServerConfig):
     other sessions. This setting makes all kernels slower except the fused CPU kernels."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels for steps on a CPU: `torch` = torch's operators; `auto` = the fused kernels of
-    amd-pace if amd-pace is installed and supports the processor and the model, otherwise torch's
-    operators."""
+    amd-pace if it is installed and supports the processor and the model, otherwise `torch`."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
@@ -180,8 +179,8 @@ class ModelServerConfig(ServerConfig):
     """CPUs that Ray reserves for a replica. They limit how many replicas Ray places on a machine,
     not how many cores a replica uses."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
-    """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica. If unset, Ray
-    reserves an equal share of the cluster's GPUs, at most one GPU, for each rank of a model."""
+    """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica; unset = an equal
+    share of the cluster's GPUs, at most one GPU, for each rank of a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
     for a draft. With 0, small steps of a target use one thread fewer while other processes slow the
@@ -251,8 +250,8 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Lower bound on the estimated probability that all tokens of a suffix proposal are accepted.
-    Suffix decoding adds no token that would lower the probability below this bound."""
+    """Suffix decoding adds no token that would lower the estimated probability that all tokens of
+    the proposal are accepted below this bound."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. All tenants together have room for four times this number."""
@@ -303,9 +302,8 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys or their hashes, separated by commas. Callers must send one of the keys. The flag
-    may be given several times. Prefer the environment variable, because other users of the machine
-    can see flags."""
+    """API keys or their hashes, separated by commas or in several flags. Callers must send a key.
+    Prefer the environment variable, because other users of the machine can see flags."""
     api_key_file: str = ""
     """File of API keys, tenants and limits (see `outrider keys`). A changed file is read again."""
     ssl_certfile: str = ""
@@ -488,8 +486,7 @@ class DeploymentConfig:
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
     """Number of draft replicas at the start. A look-up alone, or a head on the target, has none."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Number of coordinators at the start. On one machine, the ports of each further coordinator
-    are 1 higher."""
+    """Number of coordinators at the start. On one machine, each further one has ports 1 higher."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
     separated by commas."""

@@ -222,9 +222,8 @@ class ProposalReply:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """The replica lacks a part of the stated prefix, for example after an eviction, a restart, or a
-    move of the session. `prefix_digest` is the digest of the `cached_length` tokens that it
-    holds. The coordinator then sends the missing tokens."""
+    """The replica lacks a part of the stated prefix, for example after an eviction or a restart.
+    `prefix_digest` is the digest of the `cached_length` tokens that it holds."""
 
     key: ReplyKey
     cached_length: int
@@ -275,7 +274,7 @@ class ReplicaDescription:
     """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
     bit-identical logits. Empty if a token's logits depend on the other tokens in the same step."""
     draft_note: str = ""
-    """Note for operators about how a target drafts for itself; empty = no note."""
+    """Note for operators about how a target drafts for itself."""
 
     @property
     def weights(self) -> str:
