@@ -42,10 +42,11 @@ class TokenizerText:
         # A byte-level tokenizer decodes by joining the bytes of each token.
         self._bytes_of = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
         vocabulary = tokenizer.get_vocab()
-        spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
-        self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
-        """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id, if the tokenizer spells
-        unknown text with such tokens."""
+        spelled = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        self.fallback_bytes = {
+            vocabulary[key]: spelled[key] for key in spelled if key in vocabulary
+        }
+        """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id, if there are such tokens."""
         self._special_ids = {self.spell(token_id).decode(): token_id for token_id in self._special}
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, _UNKNOWN_BYTES_MAX)
