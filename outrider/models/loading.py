@@ -121,19 +121,15 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
     module: Any
     remote = options.get("trust_remote_code", False)
     quantization = quantization_of(_config(path, remote))
+    # transformers chooses layers for quantised weights by the device. Some of these layers cannot
+    # be moved to another device.
+    place = {"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}
     with refusing(f"model {name}:", quantization):
         module, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=options.get("dtype", "auto"),
-            attn_implementation=_ATTENTION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=remote,
-            output_loading_info=True,
-            # transformers chooses layers for quantised weights by the device. Some of these layers
-            # cannot be moved to another device.
-            **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
-        )
+            str(path), dtype=options.get("dtype", "auto"), attn_implementation=_ATTENTION,
+            use_safetensors=True, local_files_only=True, trust_remote_code=remote,
+            output_loading_info=True, **place,
+        )  # fmt: skip
         if missing := loading["missing_keys"]:  # transformers has filled these with random numbers.
             raise ValueError(f"its files lack the weights {min(missing)}")
         if quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
@@ -165,14 +161,12 @@ def describe_files(
         raise SettingError("max_model_len", f"{length} given; model {name} allows 1..{stated}")
     eos = stated_eos_token_ids(path, tokenizer, config)
     return ModelInfo(
-        name=name,
-        vocab_size=vocab_size,
-        max_model_len=length,
+        name=name, vocab_size=vocab_size, max_model_len=length,
         dtype=loaded_dtype.removeprefix("torch."),
         eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
         weights_fingerprint=fingerprint.weights_fingerprint(path),
         tokenizer_fingerprint=fingerprint.tokenizer_fingerprint(tokenizer),
-    )
+    )  # fmt: skip
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
@@ -284,11 +278,9 @@ def empty_model(
                 "only with `--engine vllm`. A drafter for a target cannot have such weights"
             )
         with parameters_on_meta():
+            dtype = _resolve_stored_dtype(config, options.get("dtype", "auto"), path)
             module = transformers.AutoModelForCausalLM.from_config(
-                config,
-                dtype=_resolve_stored_dtype(config, options.get("dtype", "auto"), path),
-                attn_implementation=_ATTENTION,
-                trust_remote_code=remote,
+                config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=remote
             )
         if (path / "generation_config.json").is_file():
             module.generation_config = transformers.GenerationConfig.from_pretrained(str(path))
