@@ -250,8 +250,8 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding adds no token that would lower the estimated probability that all tokens of
-    the proposal are accepted below this bound."""
+    """Suffix decoding ends a proposal before the estimated probability that all its tokens are
+    accepted falls below this number."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. All tenants together have room for four times this number."""
@@ -302,7 +302,7 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys or their hashes, separated by commas or in several flags. Callers must send a key.
+    """API keys or their hashes, in several flags or separated by commas. Callers must send one.
     Prefer the environment variable, because other users of the machine can see flags."""
     api_key_file: str = ""
     """File of API keys, tenants and limits (see `outrider keys`). A changed file is read again."""
