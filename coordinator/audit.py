@@ -42,7 +42,6 @@ class Auditor:
         """Seeds of chosen sessions. Of the sessions with one seed, only the first is audited,
         because all use the same random numbers."""
         self._num_chosen = 0
-        """Number of chosen sessions whose audit has not ended."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 

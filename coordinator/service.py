@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Pause between two checks of targets and store."""
 TROUBLE_S = 3.0
 """`trouble` reports that target or store do not answer after this time. Shorter pauses are normal,
 for example while a replica on the same cores loads a model."""
@@ -471,23 +470,18 @@ class CoordinatorService:
         return self._found_trouble
 
     async def _found(self) -> str:
-        has_target, store_trouble = await asyncio.gather(
-            self.targets.healthy(), self._store_trouble()
-        )
-        self._known = {
-            "target_available": {"": float(has_target)},
-            "store_available": {"": float(not store_trouble)},
-        }
-        return store_trouble or ("" if has_target else "no target answers")
-
-    async def _store_trouble(self) -> str:
-        try:
-            await self._store.load(NO_SESSION)
-        except NotFound:
+        async def store_trouble() -> str:
+            try:
+                await self._store.load(NO_SESSION)
+            except OutriderError as error:
+                if not isinstance(error, NotFound):
+                    return f"the session store does not answer: {error.message}"
             return ""
-        except OutriderError as error:
-            return f"the session store does not answer: {error.message}"
-        return ""
+
+        has_target, trouble = await asyncio.gather(self.targets.healthy(), store_trouble())
+        available = {"target_available": has_target, "store_available": not trouble}
+        self._known = {name: {"": float(is_there)} for name, is_there in available.items()}
+        return trouble or ("" if has_target else "no target answers")
 
     async def _look(self) -> None:
         now, failing_since = asyncio.get_running_loop().time, math.inf

@@ -44,7 +44,6 @@ class Replayed:
     """The part of a completion that the store has."""
 
     completion: Completion
-    """Has all stored tokens."""
     events: tuple[Tokens, ...] = ()
     """The stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None

@@ -56,7 +56,6 @@ class RequestKey:
 
     name: str
     digest: str
-    """Digest of the request."""
     session_id: str = ""
     """Id of the session that generates the answer; empty if no session has begun."""
 
@@ -102,9 +101,7 @@ class OwnedSessions:
         self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Session id -> run."""
         self._ending: dict[str, asyncio.Task[None]] = {}
-        """Session id -> task that ends the session's run."""
         self._telling: dict[str, Told] = {}
         """Session id -> newest task that tells the store of the session's release or end."""
         self._taking: list[str] = []
@@ -112,7 +109,6 @@ class OwnedSessions:
         self._unsettled: set[str] = set()
         """Ids of sessions for which a call of `SessionStore.take_over` runs."""
         self.scored_ids: set[str] = set()
-        """Ids of the sessions that `score` is running."""
         self._closing = asyncio.Event()
         self._lease_ends = False
 

@@ -240,7 +240,6 @@ class LengthControl:
         self._fixed: _Option | None = None
         """The option of all rounds after the planned ones; None = not fixed."""
         self._current: _Option | None = None
-        """The round that was chosen last."""
         self._num_asked = 0
         """Number of draft tokens that `_current` asks for. If the completion has no room for K
         tokens, this number is smaller than K."""
@@ -248,7 +247,6 @@ class LengthControl:
         """Whether the round before `_current` was plain. If both rounds are plain, the target ran
         `_current` without waiting for the coordinator."""
         self._next: _Option | None = None
-        """The round after `_current`."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:

@@ -50,7 +50,6 @@ class PlayedRound:
     context: int
     """Length of the session when the round began, in tokens."""
     draft_s: float
-    """Wait for the proposal."""
     target_s: float
     """Time in the target's queue and step, without drafting for the next round."""
     ended_at: float
@@ -58,8 +57,6 @@ class PlayedRound:
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
     beside: DraftedBeside | None = None
-    """How the target drafted this round's proposal. None if the proposal did not come with the
-    previous round's verdict."""
     next_draft_s: float = 0.0
     """Time in which the target drafted for the next round."""
     work_s: float = 0.0

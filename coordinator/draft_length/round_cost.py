@@ -23,7 +23,6 @@ from .policy import PlayedRound
 MEMORY_ROUNDS = 64.0
 """The weight of a measured time falls to 1/e after this many further measurements of its kind."""
 LOAD_MEMORY_ROUNDS = 256.0
-"""Like `MEMORY_ROUNDS`, for the load of the target."""
 OUTLIER = 8.0
 """Measured times count as at most this multiple of the mean time of a round."""
 NOISE = 0.15
@@ -43,7 +42,6 @@ PLAIN_PRIOR_ROUNDS = 1.0
 """In the forecast of a plain round's time, the estimate from rounds with a draft weighs as much as
 this many measured plain rounds."""
 SECONDS_MIN = 1e-9
-"""Lower bound of an expected time."""
 KEPT = 1.0 - 1.0 / 512.0
 """Each round with a draft multiplies the weight of the measured plain rounds by this factor, so
 that plain decoding is tried again after some time."""

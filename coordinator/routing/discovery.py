@@ -51,7 +51,6 @@ class SeenReplica:
     """Number of sessions; for a target or draft, only those of this coordinator."""
     state: State
     here: bool = False
-    """Whether the replica is this coordinator."""
     figures: Figures = NO_FIGURES
 
 
@@ -76,7 +75,6 @@ class Discovery:
         """Replica name -> (time at which the registry last listed the replica, its address then).
         """
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Replica name -> running task of `_join` or `_doubt`."""
         self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
         """Name of a replica that could not join -> earliest time of the next attempt."""
         self._refused: dict[str, OutriderError] = {}

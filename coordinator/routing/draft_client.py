@@ -435,7 +435,6 @@ class SelfDraftClient(_ModelDrafts):
     ) -> None:
         super().__init__(target, lookup, config)
         self._wanted = NOTHING_WANTED
-        """The newest result of `next_wanted`."""
         self._next_max = 0
         """`RoundLength.next_max`. A hybrid may ask the target for fewer tokens."""
         self._is_rejected = False

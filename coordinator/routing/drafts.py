@@ -61,7 +61,6 @@ class Drafts:
 
     is_lookup: ClassVar[bool] = True
     never_drafts: ClassVar[bool] = False
-    """Whether the session runs without proposals."""
 
     def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
         self._lookup = lookup

@@ -65,7 +65,6 @@ class ReplicaConnection:
         self.away = False
         """Whether the replica could not be reached, and has not described itself since."""
         self.routes: dict[str, SessionRoute[Any, Any]] = {}
-        """Session id -> route."""
         link.listen(self._deliver, self.lose)
 
     @property
@@ -117,9 +116,7 @@ class ReplicaPool:
         self.num_stale = 0
         """Number of proposals and verdicts that arrived after their round or session had ended."""
         self.lost = asyncio.Event()
-        """Is set when a replica cannot be reached."""
         self._found = asyncio.Event()
-        """Wakes waiting tasks when a replica joins or is back."""
 
     @property
     def present(self) -> list[ReplicaConnection]:
@@ -356,10 +353,8 @@ class SessionRoute(Generic[Item, Answer]):
         )
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
-        """`ReplicaDescription.numerics` of the route's first replica."""
         self._replica: ReplicaConnection | None = None
         self._left: dict[str, ReplicaConnection] = {}
-        """Replicas that the session has left, by name."""
         self._rejected: list[ReplicaConnection] = []
         """Replicas that gave wrong answers."""
         self._num_moves = 0
