@@ -248,9 +248,9 @@ class CoordinatorService:
         self, request: GenerateRequest, key: RequestKey, resume: ResumeRequest, tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:  # fmt: skip
-        """Resumes the session of a `key` that `known` returned. If it has no session, or one that
-        has expired, runs the request; or raises `SessionNotFound` if the client already has tokens
-        of that session (`resume.num_tokens`)."""
+        """Resumes the session of a `key` that `known` returned. If the key has no session, or the
+        session has expired, runs the request. Raises `SessionNotFound` if the client already has
+        tokens of the expired session (`resume.num_tokens`)."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:

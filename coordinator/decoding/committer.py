@@ -252,7 +252,7 @@ class Committer:
     async def _hold_lease(self) -> None:
         """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, and ends it after
         `hand_over`. If the store does not answer, the lease may run out, and other coordinators may
-        take sessions over. The store then refuses this coordinator's appends by their epoch."""
+        take sessions over. The store then refuses this coordinator's appends as stale."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

@@ -53,8 +53,8 @@ class Completion:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the token that ends the completion. A completion whose
-        `max_tokens` is 0 ends with a call without tokens."""
+        """Adds the tokens of a round, up to the token that ends the completion. If `max_tokens` is
+        0, a call without tokens ends the completion."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens

@@ -42,7 +42,7 @@ from outrider.speculation.proposal import SealedProposal
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""So many bytes of stored log-probabilities take as long to read as one token."""
+"""Reading this many bytes of stored log-probabilities takes as long as reading one token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
@@ -399,9 +399,9 @@ class OwnedSessions:
 
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
         """Starts a task that repeats a call until the store answers. Calls about the same session
-        run one after the other. The task gives up when this coordinator's lease ends, and while
-        more than `UNTOLD_SESSIONS_MAX` sessions have such tasks, after `ABANDON_TRIES_MAX` calls.
-        """
+        run one after the other. The task gives up when this coordinator's lease ends. While more
+        than `UNTOLD_SESSIONS_MAX` sessions have such tasks, it gives up after `ABANDON_TRIES_MAX`
+        calls."""
         before = self._telling.get(session_id)
 
         async def insist() -> OutriderError | None:

@@ -26,7 +26,7 @@ class Prospects(NamedTuple):
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns counts [5, K] by depth of a round that asked for K = `num_asked` tokens and got the
     tokens of `survival` (see `PlayedRound`). A token is *due* at a depth if the round asked for it
-    and all tokens before it were proposed. The rows are, or else 0:
+    and all tokens before it were proposed. If the condition of a row is false, the count is 0:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed

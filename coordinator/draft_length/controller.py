@@ -29,9 +29,9 @@ from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
 MEMORY_ROUNDS, SHARED_MEMORY_ROUNDS = 48.0, 512.0
-"""`memory_rounds` of the averages of one session, and of those over all sessions."""
+"""`memory_rounds` of the averages of one session, and of the averages over all sessions."""
 PRIOR_ROUNDS = 12.0
-"""`prior_rounds` of all averages."""
+"""The prior of an average weighs as much as this many rounds."""
 CHOICE_ROUNDS = 4
 """Number of rounds with a draft after which K is chosen again."""
 PLAIN_GAIN = 0.03
@@ -51,11 +51,11 @@ CREDIT_TOKENS_MAX = 16.0
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried only if drafting is expected to be slower than this multiple of it."""
+"""Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
 """Number of rounds of a trial of plain decoding. The time of the first round is not measured."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""Total weight of measured plain rounds from which on plain decoding is not tried."""
+"""Plain decoding is not tried if the measured plain rounds have at least this total weight."""
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
@@ -147,7 +147,8 @@ class LengthControls:
     ) -> LengthControl:  # fmt: skip
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
         session's drafter if this drafter is on trial. Under the rules token and block, a session
-        that repeats a seed gets a fixed K, and the first session with this seed keeps its K."""
+        that repeats a seed gets a fixed K. So does the first session with this seed, if it still
+        runs."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
@@ -235,10 +236,10 @@ class LengthControl:
         self._plain_ends = False
         """Whether drafting certainly follows the current plain phase."""
         self._planned = _FIRST if num_draft_tokens else _PLAIN
-        """The round that follows `_next`. It is repeated `_num_planned` times."""
+        """The option of the rounds after `_next`, of which `_num_planned` are left."""
         self._num_planned = 1 if num_draft_tokens else _ENDLESS
         self._fixed: _Option | None = None
-        """The option of all rounds after the planned ones; None = not fixed."""
+        """The option of all rounds after the planned rounds; None = not fixed."""
         self._current: _Option | None = None
         self._num_asked = 0
         """Number of draft tokens that `_current` asks for. If the completion has no room for K

@@ -82,7 +82,7 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """That of the draft replica; None without a replica."""
+        """The state of the draft replica; None without a replica."""
         return None
 
     @property

@@ -182,9 +182,8 @@ class ReplicaPool:
         """Removes a replica that has ended. Its sessions move to other replicas."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            self._left = (
-                self._left + replica.link.num_bytes
-            )  # A new one: threads may read the old one.
+            # Replaces the counter instead of changing it, because another thread may be reading it.
+            self._left = self._left + replica.link.num_bytes
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
 

@@ -68,9 +68,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         error with which the target refuses the session, and `Unavailable` if no target can be
         reached for `target_gone_ms`.
 
-        If the target cannot read the proposal's q, the client asks again without the tokens from
-        the first one on whose q the client cannot read either. If it can read all of q, or the
-        target refuses the cut proposal too, it asks without a proposal."""
+        If the target cannot read the proposal's q, the client cuts the proposal before the first
+        token whose q the client cannot read either, and asks again. If the client can read all of
+        q, or if the target also refuses the cut proposal, the client asks without a proposal."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
@@ -156,8 +156,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
-            # The store has lost its last writes, and has given an epoch a second time that an
-            # earlier run has already released at the target.
+            # An earlier run with the same epoch has released the session at the target. So the
+            # store has lost its last writes, and has given the epoch a second time.
             raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         if isinstance(error, BadRequest):
             # The coordinator has validated the user's request, so the refusal shows a bug.
