@@ -29,6 +29,7 @@ from coordinator.requests.validation import (
 )
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
+from coordinator.routing.drafts import NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
@@ -564,7 +565,7 @@ class CoordinatorService:
             record = session.record
             lengths = self._lengths.open(
                 record.rule, record.seed,
-                0 if draft.never_drafts else parameters.num_draft_tokens,
+                0 if isinstance(draft, NoDrafts) else parameters.num_draft_tokens,
                 record.prompt_length, drafter,
             )  # fmt: skip
             run = SessionRun(

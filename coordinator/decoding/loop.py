@@ -69,7 +69,7 @@ class SessionRun:
         self._reads_beside = reads_beside
         self._trial = trial
         self._probe: LookupProbe | None = None
-        if draft.is_lookup and lengths.adapts:
+        if type(draft) is Drafts and lengths.adapts:  # Only look-ups draft.
             self._probe = LookupProbe(draft, lengths, self.parameters.num_draft_tokens)
         self._timeout: asyncio.Timeout | None = None
         self._cancelled = False

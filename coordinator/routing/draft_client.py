@@ -91,8 +91,6 @@ class _ModelDrafts(Drafts):
     """In a hybrid, a confident look-up takes the model's place. The confidence depends only on
     committed tokens of this session and of earlier ones."""
 
-    is_lookup = False
-
     def __init__(
         self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
     ) -> None:

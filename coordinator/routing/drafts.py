@@ -2,7 +2,7 @@
 without a model; `draft_client.py` has the sources that ask models."""
 
 import asyncio
-from typing import ClassVar, Literal
+from typing import Literal
 
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
@@ -58,9 +58,6 @@ NOTHING_WANTED = NextWanted()
 class Drafts:
     """One session's source of proposals. This class uses a look-up; subclasses ask a model. No
     method raises an error if a draft fails, because that must not end a request."""
-
-    is_lookup: ClassVar[bool] = True
-    never_drafts: ClassVar[bool] = False
 
     def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
         self._lookup = lookup
@@ -121,8 +118,7 @@ class Drafts:
 
 
 class NoDrafts(Drafts):
-    is_lookup = False
-    never_drafts = True
+    """The source of a session without proposals. `propose` is never called."""
 
 
 WATCH_ROUNDS_MIN, WATCH_ROUNDS_MAX = 8, 64
