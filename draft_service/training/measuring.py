@@ -22,16 +22,14 @@ _TOKENS_OF_A_PASS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in held-out answers."""
+    """Acceptance in held-out answers. `greedy` is from texts that the target wrote at temperature
+    0, and `sampled` from those at temperature 1. Without such texts, they are from all texts."""
 
     num_tokens: int
-    greedy: float
-    """Share of positions where p and q have the same likeliest token, in texts that the target
-    wrote at temperature 0. Without such texts, the share is from all texts."""
+    greedy: float  # share of positions where p and q have the same likeliest token
     sampled: float
-    """Mean of sum min(p, q) at temperature 1, with q truncated as in a proposal, in texts that the
-    target wrote at temperature 1. Without such texts, the mean is from all texts. The sum is over
-    the target's 64 likeliest tokens."""
+    """Mean of sum min(p, q) at temperature 1, over the target's 64 likeliest tokens, with q
+    truncated as in a proposal."""
     by_position: tuple[float | None, ...]
     """The probability at temperature 1 that each draft token is accepted, given that all earlier
     draft tokens were accepted."""

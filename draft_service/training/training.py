@@ -192,7 +192,7 @@ class Trainer:
         self._put_weights()
 
 
-_LEAST_OVERLAP = 1e-3  # the gradient of -log(acceptance) takes a lower acceptance for this number
+_LEAST_OVERLAP = 1e-3  # In the gradient of -log(acceptance), a lower acceptance counts as this.
 
 
 def overlap_loss(

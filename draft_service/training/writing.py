@@ -24,7 +24,7 @@ _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 """Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
-_BEGINNING = 16  # The first tokens of an answer may decide whether the conversation is held out.
+_BEGINNING = 16  # number of an answer's first tokens that may decide whether it is held out
 
 
 class WrittenCorpus:

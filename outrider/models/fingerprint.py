@@ -112,11 +112,9 @@ def _add_range(
 
 
 TokenizerTable = dict[str, str]
-"""The meaning of a tokenizer's ids. "id N" maps to the spelling of token N, which may be an added
-or special token. "merge N" maps to the N-th pair that a byte-pair encoding merges.
-
-The table lacks the tokens' roles, because a base model may draft for its instruction-tuned variant,
-which may end texts with another token."""
+"""Maps "id N" to the spelling of token N, and "merge N" to the N-th pair that a byte-pair encoding
+merges. The table lacks the tokens' roles, because a base model may draft for its instruction-tuned
+variant, which may end texts with another token."""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:

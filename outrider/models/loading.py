@@ -60,12 +60,8 @@ def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) 
     return {rename_source_key(name, renamings, [], prefix, wanted)[0]: name for name in stored}
 
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPE_NAMES = ("bfloat16", "float32", "float16", "float64")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 """The values of `--dtype` except `auto`, which means the dtype of the stored weights."""
 MAX_MODEL_LEN_DEFAULT = 2048
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
