@@ -35,7 +35,7 @@ from .local_state import DeploymentRecord, namespace_of
 from .preflight import check_before_start, check_ports, resolve_models, warnings, without_secrets
 from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, repeated, resources
 from .reconciler import FIXED, ReconcilerClient, differing, find_reconciler, start_reconciler
-from .replica_set import Overview, close_timeout_s, raise_first
+from .replica_set import STOP_CALL_TIMEOUT_S, Overview, raise_first
 from .spec import FleetSpec, plan_fleet
 
 _log = logging.getLogger(__name__)
@@ -244,8 +244,9 @@ class Deployment:
 
     async def _end(self) -> None:
         closing = ReconcilerClient(self.ray.namespace, CLOSE_AWAY_S)
+        each_s = self.config.stop_timeout_s + STOP_CALL_TIMEOUT_S  # Coordinators end first.
         try:
-            await closing.call("close", timeout_s=close_timeout_s(self.config.stop_timeout_s))
+            await closing.call("close", timeout_s=2 * each_s + STOP_CALL_TIMEOUT_S)
         except OutriderError as error:
             _log.warning("the replicas did not end in time, and are killed: %s", error)
         try:

@@ -107,7 +107,8 @@ def check_names(config: DeploymentConfig) -> None:
             )
         check_model_name(name)
     if config.target.emulated is not None:
-        emulated_spec(config.target.emulated)
+        with blaming("engine"):
+            EmulatedSpec.parse(config.target.emulated)
         return
     with blaming("model"):
         check_name(config.target.model)
@@ -197,11 +198,11 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
                 target, head=drafts, head_kind=drafter.kind, head_directory=str(where),
                 shows_features=apart,
             )  # fmt: skip
+        if apart and drafter.kind:
+            draft = replace(draft, target=name, target_directory=str(directory))
         if apart:
             draft = replace(draft, directory=str(where))
-            if drafter.kind:
-                draft = replace(draft, target=name, target_directory=str(directory))
-            else:
+            if not drafter.kind:
                 _check_size(draft, drafts, where, trust)
     return replace(config, target=target, draft=draft)
 
@@ -217,11 +218,6 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig:
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
-
-
-def emulated_spec(text: str) -> EmulatedSpec:
-    with blaming("engine"):
-        return EmulatedSpec.parse(text)
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
@@ -247,7 +243,7 @@ def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
 
 def _tokens(target: TargetConfig) -> tuple[int, str]:
     if target.emulated is not None:
-        return emulated_spec(target.emulated).vocab_size, ""
+        return EmulatedSpec.parse(target.emulated).vocab_size, ""
     from outrider.models.loading import stated_tokens
 
     return stated_tokens(Path(target.directory), trust_remote_code=target.trust_remote_code)

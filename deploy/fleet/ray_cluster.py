@@ -335,7 +335,6 @@ ENVIRONMENT = {
 TOKEN_FILE = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 _VARIABLES = MODE, PATH, TOKEN
-_BYTES = 32
 _ANSWER_S = 5.0
 
 
@@ -380,7 +379,7 @@ class RayConnection:
         if self.local and self._secrets_at is not None:
             temporary = self._open.enter_context(_short_directory())
             # Ray's processes listen on all addresses of the machine, so they need a token.
-            self.token = hide(self._secrets_at, TOKEN_FILE, secrets.token_hex(_BYTES))
+            self.token = hide(self._secrets_at, TOKEN_FILE, secrets.token_hex(32))
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,

@@ -212,11 +212,6 @@ async def _adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
     return one
 
 
-def close_timeout_s(grace_s: float) -> float:
-    """Time limit for ending all replicas: first the coordinators, then the others."""
-    return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + STOP_CALL_TIMEOUT_S
-
-
 def role_and_age(name: str) -> tuple[Role, int]:
     role, _, age = name.rpartition("-")
     return cast(Role, role), int(age)

@@ -16,7 +16,6 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import Unavailable
 from outrider.limits import SEED_MAX
 from outrider.request import RoundReport
-from outrider.speculation.sampling_params import Rule
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.link import Link
 
@@ -81,11 +80,13 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 
 
 async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list[PlayedSession]:
+    # Greedy or coupled, because with these rules answers do not depend on K.
+    rule = rules_at(sample.temperature)[-1]
+
     async def play(text: Answer, num_draft_tokens: int) -> PlayedSession:
         request = bench_request(
-            text.prompt_ids, text.max_tokens, sample.temperature, seed=text.seed,
-            rule=_rehearsed_rule(sample.temperature), num_draft_tokens=num_draft_tokens,
-            include_rounds=True,
+            text.prompt_ids, text.max_tokens, sample.temperature, rule=rule, seed=text.seed,
+            num_draft_tokens=num_draft_tokens, include_rounds=True,
         )  # fmt: skip
         return PlayedSession(text, num_draft_tokens, await complete(client, request))
 
@@ -105,12 +106,6 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
         ks = REHEARSED_K if index % 2 == 0 else REHEARSED_K[::-1]
         played += [await play(text, k) for k in ks]
     return played
-
-
-def _rehearsed_rule(temperature: float) -> Rule:
-    """Greedy at temperature 0, otherwise coupled, because with these rules answers do not depend on
-    K."""
-    return rules_at(temperature)[-1]
 
 
 def fit(
@@ -162,6 +157,6 @@ def _drafted_rounds(
         wanted = min(session.num_draft_tokens, text.max_tokens - start - 1)
         if wanted < 1:
             continue
-        found = script.attempt(text, start, wanted, _rehearsed_rule(temperature))
+        found = script.attempt(text, start, wanted, rules_at(temperature)[-1])
         if index > 0 and found.num_proposed == len(now.report.proposed_token_ids):
             yield found.num_steps, len(text.prompt_ids) + start, now.report, now.seconds
