@@ -275,7 +275,7 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """On one machine if a machine is large enough, otherwise on as few machines as possible."""
+    """Prefers one machine for all ranks, otherwise as few machines as possible."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 

@@ -267,7 +267,7 @@ class Reconciler(PlacedActor):
         self._trial_over_at = min(self._trial_over_at, now + trial.seconds)
         serving = [one for one in fleet.of("coordinator") if one.address and not one.leaves]
         found = await asyncio.gather(
-            *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
+            *(one.ranks[0].call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
             return_exceptions=True,
         )
         told = [one for one in found if not isinstance(one, BaseException)]

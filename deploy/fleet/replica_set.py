@@ -127,10 +127,6 @@ class Replica:
         return self.found.address
 
     @property
-    def leader(self) -> Actor:
-        return self.ranks[0]
-
-    @property
     def ports(self) -> dict[str, int]:
         """The ports of a coordinator that serves, by setting."""
         addresses = {"grpc_port": self.address, "port": self.found.http_address}
@@ -178,11 +174,11 @@ class Replica:
         if self.role == "coordinator":
             return
         try:
-            await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
+            await self.ranks[0].call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
             before = -1
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    while (now := await self.leader.call("traffic")) != before:
+                    while (now := await self.ranks[0].call("traffic")) != before:
                         before = now
                         await asyncio.sleep(QUIET_S)
         except Unavailable as error:

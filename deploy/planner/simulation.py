@@ -452,7 +452,7 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """Steps of n rows take `ms * ceil(n / rows)`, above `STEPPED_ROWS` linear in n."""
+    """The cost of n rows is `ms * ceil(n / rows)`, and linear in n above `STEPPED_ROWS`."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     table: dict[int, float] = {}
     for begun in range(1, last):

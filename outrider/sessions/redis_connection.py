@@ -301,7 +301,7 @@ class ScriptRunner:
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """The runs that wait for a round trip of a script that has a sender."""
+        """For each script with a sender, the runs that wait for its next round trip."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
