@@ -235,7 +235,7 @@ class World:
 
     @property
     def actors(self) -> list[SimulatedActor]:
-        leaders = [one.leader for one in self.fleet.replicas if one.address and one.ranks]
+        leaders = [one.ranks[0] for one in self.fleet.replicas if one.address and one.ranks]
         return [one for one in leaders if not one.node.process.is_dead]  # type: ignore[attr-defined,misc]
 
     @property
