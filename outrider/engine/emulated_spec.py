@@ -58,7 +58,8 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
             wrong["eos"] = f"-1 (none)..{size - 1}"
         if any(rate > before for before, rate in pairwise(rates)):
             wrong["acceptance_rates"] = "rates that do not increase"
-        for key, allowed in wrong.items():
+        if wrong:
+            key, allowed = next(iter(wrong.items()))
             value = getattr(self, key)
             raise ConfigError(f"{SCHEME}: {key}={value} is wrong; allowed: {allowed}")
         return self

@@ -158,21 +158,16 @@ class VllmEngine(PagedSequences):
             self._check_rows(max_num_seqs)
 
     def _new_config(
-        self,
-        path: Path,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        compiles: bool,
-        options: LoadOptions,
+        self, path: Path, max_num_seqs: int, num_tokens: int, compiles: bool, options: LoadOptions
     ) -> Any:
         compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
         if compiles and self._device.type == "cuda":
-            size = min(_CAPTURED_MAX, max_num_tokens)
+            size = min(_CAPTURED_MAX, num_tokens)
             compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
         config: Any = EngineArgs(
             model=str(path), dtype=options.get("dtype", "auto"),
             max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_tokens, compilation_config=compilation,
+            max_num_batched_tokens=num_tokens, compilation_config=compilation,
             trust_remote_code=options.get("trust_remote_code", False),
             tensor_parallel_size=1 if self._ranks is None else self._ranks.size,
             enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],

@@ -60,11 +60,7 @@ class FusedDecoder:
     """Runs a model's decoder and LM head on fused kernels. Shares the model's weights."""
 
     def __init__(
-        self,
-        module: Any,
-        layers: Sequence[AttentionLayer],
-        max_model_len: int,
-        kernels: PaceKernels,
+        self, module: Any, layers: list[AttentionLayer], max_model_len: int, kernels: PaceKernels
     ) -> None:
         """`module` was replaced for these kernels. `layers` are those of `find_layers`. Raises
         `CannotFuse`."""
