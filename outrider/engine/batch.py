@@ -26,9 +26,7 @@ from torch import Tensor
 
 from outrider.engine.interface import SequenceStep
 
-SPLIT_SLOTS = (
-    128  # with fixed shapes, attention divides a sequence's slots into splits of this size
-)
+SPLIT_SLOTS = 128  # with fixed shapes, the slots of a segment are divided into splits of this size
 STEP_ROWS_MIN = 8  # with fixed shapes; multiples of 8 fill the vector registers of any usual CPU
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
@@ -175,9 +173,8 @@ def plan_step(
     groups: dict[int | None, list[Group]] = {}
     for window in windows:
         segments = _segments(step.sequences, slots, window, first_slot, fixed_shapes)
-        groups[window] = [
-            _group(members, window, spare_row, device, dtype) for members in _alike(segments)
-        ]
+        alike = _alike(segments)
+        groups[window] = [_group(each, window, spare_row, device, dtype) for each in alike]
     token_ids, position_ids, new_slots, rows = shipped(arrays, device)
     return StepPlan(token_ids[None], position_ids[None], new_slots, rows, groups)
 
@@ -209,9 +206,8 @@ def _segments(
             size = padded_rows(num, FIXED_SEGMENT_TOKENS_MIN) if fixed_shapes else num
             read = own[begin : position + num]
             width = _in_units(len(read), unit)
-            segments.append(
-                _Segment(row, num, size, position, begin, begin == first_seen, read, width)
-            )
+            sees_begin = begin == first_seen
+            segments.append(_Segment(row, num, size, position, begin, sees_begin, read, width))
             row += num
     return segments
 

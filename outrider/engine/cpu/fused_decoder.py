@@ -175,9 +175,8 @@ class _NotingLayer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        vars(self).update(
-            {name: value for name, value in vars(layer).items() if name not in vars(self)}
-        )
+        own = vars(self)
+        own |= {name: value for name, value in vars(layer).items() if name not in own}
         self.read = torch.empty(0)
         self.rotations: list[_Rotation] = []
 
@@ -302,9 +301,8 @@ class FusedSteps(Steps):
             entry[: len(pages)] = pages
         first, last = (torch.tensor(values, dtype=torch.int32) for values in (starts, ends))
         kernels, sizes = self._decoder.kernels, self._decoder.sizes
-        schedules = [
-            kernels.schedule(first, last, sizes, window) for window in self._decoder.windows
-        ]
+        windows = self._decoder.windows
+        schedules = [kernels.schedule(first, last, sizes, window) for window in windows]
         return Attention(first, last, torch.from_numpy(table), schedules)
 
 
