@@ -59,7 +59,7 @@ def test_anchors_around_an_expression_say_nothing() -> None:
     ("make", "said"),
     [
         (lambda: Constraint.of_schema("{"), "json_schema: is not valid JSON"),
-        (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: is not valid JSON: NaN"),
+        (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: cannot be written"),
         (lambda: Constraint.of_schema('{"a": 1e999}'), "json_schema: cannot be written"),
         (lambda: Constraint.of_schema(r'{"a": "\ud800"}'), "json_schema: is not Unicode"),
         (lambda: Constraint.of_schema(deep(33)), "json_schema: is nested more than 32 deep"),
