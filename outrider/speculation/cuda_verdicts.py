@@ -88,8 +88,32 @@ def send_rows(
     words[:, :3] = kept.view(np.int64)[:, :3].repeat(sizes, axis=0)
     words[:, 3] = kept[:, 3].repeat(sizes)
     words[:, 4] = drafted
-    end = words.nbytes + extra.nbytes
-    changes = _changes(transforms, sizes, words, width, end, vocabulary)
+    words[:, 7] = -1
+    num_bytes = end = words.nbytes + extra.nbytes
+    changes: list[npt.NDArray[Any]] = []  # tables of tokens with biases or penalties, then masks
+    masks: dict[int, tuple[int, TokenMask]] = {}
+    at = 0
+    for (sampling, history, row_masks), size in zip(transforms, sizes.tolist(), strict=True):
+        start, at = at, at + size
+        if sampling.penalised or sampling.logit_bias:
+            changes.append(changed_tokens(sampling, history, width, vocabulary))
+            rows = words[start:at]
+            rows[:, 5:7] = len(changes[-1]), end
+            rows[:, 8] = np.arange(size)
+            penalties = rows[:, 9:].view(np.float64)
+            penalties[:, 0] = sampling.repetition_penalty
+            penalties[:, 1:] = sampling.presence_penalty, sampling.frequency_penalty
+            end += changes[-1].nbytes
+        for row, mask in enumerate(row_masks, start):
+            if mask is not None:
+                words[row, 7] = masks.setdefault(id(mask), (len(masks), mask))[0]
+    if masks:
+        bits = np.zeros((len(masks), -(-width // 8)), dtype=np.uint8)
+        for place, given in masks.values():
+            known = given.bits[: bits.shape[1]]
+            bits[place, : len(known)] = known
+        words[:, 7] = np.where(words[:, 7] < 0, -1, words[:, 7] * bits.shape[1] + end)
+        changes.append(bits)
     sent = send([words, extra, *changes], logits.device)
     if changes:
         from outrider.speculation.triton_kernels import change_rows
@@ -100,12 +124,8 @@ def send_rows(
             BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
         )  # fmt: skip
         logits = changed
-    sent_words = sent[:end].view(torch.int64)
-    return (
-        sent_words[: words.size].view(words.shape),
-        sent_words[words.size :].view(extra.shape),
-        logits,
-    )
+    own, others = sent[:num_bytes].view(torch.int64).split([words.size, extra.size])
+    return own.view(words.shape), others.view(extra.shape), logits
 
 
 def _judged(rows: ProposalRows) -> list[npt.NDArray[Any]]:
@@ -143,44 +163,6 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
         ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
         ROW_WAITS=row_waits, num_warps=_WARPS,
     )  # fmt: skip
-
-
-def _changes(
-    transforms: Sequence[Transforms],
-    sizes: IntArray,
-    words: IntArray,
-    width: int,
-    end: int,
-    vocabulary: DraftVocabulary | None,
-) -> list[npt.NDArray[Any]]:
-    """The arrays that are sent after the first `end` bytes: tables of tokens with biases or
-    penalties, and then masks. Writes their byte offsets into `words`."""
-    tables: list[npt.NDArray[Any]] = []
-    masks: dict[int, tuple[int, TokenMask]] = {}
-    words[:, 7] = -1
-    at = 0
-    for (sampling, history, row_masks), size in zip(transforms, sizes.tolist(), strict=True):
-        start, at = at, at + size
-        if sampling.penalised or sampling.logit_bias:
-            tables.append(changed_tokens(sampling, history, width, vocabulary))
-            rows = words[start:at]
-            rows[:, 5:7] = len(tables[-1]), end
-            rows[:, 8] = np.arange(size)
-            penalties = rows[:, 9:].view(np.float64)
-            penalties[:, 0] = sampling.repetition_penalty
-            penalties[:, 1:] = sampling.presence_penalty, sampling.frequency_penalty
-            end += tables[-1].nbytes
-        for row, mask in enumerate(row_masks, start):
-            if mask is not None:
-                words[row, 7] = masks.setdefault(id(mask), (len(masks), mask))[0]
-    if not masks:
-        return tables
-    bits = np.zeros((len(masks), -(-width // 8)), dtype=np.uint8)
-    for place, mask in masks.values():
-        known = mask.bits[: bits.shape[1]]
-        bits[place, : len(known)] = known
-    words[:, 7] = np.where(words[:, 7] < 0, -1, words[:, 7] * bits.shape[1] + end)
-    return [*tables, bits]
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
