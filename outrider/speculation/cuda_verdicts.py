@@ -60,7 +60,17 @@ def judge_by_kernels(
         weights = torch.empty_like(logits, dtype=torch.float32) if is_same else changed
         weigh(weights, found, changed, words)
         # The host prepares the last kernel's arguments while the device runs the first kernels.
-        settle(weights, found, words, send(_judged(rows), device))
+        packed = [b"" if each is None else each.packed for each in rows.q]
+        num_bytes = np.array([*map(len, packed)], dtype=np.int64)
+        judged = np.zeros((num_rows, JUDGED_WORDS), dtype=np.int64)
+        judged[:, :5] = rows.keys().view(np.int64)
+        judged[:, 5] = rows.num_before
+        judged[:, 6] = rows.is_block
+        is_judged = rows.num_before >= 0
+        judged[is_judged, 7] = judged.nbytes + num_bytes.cumsum() - num_bytes
+        judged[is_judged, 8] = num_bytes // ENTRY_BYTES
+        sent = send([judged, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
+        settle(weights, found, words, sent)
     maxima, _, _, behind, left, drawn = found.cpu().numpy()
     if not np.isfinite(maxima).all():
         for part in np.split(maxima, rows.ends[:-1]):
@@ -124,22 +134,8 @@ def send_rows(
             BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
         )  # fmt: skip
         logits = changed
-    own, others = sent[:num_bytes].view(torch.int64).split([words.size, extra.size])
+    own, others = torch.split(sent[:num_bytes].view(torch.int64), [words.size, extra.size])
     return own.view(words.shape), others.view(extra.shape), logits
-
-
-def _judged(rows: ProposalRows) -> list[npt.NDArray[Any]]:
-    """The arrays that `settle_rows` reads: `JUDGED_WORDS` words for each row, then all q."""
-    packed = [b"" if each is None else each.packed for each in rows.q]
-    num_bytes = np.array([*map(len, packed)], dtype=np.int64)
-    words = np.zeros((rows.num_rows, JUDGED_WORDS), dtype=np.int64)
-    words[:, :5] = rows.keys().view(np.int64)
-    words[:, 5] = rows.num_before
-    words[:, 6] = rows.is_block
-    is_judged = rows.num_before >= 0
-    words[is_judged, 7] = words.nbytes + num_bytes.cumsum() - num_bytes
-    words[is_judged, 8] = num_bytes // ENTRY_BYTES
-    return [words, np.frombuffer(b"".join(packed), dtype=np.uint8)]
 
 
 def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:
