@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -255,7 +256,7 @@ def _grammar_text(constraint: Constraint) -> str:
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.CHOICE:
-            return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choices)))
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, constraint.choices)))
         case _:
             schema = json.loads(constraint.text)
             options = schema.get("x-guidance")
@@ -264,11 +265,6 @@ def _grammar_text(constraint: Constraint) -> str:
                 raise BadRequest(constraint.kind, reason)
             check_alternatives(schema, constraint.kind)
             return LLMatcher.grammar_from_json_schema(constraint.text, defaults=_SPACES)
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches exactly this text."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 _UNIONS = ("anyOf", "oneOf")
