@@ -89,7 +89,11 @@ class SuffixDrafter(LookupDrafter):
         most `seeds_max` entries, oldest first."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        is_first = self._is_first(request)
+        key = request.tenant, request.noise.seed
+        is_first = self._first_of_seed.setdefault(key, request.session_id) == request.session_id
+        if len(self._first_of_seed) > self._seeds_max:
+            forgotten, _ = self._first_of_seed.popitem(last=False)
+            self._history.forget(*forgotten)
         tail = text.slice(text.end - self._config.depth, text.end)
         found = self._occurrences(text, tail, 1)  # The first place is the end of the text itself.
         if is_first or request.rule.absolute_noise:
@@ -108,14 +112,6 @@ class SuffixDrafter(LookupDrafter):
         if text.end > text.prompt_length:
             start = max(0, text.prompt_length - self._config.depth)
             self._history.add(text.tenant, text.seed, text.slice(start, text.end))
-
-    def _is_first(self, request: DraftRequest) -> bool:
-        key = request.tenant, request.noise.seed
-        first = self._first_of_seed.setdefault(key, request.session_id)
-        if len(self._first_of_seed) > self._seeds_max:
-            forgotten, _ = self._first_of_seed.popitem(last=False)
-            self._history.forget(*forgotten)
-        return first == request.session_id
 
     def _occurrences(
         self, text: TextIndex, tail: Sequence[int], num_left_out: int = 0

@@ -62,15 +62,18 @@ class SessionTable:
         entry, engine, session_id = self._entry(head.session_id), self._engine, head.session_id
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
-            return _resync(head, sequence, entry.confirmed_length)
+            held = min(entry.confirmed_length, len(sequence))
+            # If no fewer tokens are held than stated, one of them differs, and nothing shows which.
+            length = held if held < head.base_length else 0
+            return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length
         if not head.append:
             again = sequence.since(head.base_length - 1)[:1]
             engine.keep(session_id, head.base_length - 1)
             return Aligned(sequence, again)
-        held = sequence.since(head.base_length, head.committed_length - 1)
-        pairs = enumerate(zip(head.append, held, strict=False))
-        num_held = next((i for i, (given, known) in pairs if given != known), len(held))
+        ids = sequence.since(head.base_length, head.committed_length - 1)
+        pairs = enumerate(zip(head.append, ids, strict=False))
+        num_held = next((i for i, (given, known) in pairs if given != known), len(ids))
         if not engine.keep(session_id, head.base_length + num_held):
             num_held = engine.attach(session_id, head.append, head.tenant)
             sequence = engine.tokens(session_id)
@@ -99,11 +102,3 @@ class SessionTable:
             entry = _Entry(self._num_seen)
         self._entries[session_id] = entry
         return entry
-
-
-def _resync(head: RoundHead, sequence: TokenSequence, confirmed_length: int) -> Resync:
-    """Offers the held tokens that are known to be committed. If these are no fewer than the stated
-    prefix has, one of them differs from the prefix. Nothing shows which, so offers no tokens."""
-    held = min(confirmed_length, len(sequence))
-    length = held if held < head.base_length else 0
-    return Resync(head.key, length, sequence.digest(length))
