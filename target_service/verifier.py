@@ -177,12 +177,11 @@ class Verifier(StepWorker):
         info, item, head = self._engine.info, one.item, one.head
         one.sampling, size = head.params(), info.vocab_size
         biased = [token_id for token_id, _ in one.sampling.logit_bias]
-        ends = one.sampling.stop_token_ids
-        for key, token_ids in (
-            ("head.append", head.append),
-            ("sampling.logit_bias", biased),
-            ("sampling.stop_token_ids", ends),
-        ):
+        named = {
+            "head.append": head.append, "sampling.logit_bias": biased,
+            "sampling.stop_token_ids": one.sampling.stop_token_ids,
+        }  # fmt: skip
+        for key, token_ids in named.items():
             if (largest := max(token_ids, default=0)) >= size:
                 raise BadRequest(key, f"token {largest} is outside the vocabulary of {size}")
         if head.committed_length + len(item.proposal) > info.max_model_len:
@@ -258,8 +257,8 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to the verdicts of items that ask for them. If the
-        copy from the device fails, later verdicts bring these hidden states."""
+        """Adds hidden states of committed tokens to verdicts whose items ask for them. If the copy
+        from the device fails, later verdicts have them."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -277,8 +276,8 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """Adds the next proposal to the verdicts of items that ask for it. If drafting fails, the
-        verdicts are sent without proposals."""
+        """Adds the next proposal to verdicts whose items ask for it. If drafting fails, they are
+        sent without proposals."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -370,13 +369,9 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]. The first K are those of the
-    draft tokens i = 0..K-1, each from row i. The others are those of the corrections n = 0..K, each
-    from row n."""
-    entries = raw_logprobs(
-        logits,
-        (*proposal.token_ids, *verdict.correction),
-        num_logprobs,
-        rows=(*range(len(proposal)), *range(len(proposal) + 1)),
-    )
+    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]: of the draft tokens i = 0..K-1,
+    each from row i, and then of the corrections n = 0..K, each from row n."""
+    token_ids = (*proposal.token_ids, *verdict.correction)
+    rows = (*range(len(proposal)), *range(len(proposal) + 1))
+    entries = raw_logprobs(logits, token_ids, num_logprobs, rows=rows)
     return tuple(PositionLogprobs(logprob, top) for logprob, top in entries)

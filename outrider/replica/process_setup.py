@@ -187,7 +187,6 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     from outrider.engine.cuda.table_steps import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
-    from outrider.kv_cache.storage import memory_budget
     from outrider.models.loading import quantization_of, refusing
     from outrider.models.module_replacement import speed_up
 
@@ -205,9 +204,6 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         speed_up(layer.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
-    num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        device, config.gpu_memory_utilization, config.num_gpus
-    )
     # A target's small steps leave a core to another process that uses it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
@@ -215,19 +211,22 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     trying = refusing(f"model {config.model}:", quantization) if quantization else nullcontext()
     with by_its_keys(type(config)), trying:
         engine = PagedEngine(
-            module,
-            info,
-            max_num_seqs=config.max_num_seqs,
-            kv_cache_memory_bytes=num_bytes,
+            module, info, max_num_seqs=config.max_num_seqs,
+            kv_cache_memory_bytes=_kv_cache_bytes(config, device),
             contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
-            deterministic=config.deterministic,
-            backend=backend,
+            deterministic=config.deterministic, backend=backend,
             least=int if ranks is None else partial(least, ranks, device=device),
-            drafts_apart=shows_features,
-            kernels=kernels,
-            draft_layer=layer,
-        )
+            drafts_apart=shows_features, kernels=kernels, draft_layer=layer,
+        )  # fmt: skip
         return _of_length(engine, config)
+
+
+def _kv_cache_bytes(config: ReplicaConfig, device: torch.device) -> int:
+    from outrider.kv_cache.storage import memory_budget
+
+    return config.kv_cache_memory_bytes or memory_budget(
+        device, config.gpu_memory_utilization, config.num_gpus
+    )
 
 
 def _of_length(engine: Engine, config: ReplicaConfig) -> Engine:
@@ -252,26 +251,21 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     layer, layer_check = None, None
     if isinstance(config, TargetConfig) and config.head_kind:
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
-        if ranks is not None:  # Only the leader loads the layer. This may take long.
+        if ranks is not None:
             ranks.wait_for_all()
     with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(
-            Path(config.directory),
-            max_num_seqs=config.max_num_seqs,
+            Path(config.directory), max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched_tokens(config),
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            num_gpus=config.num_gpus,
-            ranks=ranks,
-            deterministic=config.deterministic,
-            enforce_eager=config.enforce_eager,
-            draft_layer=layer,
-            draft_check=layer_check,
+            gpu_memory_utilization=config.gpu_memory_utilization, num_gpus=config.num_gpus,
+            ranks=ranks, deterministic=config.deterministic, enforce_eager=config.enforce_eager,
+            draft_layer=layer, draft_check=layer_check,
             draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
             **load_options(config, num_threads),
-        )
+        )  # fmt: skip
         return _of_length(engine, config)
 
 
@@ -420,7 +414,6 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     """Loads the EAGLE-3 head of a draft. Returns it, its description, and the number of bytes for
     its keys and values. Blocks. Raises `ConfigError`."""
-    from outrider.kv_cache.storage import memory_budget
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.loading import describe, empty_model
     from outrider.models.module_replacement import speed_up
@@ -437,10 +430,7 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     )
     head.module.drop_fuse()
     speed_up(head.module)
-    num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        head.module.embed_tokens.weight.device, config.gpu_memory_utilization, config.num_gpus
-    )
-    return head, info, num_bytes
+    return head, info, _kv_cache_bytes(config, head.module.embed_tokens.weight.device)
 
 
 def _features_of(target: ModelInfo, head: Path) -> str:

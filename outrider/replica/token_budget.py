@@ -7,12 +7,11 @@
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
 too. Let n be the number of waiting prefixes. The step, together with earlier steps since the last
 rounds, may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long
-prompt does not stall sessions that decode, and many prompts are prefilled soon. In return, the gaps
-between tokens grow while prompts wait. In one step, n falls at most to WAITING_DECAY times its
-value. So the last of many prompts that came together is prefilled as fast as the first. If two
-prefixes or more wait, and n is at least the number of sessions that decode, most sessions wait for
-the prefill. The time is then not limited. If rounds fill a step, the oldest prefix still gets
-PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve each other.
+prompt does not stall sessions that decode, and many prompts are prefilled soon. In one step, n
+falls at most to WAITING_DECAY times its value, so that the last of many prompts is prefilled as
+fast as the first. If two prefixes or more wait, and n is at least the number of sessions that
+decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
+PREFIX_TOKENS_MIN tokens, so rounds cannot starve prefixes.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured
 times, separately for steps with and without a prefix (`note_seconds`). A draft's step has several
@@ -34,17 +33,16 @@ demand with more tokens is a prefix, even at the end of a long prompt, because e
 reads the whole context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
-"""With this value, one waiting prompt at most triples the gap between two tokens. A step's
-predicted time grows only to 1.75 times the predicted time of its rounds. But some steps take 1.5
-times their predicted time, and a gap also has time outside steps."""
+"""With this value, one waiting prompt at most triples the gap between two tokens: some steps take
+1.5 times their predicted time, and a gap also has time outside steps."""
 WAITING_DECAY = 0.95  # in one step, n falls at most to this share of its value
 CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1
-"""If a step's correction differs from the average by more than this factor, it counts as differing
-by this factor. Other processes may have delayed the step."""
+"""Largest factor by which a step's correction counts as differing from the average. Other processes
+may have delayed the step."""
 ROUND_REST_STEPS = 4
-"""After this number of steps in a row without a round, no more rounds are expected. In fewer steps,
-the sessions of the last rounds may still wait for their coordinators."""
+"""After this number of steps in a row without a round, no more rounds are expected. Before, the
+sessions of the last rounds may still wait for their coordinators."""
 
 
 class TokenDemand(NamedTuple):
@@ -92,10 +90,10 @@ class TokenBudget:
         """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
-        """Returns how many tokens of each demand this step runs. The demands are in order of
-        arrival. A round gets all its tokens or none. A prefix may also get a chunk that leaves at
-        least `num_last` tokens. At least one demand gets tokens. Without demands, the step only
-        continues earlier work, and its time is not predicted."""
+        """Returns how many tokens of each demand, in order of arrival, this step runs. A round gets
+        all its tokens or none. A prefix may also get a chunk that leaves at least `num_last`
+        tokens. At least one demand gets tokens. Without demands, the step only continues earlier
+        work, and its time is not predicted."""
         if not demands:
             self.drop_step()
             return []
@@ -132,8 +130,8 @@ class TokenBudget:
         return grants
 
     def expect_no_rounds(self) -> None:
-        """Lifts the limit of a step's time until the next round, because all sessions of the last
-        rounds have ended."""
+        """Lifts the limit of a step's time until the next round. All sessions of the last rounds
+        have ended."""
         self._last_rounds = None
 
     def note_passes(self, num_passes: int) -> None:
@@ -174,8 +172,8 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """Returns how many seconds a step may take. `rounds` is the load of its rounds, perhaps
-        empty. Subtracts the time of earlier steps since the last rounds."""
+        """Returns how many seconds a step with this load of rounds may take. Subtracts the time of
+        earlier steps since the last rounds."""
         newest = rounds if rounds.rows else self._last_rounds
         if newest is None:
             return math.inf
