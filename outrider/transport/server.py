@@ -69,7 +69,7 @@ class ServerOptions:
     guard: Guard | None = None  # checks each call; None = all callers may call every method
 
 
-class RpcServer:
+class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """A grpc.aio server with the health service (overall and per service) and, if configured,
     reflection. The health is NOT_SERVING until `set_serving(True)`."""
 
@@ -81,14 +81,21 @@ class RpcServer:
         if self._options.reflection:
             names += [_HEALTH.full_name, _REFLECTION.full_name]
             served.append(Service(_REFLECTION, reflection.ReflectionServicer(names)))
+        self._methods = {
+            f"/{service.descriptor.full_name}/{method.name}": (
+                method, _method(service.servicer, method.name)
+            )
+            for service in served
+            for method in service.descriptor.methods
+        }  # fmt: skip
         self._server = grpc.aio.server(
+            handlers=(self,),
             options=server_options(
                 shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
             ),
             # gRPC refuses calls beyond this number with RESOURCE_EXHAUSTED.
             maximum_concurrent_rpcs=2 * SESSIONS_PER_COORDINATOR_MAX,
         )
-        self._server.add_generic_rpc_handlers((_Methods(served, self._options.guard),))
         self._port = 0
 
     @property
@@ -127,6 +134,44 @@ class RpcServer:
     async def wait(self) -> None:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
+
+    def service(self, details: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
+
+    async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+        """Every method is registered as stream -> stream, because gRPC would read a unary request
+        before the guard is called."""
+        is_known = path in self._methods
+        try:
+            if self._options.guard is not None:
+                self._options.guard(path, context)
+            if is_known:
+                await self._call(path, frames, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the one place that maps every error
+            await abort(context, error, path[1:].replace("/", "."))
+        if not is_known:  # Outside `try`, because gRPC raises here if the call has ended.
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+
+    async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+        method, call = self._methods[path]
+        request_type = GetMessageClass(method.input_type)
+        if method.client_streaming:
+            given: Any = (_decode(request_type, data) async for data in frames)
+        else:
+            data = await anext(aiter(frames), None)
+            if data is None:
+                raise BadRequest("message", "is missing")
+            given = _decode(request_type, data)
+        replies = call(given, context)
+        if not method.server_streaming:
+            await context.write((await replies).SerializeToString())
+            return
+        async with aclosing(replies):  # Runs the iterator's `finally` as soon as the call ends.
+            async for reply in replies:
+                data = reply if isinstance(reply, bytes) else reply.SerializeToString()
+                await context.write(data)
 
 
 class _Health:
@@ -173,55 +218,6 @@ class _Health:
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
-        self._guard: Guard = guard or (lambda path, context: None)
-        self._methods = {
-            f"/{service.descriptor.full_name}/{method.name}": (
-                method, _method(service.servicer, method.name)
-            )
-            for service in services
-            for method in service.descriptor.methods
-        }  # fmt: skip
-
-    def service(self, details: Any) -> Any:
-        return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
-
-    async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """Every method is registered as stream -> stream, because gRPC would read a unary request
-        before the guard is called."""
-        is_known = path in self._methods
-        try:
-            self._guard(path, context)
-            if is_known:
-                await self._call(path, frames, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the one place that maps every error
-            await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # Outside `try`, because gRPC raises here if the call has ended.
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
-
-    async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        method, call = self._methods[path]
-        request_type = GetMessageClass(method.input_type)
-        if method.client_streaming:
-            given: Any = (_decode(request_type, data) async for data in frames)
-        else:
-            data = await anext(aiter(frames), None)
-            if data is None:
-                raise BadRequest("message", "is missing")
-            given = _decode(request_type, data)
-        replies = call(given, context)
-        if not method.server_streaming:
-            await context.write((await replies).SerializeToString())
-            return
-        async with aclosing(replies):  # Runs the iterator's `finally` as soon as the call ends.
-            async for reply in replies:
-                data = reply if isinstance(reply, bytes) else reply.SerializeToString()
-                await context.write(data)
 
 
 def _method(servicer: object, name: str) -> Any:
