@@ -45,8 +45,7 @@ RULES = [
     (Rule.COUPLED, PENALISED),
 ]
 """Each rule, and sampling parameters that count tokens."""
-PATIENCE_S = 20.0
-"""Timeout that is only reached if an answer is lost."""
+PATIENCE_S = 20.0  # timeout that is only reached if an answer is lost
 
 
 def session_name(number: int) -> str:

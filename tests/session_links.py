@@ -24,8 +24,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
 
 CONFIG = CoordinatorConfig(target_gone_ms=4_000, draft_timeout_ms=500)
-ANSWER_S, GONE_S = 0.5, 4.0
-"""Timeouts of a draft and a target with these settings."""
+ANSWER_S, GONE_S = 0.5, 4.0  # timeouts of a draft and a target with these settings
 PROMPT = (5, 6, 7, 8)
 TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
 

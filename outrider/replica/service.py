@@ -18,6 +18,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from outrider import limits
 from outrider.decayed_average import DecayedSums
 from outrider.engine.interface import ModelInfo
 from outrider.engine.step_costs import StepCosts
@@ -32,13 +33,6 @@ from outrider.errors import (
 )
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
-from outrider.limits import (
-    RELEASES_REMEMBERED_MAX,
-    SEQUENCES_PER_REPLICA_MAX,
-    SILENT_SESSION_MS,
-    STEP_CRASHES_UNHEALTHY,
-    STEP_S_MAX,
-)
 from outrider.messages import ProposalReply, Refused, ReplicaDescription, RoundHead, VerdictReply
 from outrider.newest import Newest
 from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
@@ -98,7 +92,8 @@ class SteppedService(ReplicaService):
         self._delay = BatchingDelay(seconds, description.max_num_seqs)
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        self.sessions: Newest[str, tuple[AnswerSender, float]] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        num_max = limits.SEQUENCES_PER_REPLICA_MAX
+        self.sessions: Newest[str, tuple[AnswerSender, float]] = Newest(num_max)
         """For each session, the connection of its last item, and the time of its last item or
         answer. Sessions with the oldest times come first."""
         self._filter = StaleRoundFilter()
@@ -106,7 +101,7 @@ class SteppedService(ReplicaService):
         self._compiling: set[asyncio.Task[None]] = set()
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
-        self._leaving: Newest[str, bool] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True) or parks (False) before the next step. The slots
         of dropped entries are freed when other sessions need slots."""
         self._wake = asyncio.Event()
@@ -129,7 +124,7 @@ class SteppedService(ReplicaService):
     @property
     def healthy(self) -> bool:
         """False if `STEP_CRASHES_UNHEALTHY` steps in a row crashed, or no more steps can run."""
-        return self._crashes < STEP_CRASHES_UNHEALTHY and not self._over
+        return self._crashes < limits.STEP_CRASHES_UNHEALTHY and not self._over
 
     @property
     def figures(self) -> Figures:
@@ -302,10 +297,10 @@ class SteppedService(ReplicaService):
         run = partial(self._on_executor, leaving, batch, steps, asyncio.get_running_loop().time)
         failure: Exception | None = None
         try:
-            async with asyncio.timeout(STEP_S_MAX) as limit:
+            async with asyncio.timeout(limits.STEP_S_MAX) as limit:
                 await self._executor.run(run)
         except Exception as error:  # noqa: BLE001 - handled below
-            hangs = EngineLost(f"a step has not ended in {STEP_S_MAX} s")
+            hangs = EngineLost(f"a step has not ended in {limits.STEP_S_MAX} s")
             failure = hangs if limit.expired() else error
         if steps:
             self._finish(batch, steps, _now())
@@ -320,7 +315,7 @@ class SteppedService(ReplicaService):
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
             # The coordinator of a silent session may have died, or its release was lost.
-            since, waiting = _now() - SILENT_SESSION_MS / 1e3, self._queue.sessions
+            since, waiting = _now() - limits.SILENT_SESSION_MS / 1e3, self._queue.sessions
             silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
             self.park([name for name, _ in silent if name not in waiting])
         return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
@@ -566,7 +561,7 @@ class StaleRoundFilter:
     Remembers the last `RELEASES_REMEMBERED_MAX` sessions. Old rounds of other sessions pass."""
 
     def __init__(self) -> None:
-        self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
+        self._asked: Newest[str, tuple[int, int]] = Newest(limits.RELEASES_REMEMBERED_MAX)
         """The newest epoch and round of each session. Epochs begin at 1."""
 
     def admit(self, head: RoundHead) -> Refused | None:

@@ -6,13 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from outrider import limits
 from outrider.errors import BadRequest, Overloaded, Unavailable
-from outrider.limits import (
-    FRAME_BYTES_MAX,
-    SESSIONS_PER_COORDINATOR_MAX,
-    STREAM_QUEUE_ITEMS_MAX,
-    STUCK_WRITE_MS,
-)
 from outrider.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
 from outrider.newest import Newest
 from outrider.tokens import EMPTY_DIGEST
@@ -106,7 +101,7 @@ class _Stream:
         """Whether a frame is being written. If the caller does not read, the write does not end."""
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
-        self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
+        self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)
         """By session, the last head that had the sampling parameters in full."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
@@ -120,7 +115,7 @@ class _Stream:
         try:
             for answer in answers:
                 if not self.outbox.put(self._codec.answer_frame(answer)):
-                    number = STREAM_QUEUE_ITEMS_MAX
+                    number = limits.STREAM_QUEUE_ITEMS_MAX
                     raise Overloaded(f"{number} answers wait to be read on this stream")
         except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this call ends
             self._fail(error)
@@ -131,7 +126,7 @@ class _Stream:
         self.failure = error
         self.outbox.wake()
         if self.writing:  # If the caller reads again within this time, it gets the error.
-            asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
+            asyncio.get_running_loop().call_later(limits.STUCK_WRITE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
         if self.writing and self._task is not None:
@@ -167,7 +162,7 @@ class SendQueue:
 
     def put(self, frame: bytes) -> bool:
         """Queues a frame, or returns False if the queue is full."""
-        if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
+        if len(self._waiting) >= limits.STREAM_QUEUE_ITEMS_MAX:
             return False
         self._waiting.append(frame)
         self._changed.set()
@@ -184,9 +179,8 @@ class SendQueue:
     def gather(self) -> bytes:
         """Joins queued frames into one of at most `FRAME_BYTES_MAX` bytes. A longer frame is taken
         alone. Returns no bytes if the queue is empty."""
-        taken: list[bytes] = []
-        total = 0
-        while self._waiting and (not taken or total + len(self._waiting[0]) <= FRAME_BYTES_MAX):
+        taken, room = list[bytes](), limits.FRAME_BYTES_MAX
+        while self._waiting and (not taken or len(self._waiting[0]) <= room):
             taken.append(self._waiting.popleft())
-            total += len(taken[-1])
+            room -= len(taken[-1])
         return b"".join(taken)

@@ -26,8 +26,7 @@ PROMPT = (1, 2, 3)
 PASS_S = 0.010
 K = 4
 PLAIN = SamplingParams(temperature=0.9)
-LATE_CODE = 4
-"""google.rpc.Code of an item whose time is over before its first draw."""
+LATE_CODE = 4  # google.rpc.Code of an item whose time is over before its first draw
 
 
 def item(budget_ms: float, *, look_ahead: int = 0, **head: Any) -> DraftItem:

@@ -32,8 +32,7 @@ VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
 SEED = 11
-TOLERANCE = 1e-2
-"""Allowed difference of features in bfloat16 from those of the library."""
+TOLERANCE = 1e-2  # allowed difference of features in bfloat16 from those of the library
 
 
 @dataclass

@@ -34,8 +34,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHist
 MASK, TOY_MASK, TOY_VOCAB = VOCAB - 1, 7, 8
 LENGTHS = (1, 2, 5, 31, 64, 120)
 ROUNDS = 4
-Rows = Callable[[Sequence[int], int], torch.Tensor]
-"""The last K rows after a prefix."""
+Rows = Callable[[Sequence[int], int], torch.Tensor]  # the last K rows after a prefix
 
 
 class Alternating:

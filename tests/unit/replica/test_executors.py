@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from outrider.replica.executors import ThreadExecutor
 
-DEPTHS = range(300)
-"""More calls than fit into two of CPython's chunks of frames."""
+DEPTHS = range(300)  # more calls than fit into two of CPython's chunks of frames
 CALLS = 300
 
 

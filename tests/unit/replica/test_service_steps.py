@@ -54,8 +54,7 @@ class Worker:
         self.steps: list[list[tuple[str, int]]] = []
         self.heard: list[tuple[str, str]] = []
         self.crash: Exception | None = None
-        self.culprits: set[str] = set()
-        """If not empty, only steps with these sessions crash."""
+        self.culprits: set[str] = set()  # if not empty, only steps with these sessions crash
         self.left: dict[str, int] = {}
         self.starved: set[str] = set()
         self.figures = StepFigures(PAGES)
