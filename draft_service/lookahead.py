@@ -44,8 +44,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
-Outcome = tuple[int, ...]
-"""x_1..x_n y: the tokens that a round may commit. Empty if the outcome is unknown."""
+Outcome = tuple[int, ...]  # x_1..x_n y: the tokens that a round may commit; () = unknown
 
 
 class RoundAhead:
@@ -54,21 +53,17 @@ class RoundAhead:
     ) -> None:
         self.item = item
         self.committed = committed
-        self.unseen = unseen
-        """The last committed tokens, which the session's own sequence has not run."""
-        self.bytes_left = LOOK_AHEAD_BYTES_MAX
-        """How many bytes of proposals may still be pushed in this round."""
+        self.unseen = unseen  # the last committed tokens, not run in the session's own sequence
+        self.bytes_left = LOOK_AHEAD_BYTES_MAX  # of proposals that may still be pushed
         self.drafted: tuple[int, ...] = ()  # x_1..x_K, once they are known
-        self.wanted: AutoregressiveDraft | None = None
-        """The unfinished draft that the coordinator waits for."""
+        self.wanted: AutoregressiveDraft | None = None  # unfinished; the coordinator waits for it
         self.basis: AutoregressiveDraft | None = None
         """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and the
         distributions of all x_i were kept."""
         self.is_read = False  # whether the round was read, or cannot be read
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}  # the probability of each outcome that is drafted
-        self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
-        """The unfinished draft of each outcome."""
+        self.outcomes: dict[Outcome, AutoregressiveDraft] = {}  # unfinished drafts
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
         """Finished drafts whose sequences still exist. One can become the next round's `basis`."""
@@ -115,8 +110,7 @@ class LookAhead:
         self._rounds: dict[str, RoundAhead] = {}
         self._outcome_models = OutcomeModels()
         self._numbers = count()
-        self._stale: list[AutoregressiveDraft] = []
-        """Drafts of ended rounds. Their sequences are released after a later pass."""
+        self._stale: list[AutoregressiveDraft] = []  # of ended rounds, released after a pass
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether the newest round of the item's session belongs to this item."""

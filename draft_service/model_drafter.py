@@ -27,8 +27,7 @@ class ModelDrafter:
     (`AutoregressiveDraft.end` says why)."""
 
     looks_ahead = True
-    in_one_pass = False
-    """Whether the pass that runs the last committed token gives the logits of all draft tokens."""
+    in_one_pass = False  # whether one pass gives the logits of all draft tokens
     reads_features = False
 
     def __init__(self, engine: Engine) -> None:

@@ -86,8 +86,7 @@ class _Drafting(Work):
     sampling: SamplingParams
     draft: AutoregressiveDraft
     num_held: int  # how many of the session's tokens the engine held before the item's first step
-    is_whole: bool
-    """Whether the step runs all missing tokens of the prefix. If not, the step proposes nothing."""
+    is_whole: bool  # whether the step runs all missing tokens of the prefix, and may propose
 
     def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
         super().__init__(item)
@@ -120,8 +119,7 @@ class Proposer(StepWorker):
         super().__init__(drafter.engine, budget, grammars)
         self._drafter = drafter
         self._look_ahead = LookAhead(drafter, budget.max_steps)
-        self._unfinished: dict[str, _Drafting] = {}
-        """The unfinished item of each session. The next step that gets the item continues it."""
+        self._unfinished: dict[str, _Drafting] = {}  # by session; continued by a later step
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether look-ahead drafts for the item's session. Any thread may call this."""

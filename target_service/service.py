@@ -153,8 +153,7 @@ class RunAhead:
         self.running: StepRequest | None = None  # the round that is queued or being computed
         self._item = item
         self.replies: list[VerdictReply] = []
-        self._digests = [_committed_digest(item.head)]
-        """The digest of the committed tokens before `item`, and after each of `replies`."""
+        self._digests = [_committed_digest(item.head)]  # before `item`, and after each of `replies`
 
     @property
     def _last_round(self) -> int:

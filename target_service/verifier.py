@@ -61,8 +61,7 @@ class _Round(Work):
     step: SequenceStep  # with 0 logits if it runs only a part of the prefix
     question: Question
     history = NO_HISTORY
-    allowed: Allowed | None = None
-    """The tokens that may follow the committed tokens. None = all tokens."""
+    allowed: Allowed | None = None  # tokens that may follow the committed tokens; None = all
     untold: int | None = None  # see `RowMasks`
 
     @property

@@ -16,18 +16,15 @@ from collections.abc import Callable, Sequence
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
-GAIN = 0.9
-"""A step waits only if the cycle then takes less than this share of the time without waiting."""
+GAIN = 0.9  # a step waits only if the cycle then takes less than this share of its time
 MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust
-SPREAD = 2.5
-"""A session is late if its gap exceeds the mean by this many mean deviations plus `SPREAD_S`."""
+SPREAD = 2.5  # a session is late after its mean gap, this many mean deviations and `SPREAD_S`
 SPREAD_S = 0.0005  # time that allows for jitter of event loops and networks, s
 FORGIVEN = 0.03  # each step without a delay adds this to `_trust`
 
 
 class _Rhythm:
-    answered_at: float | None = None
-    """When the session was last answered; None while an item of the session waits or runs here."""
+    answered_at: float | None = None  # None while an item of the session waits or runs
 
     def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
         self.rows, self.gap_s, self.deviation_s = rows, gap_s, deviation_s
@@ -47,13 +44,10 @@ class BatchingDelay:
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
         """By session, in the order of the sessions' last answers."""
-        self._typical = _Rhythm(1)
-        """Statistics over all sessions. A new session starts with these values."""
+        self._typical = _Rhythm(1)  # over all sessions; a new session starts with it
         self._num_gaps = 0
-        self._trust = 1.0
-        """Share of the awaited sessions that came in time, averaged over the last delays."""
-        self.awaited: set[str] = set()
-        """Sessions for which the last delay waits or waited, and that have not come in time."""
+        self._trust = 1.0  # share of the awaited sessions that came in time, averaged over delays
+        self.awaited: set[str] = set()  # sessions of the last delay that have not come in time
         self._num_awaited = 0
         self._until = 0.0
 

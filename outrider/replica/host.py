@@ -51,12 +51,10 @@ class ReplicaHost(PlacedActor):
         self._server: RpcServer | None = None
         self._announcer: Lease | None = None
         self._engagement = Engagement()
-        self._open = AsyncExitStack()
-        """All that `stop` closes. The entry that was added last is closed first."""
+        self._open = AsyncExitStack()  # what `stop` closes, the last entry first
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
-        self.leadership: RankLeader | None = None
-        """Leads the ranks that share the model; None without tensor parallelism."""
+        self.leadership: RankLeader | None = None  # leads the ranks that share the model
         self._num_neighbours = 1  # ranks of the model on this machine, including this rank
 
     async def open_rendezvous(

@@ -57,8 +57,7 @@ cores to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 _ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
-VLLM_VERSION = "0.32"
-"""The minor version of vLLM whose internals `outrider/engine/vllm_engine.py` calls."""
+VLLM_VERSION = "0.32"  # the minor version whose internals `vllm_engine.py` calls
 PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
@@ -66,8 +65,7 @@ class Place(NamedTuple):
     """Where an actor runs."""
 
     pid: int
-    node: str
-    """The machine's name. Actors with equal names reach each other over loopback."""
+    node: str  # name of the machine; actors with equal names reach each other over loopback
 
 
 class PlacedActor:

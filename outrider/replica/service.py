@@ -109,8 +109,7 @@ class SteppedService(ReplicaService):
         self._closing = False
         self.lost: EngineLost | None = None  # why no more steps can run; None while steps can run
         self._crashes = 0
-        self.health_changed = asyncio.Event()
-        """Set when `healthy` or `lost` may have changed. The waiting task clears the event."""
+        self.health_changed = asyncio.Event()  # set when `healthy` or `lost` may change
         self._num_starved = 0  # value of the worker's `figures.num_starved` after the last step
         self._idle = asyncio.Event()
         self._idle.set()
@@ -550,8 +549,7 @@ def describe_model(
     )  # fmt: skip
 
 
-_RELEASED = 2**64
-"""In place of the newest round of a released session. Larger than every round."""
+_RELEASED = 2**64  # the newest round of a released session; larger than every round
 
 
 class StaleRoundFilter:

@@ -26,8 +26,7 @@ CANCELLED_CODE = 1  # google.rpc.Code for work that is no longer needed
 class Unfinished(Enum):
     """Why an item has no answer after a step. The item keeps its place in the queue."""
 
-    CONTINUES = "continues"
-    """The step had no room for all tokens of the item. The next step continues the item."""
+    CONTINUES = "continues"  # the step had no room for all tokens of the item
     WAITS = "waits"  # no pages are free for the item
 
 
@@ -35,8 +34,7 @@ class Answers(NamedTuple):
     """No answer, one answer or several answers to an item."""
 
     answers: tuple[Any, ...]
-    more: bool
-    """Whether more answers follow later. The item then stays in the queue."""
+    more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
     """Whether the caller waits for later answers. If not, the session's next item replaces this."""
 
@@ -46,8 +44,7 @@ class StepFigures:
 
     num_preemptions: int = 0  # number of sequences that lost their pages to an older sequence
     num_prefill_chunks: int = 0  # number of times that only a part of a prefix had room in a step
-    num_starved: int = 0
-    """Number of items that found no pages. An item counts once in each step."""
+    num_starved: int = 0  # number of items that found no pages, counted in each step
 
     def __init__(self, pages: PageCounts) -> None:
         self.pages = pages
@@ -107,12 +104,9 @@ class StepRequest:
     coordinator sends the next item."""
     held_s: float = 0.0  # how long the answer may wait for other answers of the same message, s
     started_at: float | None = None  # when the first step that worked on the item began
-    unfinished: Unfinished | None = None
-    """Why the last step left the item unfinished; None before the first step."""
-    runs_alone: bool = False
-    """Whether no other item may share the step, because an earlier step with this item crashed."""
-    answered: bool = False
-    """Whether the item stays in the queue only for answers that no caller waits for."""
+    unfinished: Unfinished | None = None  # why the last step left the item unfinished
+    runs_alone: bool = False  # because an earlier step with this item crashed
+    answered: bool = False  # whether no caller waits for the item's later answers
     timer: TimerHandle | None = None  # cancelled when the request ends
 
     def __init__(

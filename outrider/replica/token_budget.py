@@ -60,8 +60,7 @@ class TokenDemand(NamedTuple):
 class _Load(NamedTuple):
     rows: int = 0
     sessions: int = 0
-    attention_s: float = 0.0
-    """Time for reading the contexts of the sessions, s; 0 if costs are unknown."""
+    attention_s: float = 0.0  # time for reading the sessions' contexts, s; 0 without costs
     has_prefix: bool = False
     later_s: float = 0.0  # time of the passes after the first pass, s
 
@@ -74,20 +73,16 @@ class TokenBudget:
         self._max_tokens = max_tokens
         self.max_steps = max_steps
         self._costs = costs
-        self._last_rounds: _Load | None = None
-        """Load of the last rounds; None if no more rounds are expected."""
-        self._rest_steps = 0
-        """Number of steps since the step of `_last_rounds`, all without a round."""
+        self._last_rounds: _Load | None = None  # None if no more rounds are expected
+        self._rest_steps = 0  # number of steps since that of `_last_rounds`, all without a round
         self._rest_s = 0.0  # predicted time of these steps, s
         self._step_s = 0.0  # predicted time of the step of `_last_rounds`, s
         self._last = _Load()
         self._later_pass = _Load()  # load of each later pass of the last step
         self._round_passes = 1
         self._num_waiting = 0.0  # the value n of the module's docstring
-        self._num_decoding = 0.0
-        """Largest number of rounds in a recent step. Falls as slowly as n."""
-        self._corrections = {False: 1.0, True: 1.0}
-        """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
+        self._num_decoding = 0.0  # largest number of rounds in a recent step; falls like n
+        self._corrections = {False: 1.0, True: 1.0}  # measured / predicted time, by `has_prefix`
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
         """Returns how many tokens of each demand, in order of arrival, this step runs. A round gets

@@ -38,10 +38,8 @@ class SlotDemand(NamedTuple):
 
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
-    num_last: int = 1
-    """Number of tokens, from the last committed token on, that must run in one pass."""
-    reach: int | None = None
-    """If set, only the first `reach` committed tokens can run now, without extra slots."""
+    num_last: int = 1  # of tokens, from the last committed token on, that run in one pass
+    reach: int | None = None  # only so many committed tokens can run now, without extra slots
 
 
 class Admitted(NamedTuple):

@@ -59,8 +59,7 @@ class Trust:
     """How a channel authenticates its server and itself."""
 
     credentials: grpc.ChannelCredentials | None = None  # credentials for TLS; None = no TLS
-    server_name: str = ""
-    """Name that the server's certificate must contain; empty = the host of the address."""
+    server_name: str = ""  # name in the server's certificate; empty = host of the address
 
 
 PLAIN = Trust()

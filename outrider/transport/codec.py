@@ -136,8 +136,7 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
         raise BadRequest(path, error.message) from error
 
 
-Decode = Callable[[Any, str], Any]
-"""Converts the value of a field. The second argument is the field's path, for errors."""
+Decode = Callable[[Any, str], Any]  # converts a field's value; the string is its path
 
 
 @cache

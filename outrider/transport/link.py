@@ -19,8 +19,7 @@ class Link:
     Items are `VerifyItem` and answers `VerifyAnswer`, or `DraftItem` and `DraftAnswer`."""
 
     def __init__(self) -> None:
-        self.num_bytes = Counter(sent=0, received=0)
-        """Bytes of sent and received frames; 0 within one process. Any thread may read them."""
+        self.num_bytes = Counter(sent=0, received=0)  # of frames; any thread may read them
         self._on_answer: Any = None
         self._on_lost: Any = None
         self._closed = False
@@ -91,8 +90,7 @@ class MemoryLink(Link):
         self._service = service
         self._deliver = deliver
         self._connection: Connection | None = None
-        self._number = 0
-        """Grows when a connection begins or ends. Messages with a lower number are dropped."""
+        self._number = 0  # grows with each connection; messages with a lower number are dropped
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty if it can be reached."""

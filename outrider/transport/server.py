@@ -59,10 +59,8 @@ class ServerOptions:
     port: int = 0  # 0 = any free port
     reflection: bool = True
     credentials: grpc.ServerCredentials | None = None  # credentials for TLS; None = no TLS
-    shares_port: bool = False
-    """Whether a later server with `takes_over` may listen on the same port."""
-    takes_over: bool = False
-    """Whether this server may listen on the port of a server with `shares_port`."""
+    shares_port: bool = False  # whether a later server may take over the port
+    takes_over: bool = False  # whether to share the port of a server with `shares_port`
     connection_age_ms: int | None = None
     """A connection of this age takes no new calls, so that the client connects again, perhaps to
     another server."""

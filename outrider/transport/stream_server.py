@@ -25,8 +25,7 @@ class ReplicaServicer:
     def __init__(self, service: ReplicaService, codec: Codec) -> None:
         self._service = service
         self._codec = codec
-        self._readers: dict[asyncio.Task[None], SendQueue] = {}
-        """The queue of answers of each open stream, by the task that reads the stream's items."""
+        self._readers: dict[asyncio.Task[None], SendQueue] = {}  # queues of answers, by reader
         self._ending: asyncio.Task[None] | None = None
 
     @property
@@ -97,8 +96,7 @@ class _Stream:
     def __init__(self, codec: Codec, task: asyncio.Task[Any] | None) -> None:
         self._codec = codec
         self._task = task
-        self.writing = False
-        """Whether a frame is being written. If the caller does not read, the write does not end."""
+        self.writing = False  # while a caller does not read, a write does not end
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
         self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)

@@ -44,8 +44,7 @@ AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
-_BACKDATED = datetime.timedelta(hours=1)
-"""A certificate is valid from this time before its creation, because machines' clocks differ."""
+_BACKDATED = datetime.timedelta(hours=1)  # before creation, because machines' clocks differ
 WARNED_DAYS = 30  # `RoleFiles.checked` warns of a certificate that ends within this number of days
 
 
