@@ -26,9 +26,11 @@ from outrider.messages import (
 )
 from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.logits_processing import DraftVocabulary
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.tokens import TokenSequence
 from outrider.transport.codec import Codec
 from outrider.transport.link import Link, MemoryLink, ReplicaService, deliver_soon
@@ -235,6 +237,28 @@ def outcome_of(
     """The coordinator's decision after this many committed tokens."""
     uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal))
     return decide(reply.verdict, proposal.token_ids, rule, uniforms)
+
+
+def proposal_of_head(
+    logits_after: Callable[[Sequence[int]], Any],
+    tokens: Sequence[int],
+    prompt_length: int,
+    noise: RoundNoise,
+    sampling: SamplingParams,
+    num: int,
+    head_ids: Sequence[int],
+) -> Proposal:
+    """Draws one token after another from logits [1, N] over the token ids `head_ids`."""
+    text, q = [*tokens], []
+    for depth in range(num):
+        history = TokenHistory(text[:prompt_length], text[prompt_length:])
+        [(token_id, distribution)], _ = draw_from_logits(
+            logits_after(text), [sampling], [noise], [depth], [history],
+            DraftVocabulary.of(head_ids),
+        )  # fmt: skip
+        text.append(token_id)
+        q.append(distribution)
+    return Proposal(tuple(text[len(tokens) :]), tuple(q) if noise.rule.needs_q else ())
 
 
 @dataclass

@@ -364,11 +364,9 @@ class SteppedService(ReplicaService):
         logger.critical("no further step can run: %s", lost)
         self.lost = lost
         self.health_changed.set()
-        waiting = batch or self._take()
-        while waiting:
-            for work in waiting:
-                self._refuse(work, lost)
-            waiting = self._take()
+        for work in [*batch, *self._queue.waiting]:
+            self._refuse(work, lost)
+        self._queue.waiting = []
 
     def _on_executor(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import flat_module, tiny_eagle3, twin
-from rounds import RULES, Replica, make_head, outcome_of
+from rounds import RULES, Replica, make_head, outcome_of, proposal_of_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider import hidden_states
@@ -21,11 +21,9 @@ from outrider.limits import PAGE_SIZE
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Unfinished
-from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import verifier
 
 VOCAB, LENGTH = 24, 120
@@ -91,19 +89,14 @@ class Pair:
         numbers = torch.frombuffer(bytearray(rows), dtype=torch.bfloat16)
         features = numbers.view(1, -1, self.head.module.width).double()
         assert features.shape[1] == len(tokens) - 1
-        noise, drafted, q = RoundNoise(SEED, rule, len(tokens)), list(tokens), []
-        for depth in range(num):
-            behind = torch.tensor([drafted[1:]])
-            *_, hidden = self.head.module.unroll(features, behind, depth + 1)
-            history = TokenHistory(PROMPT, tuple(drafted[len(PROMPT) :]))
-            [(token_id, distribution)], _ = draw_from_logits(
-                self.head.module.logits(hidden[:, -1]), [sampling], [noise], [depth],
-                [history], DraftVocabulary.of(HEAD_IDS),
-            )  # fmt: skip
-            drafted.append(token_id)
-            q.append(distribution)
-        token_ids = tuple(drafted[len(tokens) :])
-        return Proposal(token_ids, tuple(q) if rule.needs_q else ())
+
+        def logits_after(text: Sequence[int]) -> torch.Tensor:
+            num_passes = len(text) - len(tokens) + 1
+            *_, hidden = self.head.module.unroll(features, torch.tensor([text[1:]]), num_passes)
+            return self.head.module.logits(hidden[:, -1])
+
+        noise = RoundNoise(SEED, rule, len(tokens))
+        return proposal_of_head(logits_after, tokens, len(PROMPT), noise, sampling, num, HEAD_IDS)
 
 
 @asynccontextmanager

@@ -8,18 +8,16 @@ import pytest
 import torch
 from models import flat_module, tiny_eagle3, twin
 from paged_engines import shorten_pages
-from rounds import RULES, Replica, make_head, outcome_of, session_name
+from rounds import RULES, Replica, make_head, outcome_of, proposal_of_head, session_name
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import PAGE_SIZE
 from outrider.messages import VerdictReply, VerifyItem
-from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
 from target_service.verifier import SelfDrafter
 
@@ -66,17 +64,10 @@ class Target(Replica):
         self, tokens: Sequence[int], rule: Rule, sampling: SamplingParams, num: int
     ) -> Proposal:
         """The proposal by the library's own pass over all committed tokens."""
-        drafted, q = [tokens[-1]], []
-        noise = RoundNoise(SEED, rule, len(tokens))
-        for depth in range(num):
-            output = (*tokens[len(PROMPT) :], *drafted[1:])
-            [(token_id, distribution)], _ = draw_from_logits(
-                self.logits(tokens, drafted), [sampling], [noise], [depth],
-                [TokenHistory(PROMPT, output)], DraftVocabulary.of(HEAD_IDS),
-            )  # fmt: skip
-            drafted.append(token_id)
-            q.append(distribution)
-        return Proposal(tuple(drafted[1:]), tuple(q) if rule.needs_q else ())
+        return proposal_of_head(
+            lambda text: self.logits(tokens, text[len(tokens) - 1 :]), tokens, len(PROMPT),
+            RoundNoise(SEED, rule, len(tokens)), sampling, num, HEAD_IDS,
+        )  # fmt: skip
 
 
 def drafter_of(engine: PagedEngine) -> SelfDrafter:
