@@ -33,7 +33,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.tokens import TokenSequence
 from outrider.transport.codec import Codec
-from outrider.transport.link import Link, MemoryLink, ReplicaService, deliver_soon
+from outrider.transport.link import Link, MemoryLink
 from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -99,11 +99,7 @@ def make_head(
 class SeverableLink(MemoryLink):
     """A stream in one process that tests can break."""
 
-    def __init__(
-        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
-    ) -> None:
-        super().__init__(service, deliver)
-        self._unreachable: Exception | None = None
+    _unreachable: Exception | None = None
 
     def trouble(self) -> str:
         return super().trouble() or ("" if self._unreachable is None else str(self._unreachable))

@@ -58,7 +58,6 @@ class GrpcLink(Link):
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
-        self._num_releases = 0
 
     def send(self, item: Any) -> None:
         """Also raises `BadRequest` if the item is too large for a message, or has a value that no
@@ -82,10 +81,8 @@ class GrpcLink(Link):
 
     def release(self, session_id: str, epoch: int) -> None:
         self._forget(session_id)
-        if self._closed or self._num_releases >= limits.RELEASES_IN_FLIGHT_MAX:
-            return
-        self._num_releases += 1
-        self._spawn(self._send_release(session_id, epoch))
+        if not self._closed and len(self._background) < limits.RELEASES_IN_FLIGHT_MAX:
+            self._spawn(self._send_release(session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         request = types_pb2.DescribeRequest().SerializeToString()
@@ -144,8 +141,6 @@ class GrpcLink(Link):
         except grpc.aio.AioRpcError as error:
             # A lost release does no harm, because the replica evicts unused sessions.
             logger.debug("release of %s at %s: %s", session_id, self._address, error.details())
-        finally:
-            self._num_releases -= 1
 
     def heard(self, answer: Any) -> None:
         self._failures = 0

@@ -75,20 +75,16 @@ class ReplicaService(Protocol):
         """Forgets a session, unless the replica knows a newer epoch of the session."""
 
 
-def deliver_soon(message: Callable[[], None]) -> None:
-    """Calls `message` in the event loop's next iteration."""
-    asyncio.get_running_loop().call_soon(message)
-
-
 class MemoryLink(Link):
     """A link to a service on the same event loop."""
 
     def __init__(
-        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
+        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], object] | None = None
     ) -> None:
+        """`deliver` calls a function later, by default in the event loop's next iteration."""
         super().__init__()
         self._service = service
-        self._deliver = deliver
+        self._deliver = deliver or (lambda call: asyncio.get_running_loop().call_soon(call))
         self._connection: Connection | None = None
         self._number = 0  # grows with each connection; messages with a lower number are dropped
 
