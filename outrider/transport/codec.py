@@ -254,9 +254,6 @@ def _members(field: Any) -> dict[int, Any]:
     return {value.number: kind[value.name.removeprefix(prefix)] for value in values}
 
 
-# Fields
-
-
 def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
     """Checks that a session id is 32 lower-case hexadecimal digits."""
     if _SESSION_ID.fullmatch(session_id) is None:
@@ -359,9 +356,6 @@ VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": Aud
 """Python type of each enum, and of each nested message that is not in `OWN_CODECS`, by name."""
 
 
-# Items
-
-
 def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
     if hashed:
         digest = head.constraint_hash or None
@@ -405,9 +399,6 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
     return head
 
 
-# Answers
-
-
 _ANSWERS: Mapping[str, Any] = {
     "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
 }  # fmt: skip
@@ -433,9 +424,6 @@ def _check_audit(sums: AuditSums, num_tokens: int) -> None:
     parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
     if sums.num_tokens != num_tokens or sum(parts) > num_tokens:
         raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
-
-
-# Streams
 
 
 @cache

@@ -48,9 +48,6 @@ _EVENT_FIELDS = {
 }
 
 
-# Requests
-
-
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """A field that is None stays unset. Raises `BadRequest` for values that no message can hold."""
     given: dict[str, Any] = {}
@@ -132,9 +129,6 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
     return from_proto(message, ResumeRequest)
 
 
-# Events
-
-
 def event_to_proto(event: Event) -> pb.GenerateEvent:
     """Converts an event of any kind."""
     name, kind = _EVENT_FIELDS[type(event)]
@@ -160,9 +154,6 @@ def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any)
         raise InvariantError(
             f"the coordinator sent a message that this client cannot read: {error}"
         ) from error
-
-
-# Sessions
 
 
 def session_to_proto(record: SessionRecord) -> pb.Session:
