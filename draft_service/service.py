@@ -21,7 +21,6 @@ from outrider.replica.step_request import Answers, AnswerSender, StepRequest, Un
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.speculation.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,6 @@ def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
 
 class _Drafting(Work):
     item: DraftItem
-    sampling: SamplingParams
     draft: AutoregressiveDraft
     num_held: int  # how many of the session's tokens the engine held before the item's first step
     is_whole: bool  # whether the step runs all missing tokens of the prefix, and may propose
@@ -172,9 +170,6 @@ class Proposer(StepWorker):
 
     def _give_way(self) -> None:
         self._look_ahead.give_way()
-
-    def _validate(self, work: _Drafting) -> None:
-        work.sampling = work.item.head.params()
 
     def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole

@@ -41,8 +41,7 @@ def self_drafter_of(engine: Engine) -> SelfDrafter | None:
     from .verifier import SelfDrafter
 
     layer = getattr(engine, "draft_layer", None)
-    if isinstance(engine, PagedEngine) and engine.feature_width:
+    drafts_apart = isinstance(engine, PagedEngine) and engine.feature_width
+    if layer is None or drafts_apart or not isinstance(engine, DraftingEngine):
         return None
-    if isinstance(engine, DraftingEngine) and layer is not None:
-        return SelfDrafter(layer, engine)
-    return None
+    return SelfDrafter(layer, engine)

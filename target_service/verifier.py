@@ -39,7 +39,7 @@ from outrider.speculation.logits_processing import (
     row_masks,
 )
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
-from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, TokenHistory
+from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ and up to twice this if the rows of several sessions are copied into one tensor.
 
 class _Round(Work):
     item: VerifyItem
-    sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep  # with 0 logits if it runs only a part of the prefix
     question: Question
@@ -174,11 +173,11 @@ class Verifier(StepWorker):
 
     def _validate(self, one: _Round) -> None:
         info, item, head = self._engine.info, one.item, one.head
-        one.sampling, size = head.params(), info.vocab_size
-        biased = [token_id for token_id, _ in one.sampling.logit_bias]
+        sampling, size = one.sampling, info.vocab_size
+        biased = [token_id for token_id, _ in sampling.logit_bias]
         named = {
             "head.append": head.append, "sampling.logit_bias": biased,
-            "sampling.stop_token_ids": one.sampling.stop_token_ids,
+            "sampling.stop_token_ids": sampling.stop_token_ids,
         }  # fmt: skip
         for key, token_ids in named.items():
             if (largest := max(token_ids, default=0)) >= size:
@@ -189,8 +188,8 @@ class Verifier(StepWorker):
                 f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
                 f"than max_model_len {info.max_model_len}",
             )
-        if one.sampling.top_k > size:
-            reason = f"got {one.sampling.top_k}; the vocabulary has {size} tokens"
+        if sampling.top_k > size:
+            reason = f"got {sampling.top_k}; the vocabulary has {size} tokens"
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
         one.proposal = item.proposal.open()

@@ -62,6 +62,7 @@ class Work:
     """An item in a step. Subclasses have an attribute `demand` of the type `SlotDemand`."""
 
     answer: Any = None
+    sampling: SamplingParams
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -230,6 +231,7 @@ class StepWorker:
         """Calls `_prepare` for items that are admitted, and answers the others."""
         for work in works:
             try:
+                work.sampling = work.head.params()
                 self._validate(work)
             except OutriderError as error:
                 work.answer = refusal(work.head.key, error)
@@ -247,8 +249,7 @@ class StepWorker:
                 work.answer = admission
 
     def _validate(self, work: Any) -> None:
-        """Reads an item's parameters. Raises the error with which the item is refused."""
-        raise NotImplementedError
+        """Raises the error with which an item is refused."""
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:
         """Prepares an admitted item for the pass, or answers it. Raises the error with which the
