@@ -122,16 +122,14 @@ class Load:
         paired = [one for one in self.asked if one.pair]
         errors = [one.error for one in self.asked if one.error and not one.pair]
         return {
-            "num_requests": len(self.asked),
+            "num_requests": len(self.asked), "num_during_pairs": len(paired),
             "num_http_requests": sum(one.is_by_http for one in self.asked),
-            "num_during_pairs": len(paired),
             "num_failed_during_pairs": sum(bool(one.error) for one in paired),
             "errors_during_pairs": sorted({one.error for one in paired if one.error})[:20],
-            "num_failed": len(errors),
-            "num_wrong": sum(one.is_wrong for one in self.asked),
+            "num_failed": len(errors), "num_wrong": sum(one.is_wrong for one in self.asked),
             "num_stuck": sum(one.ended is None for one in self.asked),
             "errors": sorted(set(errors))[:20],
-        }
+        }  # fmt: skip
 
     async def _ask(self, seed: int) -> None:
         loop = asyncio.get_running_loop()
