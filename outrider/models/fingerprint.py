@@ -49,10 +49,9 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 def file_fingerprint(path: Path) -> str:
     """Returns a fingerprint of a file's size and of some blocks that are spread evenly over the
     file. A forged file can have the same fingerprint."""
-    digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        digest.update(size.to_bytes(8, "little"))
+        digest = _digest(size.to_bytes(8, "little"))
         _add_range(digest, file, 0, size, _BLOCKS_PER_FILE)
     return digest.hexdigest()
 
@@ -78,10 +77,7 @@ def tensors_fingerprint(directory: Path) -> str:
             entries |= _tensor_digests(path)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not a safetensors file ({error})") from error
-    whole = _digest()
-    for name in sorted(entries):
-        whole.update(entries[name])
-    return whole.hexdigest()
+    return _digest(b"".join(entries[name] for name in sorted(entries))).hexdigest()
 
 
 def _tensor_digests(path: Path) -> dict[str, bytes]:
@@ -95,8 +91,7 @@ def _tensor_digests(path: Path) -> dict[str, bytes]:
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                digest = _digest()
-                digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+                digest = _digest(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
                 _add_range(digest, file, start + begin, start + end, _BLOCKS_PER_TENSOR)
                 digests[name] = digest.digest()
     return digests
