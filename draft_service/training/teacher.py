@@ -266,22 +266,17 @@ class Dataset:
         sizes = [document.num_learned for document in documents]
         columns = self._columns[likeliest]
         mass = np.where(columns < 0, 0.0, np.exp(logprobs.astype(np.float32)))
-        return Batch(
-            token_ids=self._put(ids),
-            rows=self._put(rows),
-            following=self._put(self._columns[following]),
-            written=self._put(written.astype(np.float32)),
-            likeliest=self._put(columns[:, 0]),
-            columns=self._put(columns.clip(0)),
-            mass=self._put(mass.astype(np.float32)),
-            behind=self._put(np.concatenate([np.arange(size)[::-1] for size in sizes])),
-            features=self._features(indices) if self.cache.taps else torch.empty(0),
-        )
-
-    def _features(self, indices: Sequence[int]) -> Tensor:
-        texts = map(torch.from_numpy, self.cache.answers("features", indices))
-        padded = pad_sequence([*texts], batch_first=True)
-        return padded.view(torch.bfloat16).to(self.cache.device)
-
-    def _put(self, values: Array) -> Tensor:
-        return torch.from_numpy(values).to(self.cache.device)
+        arrays = {
+            "token_ids": ids, "rows": rows, "following": self._columns[following],
+            "written": written.astype(np.float32), "likeliest": columns[:, 0],
+            "columns": columns.clip(0), "mass": mass.astype(np.float32),
+            "behind": np.concatenate([np.arange(size)[::-1] for size in sizes]),
+        }  # fmt: skip
+        device = self.cache.device
+        tensors = {name: torch.from_numpy(values).to(device) for name, values in arrays.items()}
+        features = torch.empty(0)
+        if self.cache.taps:
+            texts = map(torch.from_numpy, self.cache.answers("features", indices))
+            padded = pad_sequence([*texts], batch_first=True)
+            features = padded.view(torch.bfloat16).to(device)
+        return Batch(**tensors, features=features)
