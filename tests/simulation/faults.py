@@ -159,9 +159,11 @@ class Faults:
                 found.append(("crash", partial(self._die, node)))
             found += self._cuts("cut_registry", node.process, redis)
             for one in askers:
-                found.append(("break", partial(self._break, one, node)))
-                found += self._slow(one.process, node.process)
-                found += self._cuts("cut_replica", one.process, node.process)
+                ends = one.process, node.process
+                broken = partial(self._call, world.break_wires, *ends, reachable=True)
+                found.append(("break", broken))
+                found += self._slow(*ends)
+                found += self._cuts("cut_replica", *ends)
         return found
 
     def _of_redis(self, busy: list[Any]) -> list[Harm]:
@@ -203,8 +205,8 @@ class Faults:
         if breaks:
             self._world.mend_wires(*pairs[0])
 
-    async def _call(self, act: Callable[..., None], *arguments: Any) -> None:
-        act(*arguments)
+    async def _call(self, act: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        act(*arguments, **options)
 
     async def _time(self, most_s: float, least_s: float = 0.05) -> None:
         await asyncio.sleep(self._rng.uniform(least_s, most_s))
@@ -222,9 +224,6 @@ class Faults:
             await asyncio.sleep(rng.uniform(0.0, 1.0))
             self._world.break_calls(node)
         await pausing
-
-    async def _break(self, coordinator: Any, replica: Any) -> None:
-        self._world.break_wires(coordinator.process, replica.process, reachable=True)
 
     async def _die(self, node: Any) -> None:
         if self._deaths[node.role] >= DEATHS_MAX:

@@ -282,9 +282,8 @@ class ReplicaNode(Node):
 
         sampler._draw, proposer.step = counted, compared  # type: ignore[method-assign]
 
-    async def traffic(self) -> int:
-        found: int = self.service.num_items
-        return found
+    async def traffic(self) -> Any:
+        return self.service.num_items
 
     async def leave(self) -> None:
         self._engagement = replace(self._engagement, leaving=True)

@@ -98,6 +98,7 @@ class World:
         self._settings = replace(
             nodes.HASTY_SETTINGS if is_hasty else nodes.PATIENT_SETTINGS, **shape
         )
+        self.looks_ahead = bool(self._settings.look_ahead)
         self._wires: list[Wire] = []
         self._serving: dict[str, Node] = {}
         self.machines = Machines(self, self._built)
@@ -228,10 +229,6 @@ class World:
         broken = self.broken or self.redis.history.broken
         if broken is not None:
             raise broken
-
-    @property
-    def looks_ahead(self) -> bool:
-        return bool(self._settings.look_ahead)
 
     @property
     def actors(self) -> list[SimulatedActor]:

@@ -57,11 +57,9 @@ def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() 
 @given(
     text=st.text("ab", max_size=20),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
-    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
-    lag=st.integers(0, 2),
-    min_tokens=st.integers(0, 8),
-    max_tokens=st.integers(1, 20),
-)
+    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40), lag=st.integers(0, 2),
+    min_tokens=st.integers(0, 8), max_tokens=st.integers(1, 20),
+)  # fmt: skip
 def test_text_ends_at_the_first_stop_string_or_max_tokens_however_it_arrives(
     text: str, stop: list[str], cuts: list[int], lag: int, min_tokens: int, max_tokens: int
 ) -> None:
