@@ -36,18 +36,16 @@ CHOICE_ROUNDS = 4
 """Number of rounds with a draft after which K is chosen again."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
-PLAIN_ROUNDS = 16
+PLAIN_ROUNDS, PLAIN_ROUNDS_MAX = 16, 128
 """Number of rounds of a session's first plain phase. Each later phase is twice as long, up to
 `PLAIN_ROUNDS_MAX`."""
-PLAIN_ROUNDS_MAX = 128
 GAIN_ROUNDS = 32
 """A session changes from plain decoding to drafting if this many rounds with a draft gain more than
 the change costs."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may lose."""
-CREDIT_TOKENS = 8.0
-"""Initial trial budget of each rule, in tokens."""
-CREDIT_TOKENS_MAX = 16.0
+CREDIT_TOKENS, CREDIT_TOKENS_MAX = 8.0, 16.0
+"""Initial and largest trial budget of each rule, in tokens."""
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5

@@ -32,9 +32,8 @@ ANSWER_S = 30.0
 """If no verdict arrives within this time, the client repeats the request."""
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles with each repetition, up to this multiple of `ANSWER_S`."""
-RETRY_S_MIN = 0.1
-"""First pause between two attempts to reach a target. The pause doubles up to `RETRY_S_MAX`."""
-RETRY_S_MAX = 1.0
+RETRY_S_MIN, RETRY_S_MAX = 0.1, 1.0
+"""First and longest pause between two attempts to reach a target. The pause doubles each time."""
 
 
 class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
