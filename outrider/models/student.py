@@ -91,9 +91,8 @@ def load_student(
         embeddings, rows = _target_weights(module, target_directory)
         shared = zip(_shared_with_target(module), (embeddings, rows[token_ids]), strict=True)
         loading.put_weights(module, weights | dict(shared), where)
-    tokenizer = loading.load_tokenizer(
-        target_directory, trust_remote_code=options.get("trust_remote_code", False)
-    )
+    trust = options.get("trust_remote_code", False)
+    tokenizer = loading.load_tokenizer(target_directory, trust_remote_code=trust)
     fingerprint = tokenizer_fingerprint(tokenizer)
     info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=logit_ids)
     return module.requires_grad_(False).to(where).eval(), info
@@ -104,10 +103,8 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
     returns it."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a student is a linear layer")
-    weight: Tensor = head.weight
-    narrow = nn.Linear(
-        weight.shape[1], num_rows, bias=head.bias is not None, device="meta", dtype=weight.dtype
-    )
+    has_bias, dtype = head.bias is not None, head.weight.dtype
+    narrow = nn.Linear(head.in_features, num_rows, has_bias, device="meta", dtype=dtype)
     module.set_output_embeddings(narrow)
     return narrow
 
