@@ -30,9 +30,7 @@ def main() -> None:
     JITFunction.run = _note
     paged_engine.check_answers = lambda *_: None
     config = tiny_config("llama")
-    config.head_dim = (
-        16  # Multiples of this number share a specialisation, and models in use have multiples.
-    )
+    config.head_dim = 16  # Multiples share a specialisation, and models in use have multiples.
     engine = EngineMaker()(tiny_module(config), backend=DeviceBackend(attend_tables, 64))
     tried = set(_forms)
     assert tried, "the trial runs no kernel"

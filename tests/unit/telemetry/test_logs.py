@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.cli import serve
-from deploy.fleet.local_state import LOG_NAME
+from deploy.fleet.local_state import LOG_NAME, logged_error
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
 from outrider.replica.process_setup import log_to
 from outrider.sessions.embedded import EmbeddedRedis
@@ -92,7 +91,7 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
     assert len(files) == 1 + LOG_FILES_KEPT
     assert all(path.stat().st_size <= SMALL + 100 for path in files)
     assert (tmp_path / LOG_NAME).read_text().endswith("outrider: error: the last word\n")
-    assert serve.logged_error(tmp_path) == "the last word"
+    assert logged_error(tmp_path) == "the last word"
 
 
 def test_redis_fills_no_disk(tmp_path: Path) -> None:
