@@ -74,8 +74,8 @@ class Engine(Protocol):
     call's sequences have their former state, or are forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
-    """The stated time of the steps since the last `take_stated_seconds`, which callers let pass.
-    Always 0, except in emulated engines."""
+    """The stated time of the steps since the last `take_stated_seconds`. Callers wait until it has
+    passed. Always 0, except in emulated engines."""
 
     @property
     def info(self) -> ModelInfo:

@@ -84,7 +84,8 @@ def measure_step_costs(
     seconds. For an emulated engine, the stated times are used.
 
     The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
-    of rows that are not measured by then are left out. Contexts then have no cost."""
+    of rows that are not measured by then are left out. Contexts that are not measured by then have
+    no cost."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # Only to warm up the engine.
     until = bench.clock() + limit_s

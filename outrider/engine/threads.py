@@ -35,7 +35,7 @@ _ELEMENTS = 2**20  # torch uses all threads for an operator on a tensor of this 
 
 def start_workers() -> list[int]:
     """Starts torch's worker threads for the calling thread, lowers their priority, and returns
-    their ids. Does nothing on other systems than Linux, where threads have no own priority."""
+    their ids. On systems other than Linux, threads have no own priority, so it does nothing."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()

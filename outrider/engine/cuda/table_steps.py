@@ -33,7 +33,7 @@ row for each token and query head that shares the key head."""
 _BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
-_WIDE = 128  # of wider heads, only half of `_BLOCK_SLOTS` fit into shared memory
+_WIDE = 128  # if heads are wider, only half of `_BLOCK_SLOTS` fit into shared memory
 _SPLITS = (16, 4, 1)  # the possible numbers of splits; the kernel is compiled for each of them
 _SPLIT_SLOTS_MIN = 256
 """The splits of a step's longest context have at least this many slots. Shorter splits save less
