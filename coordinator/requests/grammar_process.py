@@ -32,7 +32,10 @@ def main() -> None:
         tokenizer = GrammarTokenizer(first["tokenizer"], tuple(first["eos_token_ids"]))
     except ConfigError as error:
         trouble = error.message
-    limit_memory()  # Only once, because later constraints reuse the memory of earlier ones.
+    with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
+        # Only once, because later constraints reuse the memory of earlier ones.
+        size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
+        resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for line in sys.stdin:
         asked, answer = json.loads(line), trouble
         if not trouble:
@@ -51,10 +54,3 @@ def limit(cpu_s: float, wait_s: int) -> None:
     """Limits the CPU time and the elapsed time from now on, both in s. 0 = no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.alarm(wait_s)
-
-
-def limit_memory() -> None:
-    with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
-        size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (size, hard))

@@ -45,7 +45,11 @@ class Constraint:
             schema = _loaded(schema, field)
         if not isinstance(schema, Mapping):
             raise BadRequest(field, "must be a JSON object")
-        _check_depth(schema, field)
+        level: list[Any] = [schema]
+        for _ in range(SCHEMA_DEPTH_MAX):
+            level = [inner for outer in level for inner in containers_in(outer)]
+        if level:
+            raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep")
         text = _dumped(schema, field)
         _check_size(text, CONSTRAINT_BYTES_MAX, field)
         return cls(ConstraintKind.JSON_SCHEMA, text)
@@ -62,7 +66,10 @@ class Constraint:
         if not isinstance(regex, str):
             raise BadRequest(field, "must be a string")
         _check_size(regex, REGEX_BYTES_MAX, field)
-        bare = _without_anchors(regex)
+        whole = regex.lstrip("^")
+        bare = whole.rstrip("$")
+        if bare != whole and (len(bare) - len(bare.rstrip("\\"))) % 2:
+            bare += "$"  # The first $ of the end is escaped.
         if not bare:
             raise BadRequest(field, "is empty; it must match some text")
         return cls(ConstraintKind.REGEX, bare)
@@ -134,25 +141,8 @@ def _check_size(text: str, bytes_max: int, field: str) -> None:
         raise BadRequest(field, f"has {size} bytes; at most {bytes_max} are allowed")
 
 
-def _check_depth(value: Any, field: str) -> None:
-    level: list[Any] = [value]
-    for _ in range(SCHEMA_DEPTH_MAX):
-        level = [inner for outer in level for inner in containers_in(outer)]
-        if not level:
-            return
-    raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep")
-
-
 def containers_in(value: Any) -> list[Any]:
     """The lists and objects directly inside a list or object."""
     parts = value.values() if isinstance(value, Mapping) else value
     is_container = isinstance(value, Mapping | Sequence)
     return [part for part in parts if isinstance(part, dict | list | tuple)] if is_container else []
-
-
-def _without_anchors(regex: str) -> str:
-    """Removes every ^ at the beginning and every unescaped $ at the end."""
-    bare = regex.lstrip("^")
-    before = bare.rstrip("$")
-    num_escapes = len(before) - len(before.rstrip("\\"))
-    return before + "$" if num_escapes % 2 and before != bare else before

@@ -22,7 +22,7 @@ import numpy as np
 from outrider.errors import check
 from outrider.limits import DRAFTED_SEEDS_MAX, LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.draft_sampling import LikelyTokens, arrival_order
-from outrider.speculation.gumbel_max import IntArray, RealArray
+from outrider.speculation.gumbel_max import RealArray
 from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -67,38 +67,23 @@ def guess_outcomes(
     else:
         keys = verdict_keys([noise], [len(drafted) + 1])
         ids, scores = arrival_order(rows, keys[: len(rows)])
-    own, ids, scores = _apart(drafted, ids[:, : RANKS_MAX + 1], scores[:, : RANKS_MAX + 1])
-    evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
-    scores = scores[:, :RANKS_MAX]
+    ids, scores = ids[:, : RANKS_MAX + 1], scores[:, : RANKS_MAX + 1]
+    num_drafted = len(drafted)
+    is_drafted = np.zeros(ids.shape, dtype=bool)
+    is_drafted[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
+    own = np.where(is_drafted, scores, -np.inf).max(axis=1)[:num_drafted]
+    order = np.argsort(is_drafted, axis=1, kind="stable")
+    ids = np.take_along_axis(ids, order, 1)
+    scores = np.take_along_axis(np.where(is_drafted, -np.inf, scores), order, 1)[:, :RANKS_MAX]
+    if noise.rule.absolute_noise:
+        with np.errstate(invalid="ignore"):
+            evidence = np.nan_to_num(own - scores[:num_drafted, 0], nan=0.0)
+    else:
+        evidence = -np.log(np.fromiter(noise.accept_uniforms(num_drafted), np.float64))
+    evidence = np.clip(evidence, -EVIDENCE_MAX, EVIDENCE_MAX)
     sizes = np.isfinite(scores).sum(axis=1).tolist()
     corrections = [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
     return OutcomeGuesses(corrections, scores, evidence)
-
-
-def _apart(
-    drafted: Sequence[int], ids: IntArray, scores: RealArray
-) -> tuple[RealArray, IntArray, RealArray]:
-    """Removes draft token i from row i of `ids` and `scores`. Returns its scores [K], or -inf if
-    the row lacks it, and the new ids and scores."""
-    num_drafted = len(drafted)
-    found = np.zeros(ids.shape, dtype=bool)
-    found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
-    own = np.where(found, scores, -np.inf).max(axis=1)[:num_drafted]
-    order = np.argsort(found, axis=1, kind="stable")
-    scores = np.where(found, -np.inf, scores)
-    return own, np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
-
-
-def _evidence(
-    noise: RoundNoise, drafted: Sequence[int], own: RealArray, others: RealArray
-) -> RealArray:
-    """`own` [K] are the draft tokens' scores, `others` [K] the best other scores of their rows."""
-    if not noise.rule.absolute_noise:
-        found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
-    else:
-        with np.errstate(invalid="ignore"):
-            found = np.nan_to_num(own - others, nan=0.0)
-    return np.clip(found, -EVIDENCE_MAX, EVIDENCE_MAX)
 
 
 _FADE = 1 - 1 / 500

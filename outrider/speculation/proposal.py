@@ -145,28 +145,21 @@ def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | Non
         if end > len(data):
             raise _bad_q(index, f"needs {end - offset} bytes; {len(data) - offset} are left")
         values = struct.unpack_from(f"<{size}I{size}H", data, offset)
-        own = DraftDistribution(values[:size], values[size:], data[offset:end]) if size else None
-        _check_distribution(index, token_id, own)
-        q.append(own)
+        ids, counts = values[:size], values[size:]
+        if len(set(ids)) != size:
+            raise _bad_q(index, "lists a token id twice")
+        if 0 in counts:
+            raise _bad_q(index, "holds a count of 0; leave the token out instead")
+        if size and sum(counts) != COUNT_TOTAL:
+            raise _bad_q(index, f"has counts that sum to {sum(counts)}, not to {COUNT_TOTAL}")
+        if size and token_id not in ids:
+            raise _bad_q(index, f"does not hold the drafted token {token_id}")
+        q.append(DraftDistribution(ids, counts, data[offset:end]) if size else None)
         offset = end
     if offset != len(data):
         reason = f"holds {len(data) - offset} bytes after the last of {len(drawn)} positions"
         raise BadRequest("proposal.q", reason)
     return tuple(q)
-
-
-def _check_distribution(index: int, token_id: int, q: DraftDistribution | None) -> None:
-    if q is None:
-        return
-    ids, counts = q.token_ids, q.counts
-    if len(set(ids)) != len(ids):
-        raise _bad_q(index, "lists a token id twice")
-    if 0 in counts:
-        raise _bad_q(index, "holds a count of 0; leave the token out instead")
-    if sum(counts) != COUNT_TOTAL:
-        raise _bad_q(index, f"has counts that sum to {sum(counts)}, not to {COUNT_TOTAL}")
-    if token_id not in ids:
-        raise _bad_q(index, f"does not hold the drafted token {token_id}")
 
 
 def _bad_q(index: int, message: str) -> BadRequest:

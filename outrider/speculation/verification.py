@@ -34,7 +34,7 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.gumbel_max import IntArray, RealArray, race, whole_blocks
+from outrider.speculation.gumbel_max import RealArray, race, whole_blocks
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     adjusted_logits,
@@ -180,8 +180,15 @@ def subtract_drafts(
     if not len(judged):
         return behind, left
     num, width, flat = len(judged), weights.shape[1], weights.view(-1)
-    place, token_ids, mass = _entries(rows, judged)
-    is_drafted = token_ids == rows.drafted[judged][place]
+    drafted = rows.drafted[judged]
+    pairs = [*zip(drafted.tolist(), rows.q, strict=True)]
+    listed = [(token_id,) if q is None else q.token_ids for token_id, q in pairs]
+    counts = [(COUNT_TOTAL,) if q is None else q.counts for _, q in pairs]
+    # For each entry of all q: its row's index in `judged`, its token, and the token's probability.
+    place = np.arange(num).repeat([*map(len, counts)])
+    token_ids = np.fromiter(chain.from_iterable(listed), np.int64, len(place))
+    mass = np.fromiter(chain.from_iterable(counts), np.float64, len(place)) / COUNT_TOTAL
+    is_drafted = token_ids == drafted[place]
     q = np.bincount(place, is_drafted * mass, num)
     inside = token_ids < width
     place, token_ids = place[inside], token_ids[inside]
@@ -212,16 +219,3 @@ def subtract_drafts(
         rest[empty] = 0.0
     left[judged] = reached * rest / total
     return behind, left
-
-
-def _entries(rows: ProposalRows, judged: IntArray) -> tuple[IntArray, IntArray, RealArray]:
-    """Three arrays [E] about the E entries of all q: the index in `judged` of the entry's row, its
-    token, and the token's probability."""
-    token_ids, counts = [], []
-    for drafted, q in zip(rows.drafted[judged].tolist(), rows.q, strict=True):
-        token_ids.append((drafted,) if q is None else q.token_ids)
-        counts.append((COUNT_TOTAL,) if q is None else q.counts)
-    sizes = [*map(len, counts)]
-    mass = np.fromiter(chain.from_iterable(counts), np.float64, sum(sizes)) / COUNT_TOTAL
-    ids = np.fromiter(chain.from_iterable(token_ids), np.int64, len(mass))
-    return np.arange(len(judged)).repeat(sizes), ids, mass
