@@ -61,7 +61,7 @@ class LookupDrafter:
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
-        """Returns a guess. `text` has exactly the request's committed tokens."""
+        """`text` has exactly the request's committed tokens."""
         raise NotImplementedError
 
 

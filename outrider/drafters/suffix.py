@@ -89,6 +89,7 @@ class SuffixDrafter(LookupDrafter):
         most `seeds_max` entries, oldest first."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
+        """The best of several guesses: for each length of a match, from all matches this long."""
         key = request.tenant, request.noise.seed
         is_first = self._first_of_seed.setdefault(key, request.session_id) == request.session_id
         if len(self._first_of_seed) > self._seeds_max:
@@ -100,7 +101,16 @@ class SuffixDrafter(LookupDrafter):
             history = self._history.of(request.tenant)
             if history is not None:
                 found += self._occurrences(history, tail)
-        return _continuation(found, request.num_draft_tokens, self._config)
+        best = NO_GUESS
+        for length in sorted({occurrence.length for occurrence in found}, reverse=True):
+            limit = min(request.num_draft_tokens, self._config.tokens_per_match * length)
+            if best.score >= limit:
+                break
+            matching = [occurrence for occurrence in found if occurrence.length >= length]
+            guess = _most_frequent(matching, length, limit, self._config.min_score)
+            if guess.score > best.score:
+                best = guess
+        return best
 
     def release(self, session_id: str) -> None:
         """If the session is the first with its seed, adds the last tokens of its prompt, and the
@@ -119,20 +129,6 @@ class SuffixDrafter(LookupDrafter):
         stop = num_left_out + self._config.occurrences_max
         places = islice(text.occurrences(tail), num_left_out, stop)
         return [_Occurrence(text, place, text.match_length(place, tail)) for place in places]
-
-
-def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """The best of several guesses: for each length of a match, one from all matches this long."""
-    best = NO_GUESS
-    for length in sorted({occurrence.length for occurrence in found}, reverse=True):
-        limit = min(num_tokens, config.tokens_per_match * length)
-        if best.score >= limit:
-            break
-        matching = [occurrence for occurrence in found if occurrence.length >= length]
-        guess = _most_frequent(matching, length, limit, config.min_score)
-        if guess.score > best.score:
-            best = guess
-    return best
 
 
 def _most_frequent(
