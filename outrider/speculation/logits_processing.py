@@ -98,16 +98,6 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided(((end - begin) // (width * first.itemsize), width), (width, 1))
 
 
-def likeliest(
-    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
-) -> list[int]:
-    """The id of the largest logit of each row [R, V] after bias and penalties (of equal logits, the
-    lowest id). Raises `InvariantError` for rows that `target_probabilities` refuses."""
-    found, maxima = largest_of_rows(adjusted_logits(logits, params, history))
-    check_maxima(maxima)
-    return found
-
-
 def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
     """The lowest index of the largest value of each row [R, V], and the value. NaN is largest."""
     # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.

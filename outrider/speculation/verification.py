@@ -38,9 +38,10 @@ from outrider.speculation.gumbel_max import RealArray, race, whole_blocks
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     adjusted_logits,
+    check_maxima,
     check_weights,
     joined_rows,
-    likeliest,
+    largest_of_rows,
     masked_logits,
     write_weights,
 )
@@ -78,7 +79,11 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     q, and for rows that `target_probabilities` refuses."""
     groups: dict[Callable[[Sequence[Question]], list[Verdict]], list[int]] = {}
     for index, question in enumerate(questions):
-        _check_parts(question)
+        shape, rule, num = question.logits.shape, question.noise.rule, len(question.proposal)
+        fits = len(shape) == 2 and shape[0] == num + 1 and shape[1] > 0
+        check(fits, f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
+        has_q = not rule.needs_q or len(question.proposal.q) == num
+        check(has_q, f"rule {rule.value} needs q for each of {num} tokens")
         groups.setdefault(_way(question), []).append(index)
     verdicts: dict[int, Verdict] = {}
     for way, indices in groups.items():
@@ -127,7 +132,8 @@ def _by_kernels(questions: Sequence[Question]) -> list[Verdict]:
 def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
     verdicts = []
     for logits, each in zip(_host_logits(questions), questions, strict=True):
-        own = likeliest(logits, each.params, each.history)
+        own, maxima = largest_of_rows(adjusted_logits(logits, each.params, each.history))
+        check_maxima(maxima)
         pairs = zip(own[:-1], each.proposal.token_ids, strict=True)
         accept = tuple(float(token_id == drafted) for token_id, drafted in pairs)
         verdicts.append(Verdict(accept, tuple(own)))
@@ -156,14 +162,6 @@ def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
         parts = torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])
     pairs = zip(parts, questions, strict=True)
     return [masked_logits(part, each.masks) for part, each in pairs]
-
-
-def _check_parts(question: Question) -> None:
-    shape, rule, num = question.logits.shape, question.noise.rule, len(question.proposal)
-    fits = len(shape) == 2 and shape[0] == num + 1 and shape[1] > 0
-    check(fits, f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
-    has_q = not rule.needs_q or len(question.proposal.q) == num
-    check(has_q, f"rule {rule.value} needs q for each of {num} tokens")
 
 
 def subtract_drafts(

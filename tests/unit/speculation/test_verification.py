@@ -9,7 +9,7 @@ from verdict_laws import row_keys, score, verdict_from_logits
 from outrider.errors import InvariantError
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import likeliest, target_probabilities
+from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
@@ -212,4 +212,6 @@ def test_logits_that_are_no_numbers_name_their_row(bad, rule, presence_penalty):
     with pytest.raises(InvariantError, match="row 1"):
         verdict_from_logits(logits, params, HISTORY, proposal, RoundNoise(1, rule, 4))
     with pytest.raises(InvariantError, match="row 0"):
-        likeliest(torch.full((1, 4), -INF), params)
+        verdict_from_logits(
+            torch.full((1, 4), -INF), params, HISTORY, Proposal(), RoundNoise(1, rule, 4)
+        )
