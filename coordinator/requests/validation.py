@@ -56,9 +56,7 @@ class GenerationParameters(GenerateRequest):
             raise DataLoss(f"the session's parameters cannot be read: {error}") from error
 
 
-@cache
-def _adapter() -> TypeAdapter[GenerationParameters]:
-    return TypeAdapter(GenerationParameters)
+_adapter = cache(lambda: TypeAdapter(GenerationParameters))
 
 
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:

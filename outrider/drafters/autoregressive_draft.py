@@ -82,11 +82,8 @@ class AutoregressiveDraft:
         """The tokens that penalties count, draft tokens included."""
         if not self.request.sampling.penalised:
             return NO_HISTORY
-        committed, prompt_length = self.request.token_ids, self.request.prompt_length
-        return TokenHistory(
-            prompt_ids=committed[:prompt_length],
-            output_ids=(*committed[prompt_length:], *self.token_ids),
-        )
+        committed, length = self.request.token_ids, self.request.prompt_length
+        return TokenHistory(committed[:length], (*committed[length:], *self.token_ids))
 
     def add(self, token_id: int, q: DraftDistribution | None) -> None:
         """Appends a drawn token."""

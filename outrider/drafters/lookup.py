@@ -65,9 +65,6 @@ class LookupDrafter:
         raise NotImplementedError
 
 
-_NO_PLACE = 0
-
-
 class TextIndex:
     """A text of tokens, with an index of the n-grams in it. The text grows at its end, and may be
     cut at its beginning. Appending or cutting a token takes O(1). A token takes about 200 bytes.
@@ -84,7 +81,7 @@ class TextIndex:
         self._last: dict[tuple[int, ...], int] = {}
         """The place after the last occurrence of each n-gram."""
         self._previous: list[int] = []
-        """The link of the place after each kept token."""
+        """The link of the place after each kept token; 0 = none."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -106,10 +103,10 @@ class TextIndex:
         for token_id in token_ids:
             ids.append(token_id)
             self._digest = extend_digest(self._digest, token_id)
-            place = _NO_PLACE
+            place = 0
             if len(ids) >= n:
                 gram = tuple(ids[-n:])
-                place = last.get(gram, _NO_PLACE)
+                place = last.get(gram, 0)
                 last[gram] = self._num_cut + len(ids)
             previous.append(place)
 
@@ -132,7 +129,7 @@ class TextIndex:
 
     def occurrences(self, tail: Sequence[int]) -> Iterator[int]:
         """The places after occurrences of the last n-gram of `tail`, latest first."""
-        place = self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE)
+        place = self._last.get(tuple(tail[-self._gram_length :]), 0)
         while place >= self._num_cut + self._gram_length:
             yield place
             place = self._previous[place - self._num_cut - 1]

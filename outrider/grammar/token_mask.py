@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Bits = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -17,7 +16,7 @@ Flags = npt.NDArray[np.bool_]
 class TokenMask:
     """The tokens allowed at one position."""
 
-    bits: Bits
+    bits: npt.NDArray[np.uint8]
     """[W]: one bit for each token, the lowest bit first. Tokens without a bit are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""

@@ -1,5 +1,5 @@
 """Three Triton kernels that compute verdicts on a CUDA device. This module is imported only where
-Triton is installed. Each program computes one row.
+Triton is installed. Each program computes one row, so grids are [R].
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
 - `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. It
@@ -134,7 +134,6 @@ def change_rows(
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """See the module's docstring. The grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     words = sent.to(tl.pointer_type(tl.int64)) + at * ROW_WORDS
     source = logits + at * logits_stride
@@ -183,7 +182,6 @@ def weigh_rows(
     width,
     BLOCK: tl.constexpr,
 ):
-    """See the module's docstring. The grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     words += at * ROW_WORDS
@@ -285,8 +283,7 @@ def settle_rows(
     WAITS: tl.constexpr,
     ROW_WAITS: tl.constexpr,
 ):
-    """See the module's docstring. The grid is [R]. `ROW_WAITS` is at least the number of blocks of
-    a row."""
+    """`ROW_WAITS` is at least the number of blocks of a row."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     row = weights + at * width
