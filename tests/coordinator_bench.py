@@ -94,21 +94,12 @@ B = TypeVar("B", bound="Bench")
 
 
 class Bench:
-    """A coordinator with its store and replicas."""
-
     def __init__(
-        self,
-        text: Any = None,
-        store: ScriptStore | None = None,
-        name: str = "c",
-        target: TargetService | None = None,
-        draft: DraftService | None = None,
-        target_link: Any = None,
-        drafts: Mapping[str, Any] | None = None,
-        fallback: Any = None,
-        observation: Observation = UNOBSERVED,
-        **settings: Any,
-    ) -> None:
+        self, text: Any = None, store: ScriptStore | None = None, name: str = "c",
+        target: TargetService | None = None, draft: DraftService | None = None,
+        target_link: Any = None, drafts: Mapping[str, Any] | None = None, fallback: Any = None,
+        observation: Observation = UNOBSERVED, **settings: Any,
+    ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
         self.target = target or target_service()
         self.draft = draft or draft_service()

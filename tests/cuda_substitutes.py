@@ -52,7 +52,6 @@ def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
 def _weigh(
     weights: torch.Tensor, found: torch.Tensor, logits: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """Computes what `weigh_rows` computes."""
     for row, own, (*reals, top_k) in zip(weights, logits, words[:, :4].numpy(), strict=True):
         temperature, min_p, top_p = np.array(reals).view(np.float64).tolist()
         params = SamplingParams(temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)

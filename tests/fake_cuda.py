@@ -78,13 +78,11 @@ class DeviceWatch(TorchDispatchMode):
         return self.counts
 
     def check(self, condition: bool, what: str) -> None:
-        """Notes and raises an error unless the condition holds."""
         if not condition:
             self.errors.append(f"{_place()}: {what}")
             raise RuntimeError(what)
 
     def launch(self, name: str, *tensors: Tensor) -> None:
-        """A kernel that reads and writes these tensors."""
         for tensor in tensors:
             self.check(tensor.device == CUDA, f"{name} is given a tensor on {tensor.device}")
         self._note(name, self.operators)
@@ -149,7 +147,6 @@ class DeviceWatch(TorchDispatchMode):
             return _answer(source.shape, source.dtype).to(kwargs.get("dtype") or source.dtype)
 
     def _note(self, name: str, kind: Counter[str]) -> None:
-        """Runs an operator. It may be a read or a send."""
         place = f"{_place()} {name}"
         if kind is not self.operators or not _is_of_library():
             self.operators[place] += 1

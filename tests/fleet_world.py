@@ -137,8 +137,6 @@ def resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 class World:
-    """A running fleet."""
-
     def __init__(self, **settings: Any) -> None:
         self.machines, self.registry = Machines(), MemoryRegistry()
         self.settings = settings

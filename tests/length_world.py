@@ -86,7 +86,6 @@ class World:
         return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
 
     def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
-        """Plays rounds from `first_index` on."""
         started_at, chosen, tokens = self.now, [], []
         for index in range(first_index, first_index + num_rounds):
             length = control.choose(ENDLESS)
@@ -95,7 +94,6 @@ class World:
         return Run(chosen, tokens, self.now - started_at)
 
     def session(self, seed: int, num_rounds: int) -> Run:
-        """Plays a session of this many rounds."""
         control = self.open(seed)
         run = self.play(control, num_rounds)
         control.close()

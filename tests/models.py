@@ -7,21 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.fingerprint import tensors_fingerprint
@@ -39,42 +26,36 @@ def tiny_config(
     """A configuration with two layers, unless `changes` say otherwise. If the family supports it,
     there are four query heads and two key-value heads."""
     sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "max_position_embeddings": max_model_len,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    } | changes
+        "vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": max_model_len,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    } | changes  # fmt: skip
     grouped = {"num_key_value_heads": 2, "head_dim": 8} | sizes
     window = {"sliding_window": 6}
     match family:
         case "llama":
-            return LlamaConfig(**grouped, tie_word_embeddings=False)
+            return transformers.LlamaConfig(**grouped, tie_word_embeddings=False)
         case "qwen3":
-            return Qwen3Config(**grouped)
+            return transformers.Qwen3Config(**grouped)
         case "mistral":  # Every layer has a sliding window.
-            return MistralConfig(**grouped, **window)
+            return transformers.MistralConfig(**grouped, **window)
         case "gemma":
-            return GemmaConfig(**grouped)
+            return transformers.GemmaConfig(**grouped)
         case "qwen2":  # Queries, keys and values have a bias.
-            return Qwen2Config(**({"num_key_value_heads": 2} | sizes))
+            return transformers.Qwen2Config(**({"num_key_value_heads": 2} | sizes))
         case "gemma2":  # Attention scores are capped, and one layer has a sliding window.
             kinds = ["sliding_attention", "full_attention"]
-            return Gemma2Config(
+            return transformers.Gemma2Config(
                 **grouped, **window, layer_types=kinds, attn_logit_softcapping=2.0,
                 query_pre_attn_scalar=5, attn_implementation="eager",
             )  # fmt: skip
         case "gemma3":  # One layer has a sliding window, and one has none.
             kinds = ["sliding_attention", "full_attention"]
-            return Gemma3TextConfig(**grouped, **window, layer_types=kinds)
+            return transformers.Gemma3TextConfig(**grouped, **window, layer_types=kinds)
         case "gpt_neox":
-            return GPTNeoXConfig(**sizes)
+            return transformers.GPTNeoXConfig(**sizes)
         case "gpt2":
-            return GPT2Config(
+            return transformers.GPT2Config(
                 vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=max_model_len,
                 bos_token_id=None, eos_token_id=None,
             )  # fmt: skip
@@ -83,10 +64,9 @@ def tiny_config(
 
 
 def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of this configuration, in evaluation mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.dim() > 1:
@@ -107,24 +87,17 @@ def quick_linear(dtype: torch.dtype) -> type:
 
 
 def twin(module: Any) -> Any:
-    """A copy with the original attention, because a model in an engine cannot be called."""
     other = copy.deepcopy(module)
     other.set_attn_implementation("sdpa" if module.config.model_type != "gemma2" else "eager")
     return other
 
 
 def save_tiny_model(
-    directory: Path,
-    *,
-    family: str = "llama",
-    vocab_size: int = 32,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    eos_token_id: int | None = None,
-    max_model_len: int = MAX_MODEL_LEN,
-    num_layers: int = 2,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-) -> Path:
+    directory: Path, *, family: str = "llama", vocab_size: int = 32, seed: int = 0,
+    dtype: torch.dtype = torch.float32, eos_token_id: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN, num_layers: int = 2,
+    tokenizer: transformers.PreTrainedTokenizerFast | None = None,
+) -> Path:  # fmt: skip
     """Saves a random model as safetensors and returns `directory`. `vocab_size` is the width of the
     model's logits. If it is larger than the tokenizer's vocabulary, the rest is padding."""
     config = tiny_config(family, vocab_size, max_model_len)
@@ -139,13 +112,13 @@ def save_tiny_model(
 
 def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
     """Saves the first layers of a Llama-like model, and its tokenizer, and returns `directory`."""
-    module = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    module = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     del module.model.layers[num_layers:]
     module.config.num_hidden_layers = num_layers
     if kinds := getattr(module.config, "layer_types", None):
         module.config.layer_types = kinds[:num_layers]
     module.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(directory)
     return directory
 
 
@@ -165,7 +138,7 @@ def save_tiny_drafter(
     directory: Path, target: Path, token_ids: Sequence[int], drafter: Any = None
 ) -> Path:
     """Saves such a drafter, by default a new one, for the model in `target`."""
-    module = AutoModelForCausalLM.from_pretrained(target)
+    module = transformers.AutoModelForCausalLM.from_pretrained(target)
     description = StudentDescription(target="tiny", target_fingerprint=tensors_fingerprint(target))
     directory.mkdir(parents=True, exist_ok=True)
     made = drafter or tiny_drafter(module, token_ids)
@@ -179,7 +152,7 @@ def tiny_eagle3(
     """A random EAGLE-3 head with logits for `token_ids` only. By default its width differs from the
     target's, and it reads the target's last two layers."""
     sizes = target.config
-    layer = LlamaConfig(
+    layer = transformers.LlamaConfig(
         vocab_size=sizes.vocab_size, hidden_size=width, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, intermediate_size=40,
     )  # fmt: skip
@@ -199,7 +172,7 @@ def tiny_eagle3(
 
 def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
     """Saves such a head in the format of speculators, and returns `directory`."""
-    made = tiny_eagle3(AutoModelForCausalLM.from_pretrained(target), token_ids)
+    made = tiny_eagle3(transformers.AutoModelForCausalLM.from_pretrained(target), token_ids)
     save_speculators(
         directory, made.module, made.token_ids, target_name="tiny",
         architectures=["LlamaForCausalLM"], num_draft_tokens=3,
@@ -242,7 +215,7 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
-def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+def byte_level_tokenizer(vocab_size: int = 320) -> transformers.PreTrainedTokenizerFast:
     """A small byte-level BPE tokenizer with a chat template, like that of GPT-2 and Llama 3."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -255,12 +228,12 @@ def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     )  # fmt: skip
     tokenizer.train_from_iterator(CORPUS, trainer)
     special = {"eos_token": "<|end|>"}
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special
     )
 
 
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+def byte_fallback_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A small BPE tokenizer of the kind of Llama 2, Mistral and Gemma. It marks the beginnings of
     words, spells unknown characters as bytes, and drops the leading space of a text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
@@ -280,4 +253,4 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
          decoders.Strip(" ", 1, 0)]
     )  # fmt: skip
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

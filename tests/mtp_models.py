@@ -76,7 +76,6 @@ class MtpReference:
         self.prefix = "mtp." if kinds else f"model.layers.{num_layers}."
 
     def tensors(self) -> dict[str, Tensor]:
-        """The layer's tensors under their published names."""
         names = ("enorm", "hnorm", "shared_head.norm")
         own = {f"{name}.weight": norm.weight for name, norm in zip(names, self.norms, strict=True)}
         own["eh_proj.weight"] = self.project.weight
@@ -101,7 +100,6 @@ class MtpReference:
         return renamed
 
     def save(self, directory: Path) -> Path:
-        """Saves the target with this layer, and returns `directory`."""
         self.target.save_pretrained(directory)
         stated = json.loads((directory / "config.json").read_text())
         if self.prefix != "mtp.":

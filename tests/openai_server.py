@@ -15,8 +15,6 @@ import uvicorn
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to one request."""
-
     num_tokens: int = 6
     """Tokens that its usage reports; 0 = no usage."""
     status: int = 200

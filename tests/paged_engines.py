@@ -29,22 +29,15 @@ WIDE = {
 
 
 class EngineMaker:
-    """A factory that remembers the engines it makes."""
-
     def __init__(self, fused: bool = False) -> None:
         """With `fused`, engines run on `ReferenceKernels` if they can."""
         self.made: list[PagedEngine] = []
         self.fused = fused
 
     def __call__(
-        self,
-        module: Any,
-        *,
-        max_num_seqs: int = 16,
-        num_bytes: int = 2**22,
-        max_model_len: int = MAX_MODEL_LEN,
-        **options: Any,
-    ) -> PagedEngine:
+        self, module: Any, *, max_num_seqs: int = 16, num_bytes: int = 2**22,
+        max_model_len: int = MAX_MODEL_LEN, **options: Any,
+    ) -> PagedEngine:  # fmt: skip
         dtype = str(module.dtype).removeprefix("torch.")
         kernels = fuse(module) if self.fused else None
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
@@ -99,13 +92,11 @@ def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def ids(num: int, seed: int = 1) -> tuple[int, ...]:
-    """Random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, VOCAB, (num,), generator=generator).tolist())
 
 
 def run(engine: PagedEngine, name: str, tokens: tuple[int, ...], rows: int) -> torch.Tensor:
-    """One step of one sequence."""
     return engine.forward([SequenceStep(name, tokens, rows)])[0]
 
 
@@ -117,6 +108,5 @@ def dense(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest absolute difference."""
     assert actual.shape == expected.shape
     return (actual - expected).abs().max().item()

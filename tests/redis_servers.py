@@ -22,7 +22,6 @@ Forward = Callable[[str], Awaitable[str]]
 
 
 def free_port() -> int:
-    """A free TCP port of this machine."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -38,7 +37,6 @@ class Server:
     """One process: a Redis server or a Sentinel."""
 
     def __init__(self, directory: Path, config: str, *words: str, port: int) -> None:
-        """Starts the process in a new `directory`."""
         directory.mkdir(parents=True)
         path = directory / "redis.conf"
         path.write_text(config, encoding="utf-8")
@@ -54,7 +52,6 @@ class Server:
         return self._process.pid
 
     def kill(self) -> None:
-        """Sends SIGKILL. Does nothing if the process has ended."""
         self._process.kill()
         self._process.wait()
 
@@ -108,7 +105,6 @@ class RedisServers:
         self.stop()
 
     def stop(self) -> None:
-        """Kills all servers."""
         for one in self._known_by.values():
             one.kill()
         if hasattr(self, "sentinel"):
@@ -137,7 +133,6 @@ class RedisServers:
 
     @property
     def replicas(self) -> list[Server]:
-        """Servers other than the primary."""
         primary = self.primary
         return [one for one in self._known_by.values() if one is not primary]
 
@@ -174,12 +169,9 @@ class RedisServers:
         await _until(lambda: self._is_followed(primary))
 
     async def until_whole(self, within_s: float = START_S) -> None:
-        """Waits until each replica is ready to be promoted. Raises `TimeoutError`."""
         await _until(self.is_whole, within_s)
 
     async def until_promoted(self, before: str) -> None:
-        """Waits until Sentinel names a primary with another address than this one. Raises
-        `TimeoutError`."""
         await _until(lambda: self.primary_address != before)
 
     async def replace(self, address: str) -> None:

@@ -11,19 +11,10 @@ from pages import check_pages
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import DraftService
+from outrider import messages
 from outrider.engine.interface import take_stated_seconds
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
-from outrider.messages import (
-    DraftAnswer,
-    DraftItem,
-    ProposalReply,
-    RoundHead,
-    RoundItem,
-    VerdictReply,
-    VerifyAnswer,
-    VerifyItem,
-)
 from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -39,13 +30,10 @@ from target_service.service import TargetService
 GREEDY = SamplingParams(temperature=0.0)
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
 RULES = [
-    (Rule.TOKEN, SamplingParams()),
-    (Rule.BLOCK, SamplingParams(top_p=0.9)),
-    (Rule.COUPLED, SamplingParams()),
-    (Rule.GREEDY, GREEDY),
-    (Rule.TOKEN, PENALISED),
-    (Rule.COUPLED, PENALISED),
-]
+    (Rule.TOKEN, SamplingParams()), (Rule.BLOCK, SamplingParams(top_p=0.9)),
+    (Rule.COUPLED, SamplingParams()), (Rule.GREEDY, GREEDY),
+    (Rule.TOKEN, PENALISED), (Rule.COUPLED, PENALISED),
+]  # fmt: skip
 """Each rule, and sampling parameters that count tokens."""
 PATIENCE_S = 20.0  # timeout that is only reached if an answer is lost
 
@@ -54,46 +42,31 @@ def session_name(number: int) -> str:
     return f"{number:032x}"
 
 
-def item_message(codec: Codec, item: RoundItem, hashed: bool = False) -> Any:
-    """The message in an item's frame."""
+def item_message(codec: Codec, item: messages.RoundItem, hashed: bool = False) -> Any:
     return codec.request.FromString(codec.item_frame(item, hashed)).items[0]
 
 
-def answer_message(codec: Codec, answer: VerifyAnswer | DraftAnswer) -> Any:
-    """The message in an answer's frame."""
+def answer_message(codec: Codec, answer: messages.VerifyAnswer | messages.DraftAnswer) -> Any:
     return codec.reply.FromString(codec.answer_frame(answer)).items[0]
 
 
 def make_head(
-    tokens: Sequence[int],
-    base_length: int = 0,
-    *,
-    session: int = 1,
-    round_index: int = 0,
-    rule: Rule = Rule.GREEDY,
-    sampling: SamplingParams | None = None,
-    constraint: Constraint | None = None,
-    **fields: Any,
-) -> RoundHead:
+    tokens: Sequence[int], base_length: int = 0, *, session: int = 1, round_index: int = 0,
+    rule: Rule = Rule.GREEDY, sampling: SamplingParams | None = None,
+    constraint: Constraint | None = None, **fields: Any,
+) -> messages.RoundHead:  # fmt: skip
     """A head that refers to the first `base_length` of the committed `tokens` and contains the
     rest."""
     others = {"tenant": "", "epoch": 1, "seed": 7, "prompt_length": 1, "deadline_ms": 0}
     if sampling is None:
         sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     sequence = TokenSequence(tokens)
-    return RoundHead(
-        session_id=session_name(session),
-        round=round_index,
-        base_length=base_length,
-        prefix_digest=sequence.digest(base_length),
-        append=sequence.since(base_length),
-        rule=rule,
-        sampling=sampling,
-        sampling_hash=sampling.hash(),
-        constraint=constraint,
-        constraint_hash=b"" if constraint is None else constraint.digest(),
-        **(others | fields),
-    )
+    return messages.RoundHead(
+        session_id=session_name(session), round=round_index, base_length=base_length,
+        prefix_digest=sequence.digest(base_length), append=sequence.since(base_length), rule=rule,
+        sampling=sampling, sampling_hash=sampling.hash(), constraint=constraint,
+        constraint_hash=b"" if constraint is None else constraint.digest(), **(others | fields),
+    )  # fmt: skip
 
 
 class SeverableLink(MemoryLink):
@@ -153,7 +126,6 @@ class Listener:
 
 
 async def ask(link: Link, listener: Listener, item: Any) -> Any:
-    """Sends one item and waits for one answer."""
     before = len(listener.answers)
     link.send(item)
     return (await listener.wait(before + 1))[before]
@@ -171,14 +143,9 @@ class Replica:
     """A target or a draft over an engine in this process, and a link to it."""
 
     def __init__(
-        self,
-        role: str,
-        engine: Any,
-        step_s: float | None = None,
-        *,
-        is_timed: bool = True,
+        self, role: str, engine: Any, step_s: float | None = None, *, is_timed: bool = True,
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         make: Any = TargetService
         served = engine
         if role == "draft":
@@ -228,7 +195,7 @@ class Replica:
 
 
 def outcome_of(
-    reply: VerdictReply, proposal: SealedProposal, rule: Rule, seed: int, length: int
+    reply: messages.VerdictReply, proposal: SealedProposal, rule: Rule, seed: int, length: int
 ) -> Outcome:
     """The coordinator's decision after this many committed tokens."""
     uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal))
@@ -278,31 +245,23 @@ class Player:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
 
-    def _head(self, side: str) -> RoundHead:
+    def _head(self, side: str) -> messages.RoundHead:
         return make_head(
-            self.tokens,
-            min(self.held[side], len(self.tokens) - 1),
-            session=self.session,
-            epoch=self.epoch,
-            round_index=self.round_index,
-            rule=self.rule,
-            sampling=self.sampling,
-            seed=self.seed,
-            prompt_length=len(self.prompt),
-            constraint=self.constraint,
-        )
+            self.tokens, min(self.held[side], len(self.tokens) - 1), session=self.session,
+            epoch=self.epoch, round_index=self.round_index, rule=self.rule, sampling=self.sampling,
+            seed=self.seed, prompt_length=len(self.prompt), constraint=self.constraint,
+        )  # fmt: skip
 
     async def play(self, num_draft_tokens: int) -> None:
-        """Runs one round."""
         proposal: SealedProposal = NOTHING_SEALED
         if self.draft is not None and num_draft_tokens > 0:
-            item = DraftItem(self._head("draft"), num_draft_tokens)
+            item = messages.DraftItem(self._head("draft"), num_draft_tokens)
             drafted = await ask(*self.draft, item)
-            assert isinstance(drafted, ProposalReply), drafted
+            assert isinstance(drafted, messages.ProposalReply), drafted
             proposal = drafted.proposal
             self.held["draft"] = drafted.cached_length
-        reply = await ask(*self.target, VerifyItem(self._head("target"), proposal))
-        assert isinstance(reply, VerdictReply), reply
+        reply = await ask(*self.target, messages.VerifyItem(self._head("target"), proposal))
+        assert isinstance(reply, messages.VerdictReply), reply
         outcome = outcome_of(reply, proposal, self.rule, self.seed, len(self.tokens))
         before = len(self.tokens)
         accepted_end = before + outcome.num_accepted
@@ -316,13 +275,10 @@ class Player:
 
 
 class Pair:
-    """A target and a draft for sessions."""
-
     def __init__(self, target: Replica, draft: Replica) -> None:
         self.target, self.draft = target, draft
 
     def player(self, *known: Any, **more: Any) -> Player:
-        """Plays a session with a prompt, a rule and sampling parameters."""
         links = [(one.link, one.listener) for one in (self.target, self.draft)]
         return Player(*known, *links, **more)
 

@@ -50,7 +50,6 @@ class Page:
         return {name for name, _ in self.samples}
 
     def labels(self, name: str) -> set[str]:
-        """Label names of the samples with this name."""
         return {key for found, labels in self.samples for key, _ in labels if found == name}
 
     def value(self, name: str, **labels: str) -> float:
@@ -66,8 +65,6 @@ class Page:
 
 @dataclass
 class Watched:
-    """Three services, and their metrics and spans."""
-
     stack: Stack
     registry: MemoryRegistry
     exports: dict[Role, Exports]
@@ -111,7 +108,6 @@ class Memory:
         return [span for span in self.spans if span.name == name]
 
     def points(self, role: Role) -> dict[str, list[Any]]:
-        """Data points of every metric of a role, by name."""
         data = self.readers[role].get_metrics_data()
         assert data is not None
         (resource,) = data.resource_metrics

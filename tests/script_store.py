@@ -36,7 +36,6 @@ class ScriptStore(RedisStore):
         return [await self.run(script, call) for call in calls]
 
     def key(self, session_id: str) -> bytes:
-        """The key of a session's hash."""
         return self._keys(session_id)[0].encode()
 
     def length(self, session_id: str) -> int:
@@ -45,7 +44,6 @@ class ScriptStore(RedisStore):
         return (int(fields[b"tokens_end"]) - int(fields[b"tokens_start"])) // TOKEN_BYTES
 
     async def records(self) -> list[SessionRecord]:
-        """The records of all sessions."""
         keys = [key.decode() for key in self.data.sorted_keys()]
         ids = [key[:-1].removeprefix("session:{") for key in keys if key.endswith("}")]
         return [await self.load(one) for one in ids if one.isalnum()]

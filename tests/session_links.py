@@ -140,13 +140,9 @@ async def play(target: TargetClient, one: Session, index: int, run_ahead: int = 
 
 
 def draft_of(
-    *links: ScriptedLink,
-    one: Session | None = None,
-    pool: Any = None,
-    config: CoordinatorConfig = CONFIG,
-    lookup: Any = None,
-    **fields: Any,
-) -> DraftClient:
+    *links: ScriptedLink, one: Session | None = None, pool: Any = None,
+    config: CoordinatorConfig = CONFIG, lookup: Any = None, **fields: Any,
+) -> DraftClient:  # fmt: skip
     """A session's draft client. It begins with the first of these replicas, and may move to the
     others."""
     one = one or session()

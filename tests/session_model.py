@@ -25,6 +25,5 @@ def next_append(session: Session) -> Append:
 
 
 def end_of(session: Session, reason: FinishReason = FinishReason.STOP) -> Finish:
-    """The message with which its owner finishes a session."""
     session.finish(reason)
     return session.ending()

@@ -56,8 +56,6 @@ RARE = NgramDrafter(16, 16)
 
 @dataclass
 class Stack:
-    """Running services, and how to call them."""
-
     client: Client
     coordinator: CoordinatorService
     target: TargetService
@@ -82,7 +80,6 @@ def _draft_service(
 
 
 def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:
-    """A coordinator's gRPC service."""
     return Service(_COORDINATOR, CoordinatorServicer(coordinator, access))
 
 
@@ -175,7 +172,6 @@ ERRING = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
 def emulated_stack(
     directory: Path, spec: EmulatedSpec = ERRING, **options: Any
 ) -> AbstractAsyncContextManager[Stack]:
-    """A stack of emulated engines."""
     target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
     return running_stack(target, draft, directory, **options)
 
@@ -189,7 +185,6 @@ def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[S
 
 
 async def until(holds: Callable[[], object], within_s: float = 20.0) -> None:
-    """Waits until a condition holds. Raises `TimeoutError`."""
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.01)

@@ -42,7 +42,6 @@ class ThreadRank:
 
 
 def thread_ranks(size: int) -> list[ThreadRank]:
-    """The ranks of one model."""
     barrier, shown = threading.Barrier(size), dict[int, Any]()
     return [ThreadRank(rank, barrier, shown) for rank in range(size)]
 

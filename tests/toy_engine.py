@@ -23,14 +23,9 @@ class ToyEngine:
     """See `outrider.engine.interface.Engine`."""
 
     def __init__(
-        self,
-        vocab_size: int = 8,
-        salt: int = 1,
-        max_model_len: int = 64,
-        num_pages: int = 1024,
-        pass_s: float = 0.0,
-        eos_token_ids: tuple[int, ...] = (),
-    ) -> None:
+        self, vocab_size: int = 8, salt: int = 1, max_model_len: int = 64, num_pages: int = 1024,
+        pass_s: float = 0.0, eos_token_ids: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """Each pass reports a duration of `pass_s`."""
         self.info = ModelInfo(
             f"toy-{salt}", vocab_size, max_model_len, "float32", eos_token_ids,

@@ -60,12 +60,9 @@ class VerdictLaw:
 
 
 def verdict_from_logits(
-    logits: torch.Tensor,
-    params: SamplingParams,
-    history: TokenHistory,
-    proposal: Proposal,
+    logits: torch.Tensor, params: SamplingParams, history: TokenHistory, proposal: Proposal,
     noise: RoundNoise,
-) -> Verdict:
+) -> Verdict:  # fmt: skip
     """The verdict on one proposal."""
     return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
 

@@ -81,7 +81,6 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
 
 
 async def answer(stack: Stack, *turns: str, max_tokens: int = 12) -> str:
-    """The model's answers after conversations that begin with these turns of the user."""
     roles = ("user", "assistant")
     prompt = tuple(ChatMessage(roles[i % 2], turn) for i, turn in enumerate(turns))
     request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=max_tokens)
@@ -157,7 +156,6 @@ class Terminal:
         os.write(self._descriptor, text.encode())
 
     async def shows(self, pattern: str) -> str:
-        """Waits until a pattern is shown. Returns the text up to the end of the pattern."""
         async with asyncio.timeout(WAIT_S):
             while (found := re.search(pattern.encode(), self._shown)) is None:
                 self._more.clear()

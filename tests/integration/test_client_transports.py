@@ -37,7 +37,6 @@ def in_process(stack: Stack) -> Client:
 
 
 def without_times(completion: Completion) -> Completion:
-    """The parts of a completion that are the same each time."""
     metrics = dataclasses.replace(
         completion.metrics, time_to_first_token_ms=0.0, tokens_per_second=0.0
     )
@@ -114,8 +113,6 @@ async def test_closing_a_client_ends_its_sessions_alone(slow: Stack) -> None:
 
 
 class StuckCoordinator:
-    """A coordinator that never answers."""
-
     async def generate(self, request: GenerateRequest, tenant: str = "") -> Any:
         await asyncio.Event().wait()
         yield None

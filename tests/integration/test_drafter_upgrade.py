@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(5 * END_S), pytest.mark.f
 
 
 async def test_a_head_on_the_target_replaces_a_draft_under_load(tmp_path: Path) -> None:
-    """No request fails, and texts do not change."""
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     for seed, name in enumerate(("target", "random")):
         save_tiny_model(tmp_path / name, seed=seed, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)

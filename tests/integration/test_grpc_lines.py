@@ -35,7 +35,6 @@ def line_of(document: str) -> str:
 
 
 async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
-    """The events that a command prints, run by a shell in the folder of the documents."""
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", line,
         cwd=ROOT,
@@ -56,7 +55,6 @@ async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
 
 
 def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
-    """All events of one answer, which has text for each of its tokens."""
     assert list(events[0]) == ["started"]
     tokens = [event["tokens"] for event in events if "tokens" in event]
     assert sum(len(part["tokenIds"]) for part in tokens) == max_tokens

@@ -53,8 +53,6 @@ EVERYTHING = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one client does."""
-
     request: GenerateRequest
     end: str
     after: int
@@ -69,24 +67,20 @@ def plans(number: int, drawn: random.Random) -> list[Plan]:
         request = GenerateRequest(
             tuple(drawn.randrange(64) for _ in range(drawn.randint(1, 40))),
             max_tokens=LONGER * num_tokens if end == "cancelled" else num_tokens,
-            seed=drawn.randrange(2**32),
-            rule=rule,
+            seed=drawn.randrange(2**32), rule=rule,
             sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
             num_draft_tokens=drawn.choice((0, 2, 4, 6)),
-        )
+        )  # fmt: skip
         found.append(Plan(request, end, drawn.randrange(num_tokens)))
     return found
 
 
 class Clients:
-    """Runs plans, and counts how their sessions end."""
-
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self.outcomes: Counter[str] = Counter()
 
     async def play(self, all_plans: list[Plan]) -> None:
-        """Runs all plans, several at a time."""
         left = iter(all_plans)
 
         async def one_after_the_other() -> None:
@@ -110,7 +104,6 @@ class Clients:
                 proxy.close()
 
     async def _hear(self, client: Client, plan: Plan, proxy: FaultProxy | None) -> str:
-        """Reads until the plan's moment, acts, and reads on."""
         session_id, num_tokens, acted = "", 0, plan.end == "whole"
         async with aclosing(client.generate(plan.request)) as events:
             async for event in events:
@@ -143,7 +136,6 @@ def descriptors(stack: Stack) -> int:
 
 
 def in_use(stack: Stack) -> dict[str, int]:
-    """How much of each resource of sessions is in use now."""
     gc.collect()
     found = {
         "tasks": len(asyncio.all_tasks()),

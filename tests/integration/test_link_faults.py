@@ -57,7 +57,6 @@ async def exits() -> AsyncIterator[AsyncExitStack]:
 
 
 async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Listener]:
-    """A link to a server of the service, and its listener."""
     link = GrpcLink("target", (await serve(exits, service)).address)
     exits.push_async_callback(link.close)
     return link, Listener(link)
@@ -115,8 +114,6 @@ async def test_a_full_outbox_refuses_and_loses_nothing_it_took(exits: AsyncExitS
 
 
 class Silent:
-    """A service that takes items and answers on demand."""
-
     def __init__(self) -> None:
         self.rounds: list[int] = []
         self.news = asyncio.Event()

@@ -89,7 +89,6 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
 
 
 async def methods_of(channel: Any, key: str) -> list[str]:
-    """Every method that reflection lists."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
 
     async def ask(**fields: str) -> Any:

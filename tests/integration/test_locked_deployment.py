@@ -19,8 +19,6 @@ ENGINE = "emulated:vocab_size=320,support=8,max_model_len=512,verify_ms=1"
 
 
 class Locked(Shell):
-    """The deployment, and what is needed to call it."""
-
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "state")
         self.directory = directory

@@ -24,8 +24,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 
 
 class Sitter:
-    """An actor that only reports where it runs."""
-
     async def ping(self) -> Place:
         return Place(os.getpid(), socket.gethostname())
 
@@ -38,8 +36,6 @@ class Sitter:
 
 
 class Leader(Sitter):
-    """The first rank, which the others follow."""
-
     async def leads(self) -> bool:
         return True
 
@@ -58,7 +54,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 def demand(name: str, num_cpus: float, num_gpus: float, num_ranks: int = 1) -> Demand:
-    """The demand for a replica with this name."""
     role = name.partition("-")[0]
     return Demand(role, num_cpus, num_gpus, num_ranks, {}, name, (Leader, Sitter))
 

@@ -70,8 +70,6 @@ def decided(session_id: str, position: int) -> int:
 
 
 class Load:
-    """Sessions that decide tokens, wait until these are committed, and end."""
-
     def __init__(self, store: RedisStore, owner: str) -> None:
         self._store = store
         self._owner = owner
@@ -98,13 +96,11 @@ class Load:
         await asyncio.gather(*self._tasks, self._running, return_exceptions=True)
 
     async def finish(self, within_s: float) -> None:
-        """Ends all sessions. Raises their errors, and `TimeoutError` if a session is stuck."""
         self.ending.set()
         async with asyncio.timeout(within_s):
             await asyncio.gather(*self._tasks)
 
     async def until_shown(self, within_s: float) -> None:
-        """Waits until new tokens are shown. Raises `TimeoutError`."""
         before = self.shown.copy()
         await until(lambda: self.shown != before, within_s)
 

@@ -56,7 +56,6 @@ class Hosted:
         self.link.send(VerifyItem(make_head((1, 2, 3), session=session)))
 
     async def received(self, num_items: int) -> None:
-        """Waits until this many items have arrived."""
         async with asyncio.timeout(PATIENCE_S):
             while await self.host.traffic() < num_items:
                 await asyncio.sleep(0.001)

@@ -165,8 +165,6 @@ async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) ->
 
 
 class Collector(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServicer):
-    """A collector that receives OTLP by gRPC and keeps it."""
-
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []
         self.metrics: set[tuple[str, str]] = set()

@@ -46,7 +46,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a draft with the same tokenizer."""
     directory = tmp_path_factory.mktemp("models")
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     for seed, name in enumerate(("target", "draft")):
@@ -124,7 +123,6 @@ class Process:
         return int(stat.rpartition(")")[2].split()[1])
 
     def memory_has(self, secrets: list[bytes]) -> set[bytes]:
-        """The texts that are anywhere in the process's memory."""
         found = set()
         with Path(f"/proc/{self.pid}/mem").open("rb", buffering=0) as memory:
             for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
@@ -147,13 +145,11 @@ class Process:
 
 
 def _token_of(deployment: Deployment) -> Path:
-    """The file of Ray's token."""
     assert deployment.ray.token is not None
     return deployment.ray.token
 
 
 def processes() -> list[Process]:
-    """All processes whose command line this user may read."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:

@@ -30,8 +30,6 @@ VERIFY_PATH = "/outrider.v1.Target/Verify"
 
 
 class Target:
-    """A target on a server of its own."""
-
     async def start(self, port: int = 0) -> None:
         self.service: Any = Replica("target", ToyEngine()).service
         api = ReplicaServicer(self.service, VERIFY).grpc_service
@@ -91,7 +89,6 @@ async def test_a_link_breaks_and_is_opened_anew(target: Target) -> None:
 
 
 def sent_head(stream: Any, item: VerifyItem) -> Any:
-    """The head of the message that the stream would send for an item."""
     return target_pb2.VerifyRequest.FromString(stream.encode(item)).items[0].head
 
 
@@ -163,7 +160,6 @@ async def test_many_features_come_by_the_stream_of_bulky_items(
 
 @asynccontextmanager
 async def sent_raw(address: str, data: bytes) -> AsyncIterator[Any]:
-    """A stream on which these bytes were written."""
     async with open_channel(address) as channel:
         call = channel.stream_stream(VERIFY_PATH)()
         await call.write(data)

@@ -34,7 +34,6 @@ _ARGUMENTS = (
 
 
 def missing() -> str:
-    """The programs that are not installed; empty if none is missing."""
     found = {"chromium": _chromium(), "chromedriver": shutil.which("chromedriver")}
     lacking = [name for name, path in found.items() if path is None]
     return f"there is no {' and no '.join(lacking)} on the PATH" if lacking else ""
@@ -90,14 +89,12 @@ class Browser:
         self._driver.save_screenshot(str(path))
 
     async def log(self) -> list[str]:
-        """Messages of the console since the last call."""
         entries = await asyncio.to_thread(self._driver.get_log, "browser")
         return [f"{one['level']}: {one['message']}" for one in entries]
 
 
 @contextmanager
 def browser(width: int = 1360) -> Iterator[Browser]:
-    """Opens a browser and its driver."""
     options = ChromeOptions()
     options.binary_location = _chromium() or ""
     for argument in (*_ARGUMENTS, f"--window-size={width},1000"):

@@ -33,7 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """The configuration of a tiny model, with widths that vLLM's kernels accept."""
     sizes = SIZES | changes
     if family == "mixtral":
         return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
@@ -54,7 +53,6 @@ def config_of(family: str, **changes: Any) -> Any:
 def save(
     family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:
-    """Saves a tiny model whose configuration has these changes, and returns its module."""
     module = tiny_module(config_of(family, **changes), seed, dtype)
     module.save_pretrained(directory)
     return module

@@ -67,7 +67,6 @@ def drafts_of_vllm(target: str, head: str, prompts: list[list[int]]) -> Drafts:
 
 
 def drafted_by(engine: PagedEngine, loaded: LoadedDraftHead, text: list[int]) -> list[int]:
-    """The draft tokens of a native engine behind a text."""
     engine.forward([SequenceStep("a", tuple(text[:-1]), 1)])
     feature, drafted = engine.features()[0][-1], text[-1:]
     for _ in range(NUM_DRAFTED):

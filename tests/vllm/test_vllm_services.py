@@ -65,7 +65,6 @@ async def test_completions_follow_the_targets_law(
 
 
 def saved_pair(directory: Path, **changes: Any) -> tuple[str, str]:
-    """Saves a target, and a draft with other weights."""
     for seed, name in enumerate(names := ("target", "draft"), 1):
         save("llama", directory / name, seed, torch.bfloat16, **changes)
     return names

@@ -59,7 +59,6 @@ class Engine:
 
 
 def make_environment(environments: Path, name: str) -> None:
-    """Creates an environment of this name with a fake vLLM."""
     root = environments / name
     venv.create(root, with_pip=False, symlinks=True)
     [packages] = root.glob("lib/python*/site-packages")
@@ -72,7 +71,6 @@ def make_environment(environments: Path, name: str) -> None:
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
-    """The calls that the fake has recorded in the file that `RECORD` names."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

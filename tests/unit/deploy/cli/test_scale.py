@@ -99,7 +99,6 @@ class Fleet:
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fleet:
-    """The record of a deployment that runs on this machine."""
     made = Fleet(capsys)
 
     class Connection:
