@@ -23,6 +23,7 @@ from outrider.shared_calls import SharedCalls
 
 _log = logging.getLogger(__name__)
 
+_UNAVAILABLE = "constraints cannot be compiled now; try again later"
 _TOO_SLOW = f"takes more than {limits.COMPILE_S_MAX:g} s to compile; simplify it"
 _TOO_LARGE = f"takes more than {limits.COMPILE_BYTES_MAX} bytes to compile; simplify it"
 _PROGRAM = (
@@ -155,13 +156,13 @@ class _Compiler:
             case signal.SIGABRT | signal.SIGSEGV:  # The compiler is out of memory.
                 return _TOO_LARGE
             case signal.SIGKILL | signal.SIGTERM:
-                raise _unavailable()
+                raise Overloaded(_UNAVAILABLE)
         raise InvariantError(f"{constraint.kind}: could not be compiled, because of a server bug")
 
     async def _start(self) -> Any:
         first = await asyncio.to_thread(self._first_line)
         if self._is_closed:
-            raise _unavailable()
+            raise Overloaded(_UNAVAILABLE)
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _PROGRAM, json.dumps(sys.path), start_new_session=True,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -181,7 +182,3 @@ class _Compiler:
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def _unavailable() -> Overloaded:
-    return Overloaded("constraints cannot be compiled now; try again later")

@@ -35,6 +35,7 @@ from outrider.speculation.cuda_verdicts import (
 from outrider.speculation.gumbel_max import (
     IntArray,
     RealArray,
+    numbers,
     race,
     scores,
     token_keys,
@@ -111,7 +112,7 @@ def draw_from_logits(
     if quantised:
         levels, ids = count_levels(likely.mass[quantised]), likely.ids[quantised]
         zero = np.zeros((1, 1), dtype=np.int64)
-        counts = uniforms(token_keys(keys[quantised]), zero) * COUNT_TOTAL // 1
+        counts = uniforms(numbers(token_keys(keys[quantised]), zero)) * COUNT_TOTAL // 1
         places = (levels <= counts).sum(axis=1).tolist()
         for index, row, own, place in zip(quantised, ids, levels, places, strict=True):
             q = _as_distribution(row, own)

@@ -68,9 +68,13 @@ def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
     return bits
 
 
-def uniforms(keys: tuple[IntArray, IntArray], indices: IntArray) -> RealArray:
+def uniforms(bits: IntArray) -> RealArray:
     """`numbers` as float64 in (0, 1)."""
-    return _uniforms(numbers(keys, indices))
+    fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
+    drawn: RealArray = fraction.astype(np.float64)
+    drawn += 0.5
+    drawn *= 2.0**-_FRACTION_BITS
+    return drawn
 
 
 def race(weights: Tensor, keys: RowKeys) -> IntArray:
@@ -139,14 +143,6 @@ def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
     return key
 
 
-def _uniforms(bits: IntArray) -> RealArray:
-    fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
-    drawn: RealArray = fraction.astype(np.float64)
-    drawn += 0.5
-    drawn *= 2.0**-_FRACTION_BITS
-    return drawn
-
-
 def _exponentials(bits: IntArray) -> RealArray:
-    found: RealArray = -np.log(_uniforms(bits))
+    found: RealArray = -np.log(uniforms(bits))
     return found

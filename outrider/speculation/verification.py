@@ -123,7 +123,7 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
 
 
 def _by_kernels(questions: Sequence[Question]) -> list[Verdict]:
-    rows = _rows(questions)
+    rows = ProposalRows([(each.proposal, each.noise) for each in questions])
     transforms = [(each.params, each.history, each.masks) for each in questions]
     logits = joined_rows([each.logits for each in questions])
     return rows.verdicts(judge_by_kernels(logits, transforms, rows))
@@ -141,7 +141,8 @@ def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
-    logits, rows = _host_logits(questions), _rows(questions)
+    logits = _host_logits(questions)
+    rows = ProposalRows([(each.proposal, each.noise) for each in questions])
     dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
     weights = torch.empty((rows.num_rows, whole_blocks(logits[0].shape[1])), dtype=dtype)
     parts = torch.split(weights, rows.sizes.tolist())
@@ -150,10 +151,6 @@ def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
     sums = check_weights(weights, logits).numpy()
     behind, left = subtract_drafts(weights, sums, rows)
     return rows.verdicts(JudgedRows(behind, left, race(weights, rows.keys())))
-
-
-def _rows(questions: Sequence[Question]) -> ProposalRows:
-    return ProposalRows([(each.proposal, each.noise) for each in questions])
 
 
 def _host_logits(questions: Sequence[Question]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from exactness.law import cells_of, chi_square
 from verdict_laws import row_keys
 
 from outrider.speculation.accept_reject import Verdict, decide
-from outrider.speculation.gumbel_max import _exponentials, race, token_keys, uniforms
+from outrider.speculation.gumbel_max import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.random_streams import RoundNoise, Stream, row_words, uniform
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
@@ -25,7 +25,7 @@ def test_trap_05_draft_accept_and_residual_share_no_noise():
     streams = (Stream.TARGET, Stream.DRAFT, Stream.ACCEPT, Stream.RESIDUAL)
     keys = [row_keys(77, places, [stream] * num) for stream in streams]
     first = np.zeros((1, 1), dtype=np.int64)
-    drawn = [uniforms(token_keys(each), first)[:, 0] for each in keys]
+    drawn = [uniforms(numbers(token_keys(each), first))[:, 0] for each in keys]
     drawn[2] = uniform(row_words(keys[2])[0].astype(np.float64))
     grid = np.stack([(u * 4).astype(np.int64) for u in drawn], axis=1)
     assert not chi_square(cells_of(grid, 4), np.full(256, 1 / 256)).rejects

@@ -15,7 +15,7 @@ from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
 from outrider.speculation import draft_sampling
 from outrider.speculation.draft_sampling import draw_from_logits, quantise
-from outrider.speculation.gumbel_max import token_keys, uniforms
+from outrider.speculation.gumbel_max import numbers, token_keys, uniforms
 from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream
@@ -57,7 +57,7 @@ def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule, monkeypatch):
         token_id, q = draft_token(probabilities, noise, index)
         assert q == quantise(probabilities, 8)
         keys = token_keys(row_keys(11, [noise.place(index)], [Stream.DRAFT]))
-        level = float(uniforms(keys, np.array([[0]]))[0, 0]) * COUNT_TOTAL
+        level = float(uniforms(numbers(keys, np.array([[0]])))[0, 0]) * COUNT_TOTAL
         place = sum(total <= level for total in itertools.accumulate(q.counts))
         assert token_id == q.token_ids[place]
         assert decode_q(encode_q([q]), [token_id]) == (q,)
