@@ -64,7 +64,6 @@ class AutoregressiveDraft:
 
     @property
     def newest(self) -> int:
-        """The last token, drafted or committed."""
         return self.token_ids[-1] if self.token_ids else self.request.token_ids[-1]
 
     @property

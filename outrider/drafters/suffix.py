@@ -85,8 +85,7 @@ class SuffixDrafter(LookupDrafter):
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """The first session of each tenant and seed, or None after that session has ended. Has at
-        most `seeds_max` entries, oldest first."""
+        """The first session of each tenant and seed, or None after it has ended. Oldest first."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The best of several guesses: for each length of a match, from all matches this long."""

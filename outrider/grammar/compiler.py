@@ -33,8 +33,7 @@ without end. A schema's own `x-guidance` takes precedence."""
 if version("llguidance").startswith("1.7."):  # In this version the pattern allows several spaces.
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
-_Key = tuple[str, bytes]
-"""A tenant and the digest of a constraint."""
+_Key = tuple[str, bytes]  # a tenant, and the digest of a constraint
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -52,8 +52,7 @@ class _PagedSequence:
 
 
 def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a prefix that is one page longer. A key is a cryptographic digest, so equal keys
-    mean equal salts and tokens."""
+    """The key of a prefix that is one page longer. Equal keys mean equal salts and tokens."""
     return blake2b(key + array("I", token_ids).tobytes()).digest()
 
 
