@@ -88,7 +88,7 @@ def with_password(address: RedisAddress) -> RedisAddress:
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
         if getattr(address, kind) or not (file or getattr(address, f"asks_for_{kind}")):
             continue
-        changed[f"{kind}_file"], changed[f"asks_for_{kind}"] = "", False
+        changed[f"{kind}_file"] = ""
         if file:
             key = "redis_password_file" if kind == "password" else key
             changed[kind] = read_password(Path(file), key)

@@ -30,6 +30,7 @@ from outrider.sessions.redis_address import (
 )
 from outrider.sessions.redis_connection import (
     NotReplicated,
+    Pool,
     calling,
     check_info,
     masked_url,
@@ -269,3 +270,20 @@ def test_elsewhere_each_password_is_a_variable_of_the_process(
     assert (found.password, found.sentinel_password) == ("x", SECRET)
     open_one, _ = without_password(address())
     assert with_password(open_one) == open_one
+
+
+def test_idle_connections_are_closed_without_suspending() -> None:
+    """Otherwise another task could take a connection that is half closed."""
+
+    class Connection:
+        is_open = True
+
+        async def disconnect(self, nowait: bool) -> None:
+            self.is_open = not nowait
+
+    idle: Any = [Connection(), Connection()]
+    pool = Pool()
+    pool._available_connections = idle
+    with pytest.raises(StopIteration):
+        pool.disconnect(inuse_connections=False).send(None)
+    assert not any(each.is_open for each in idle)
