@@ -8,6 +8,7 @@ import re
 import stat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -56,10 +57,9 @@ def test_nothing_else_finds_a_caller(text: str) -> None:
 def test_a_key_of_another_program_is_added_by_its_sum_alone(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"made-elsewhere-1234").hexdigest()
     path = tmp_path / "keys"
-    path.write_text(json.dumps({"bob": {"hash": f"sha256:{digest}", "tenant": "t"}}))
-    assert read_key_file(path) == {key_hash("made-elsewhere-1234"): Caller("bob", "t")}
-    path.write_text(json.dumps({"bob": {"hash": f"sha256:{digest}"}}))
-    assert read_key_file(path) == {key_hash("made-elsewhere-1234"): Caller("bob", "bob")}
+    for more, tenant in (({"tenant": "t"}, "t"), ({}, "bob")):
+        path.write_text(json.dumps({"bob": {"hash": f"sha256:{digest}"} | more}))
+        assert read_key_file(path) == {key_hash("made-elsewhere-1234"): Caller("bob", tenant)}
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,9 @@ def test_a_file_is_read_again_when_it_changes(
     path.unlink()
     assert is_found()
     path.write_text("{}")
-
-    def exhausted(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    exhausted = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", exhausted)
+        patch.setattr(Path, "open", Mock(side_effect=exhausted))
         assert is_found()
     assert not is_found()  # Though it has not changed since.
 

@@ -1,16 +1,15 @@
 """`bench emulate`: figures compared with hand calculations, and one small run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_sides import pair_here
+from command_lines import reported
 
 from benchmarks import emulate
 from benchmarks.emulate import Run, figures, window
 from benchmarks.measurement import Round
-from deploy.cli.main import main
 from outrider.config import TargetConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
@@ -62,26 +61,21 @@ def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 
 
 @pytest.mark.xdist_group("redis")
-@pytest.mark.parametrize("rates", ["", "1"], ids=["own", "stated"])
+@pytest.mark.parametrize("stated", [(), ("--acceptance-rates", "1")], ids=["own", "stated"])
 def test_the_command_measures_every_mode_and_prints_one_json_object(
-    rates: str, delays: list[float], capsys: pytest.CaptureFixture[str]
+    stated: tuple[str, ...], delays: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With stated rates, all rules accept accordingly. Here each proposal has one token, which is
     accepted."""
-    stated = ["--acceptance-rates", rates] if rates else []
-    assert main(["bench", "emulate", "--tokens", "32", "--json", *stated]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.count("\n") == 1
-    assert shown.err == ""
-    value = json.loads(shown.out)
+    value, err = reported(capsys, "bench", "emulate", "--tokens", "32", *stated)
+    assert err == ""
     assert delays == [0.0, 0.0, 0.0, 2.5, 2.5]
     plain, *drafting = value["modes"]
     assert (plain["mode"], plain["num_draft_tokens"], plain["tokens_per_round"]) == ("plain", 0, 1)
     assert 0 < plain["fraction_of_ideal"] < 1.1
     assert [one["mode"] for one in drafting] == ["synchronous", "look_ahead"] * 2
     for one in drafting:
-        if rates:
+        assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]
+        if stated:
             assert (one["tokens_per_round"], one["num_draft_tokens"]) == (2, 1)
-        else:
-            assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]
         assert (one["look_ahead_hit_rate"] is None) == (one["mode"] == "synchronous")

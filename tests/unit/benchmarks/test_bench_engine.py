@@ -1,10 +1,10 @@
 """`bench engine`: its waits, and a small run."""
 
-import json
 from pathlib import Path
 
 import pytest
 from bench_sides import pair_here
+from command_lines import reported
 from models import byte_level_tokenizer, save_tiny_model
 from stack import running_stack
 from toy_engine import ToyEngine
@@ -23,9 +23,8 @@ def test_one_run_prints_every_figure(
         tmp_path / "model", vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512
     )
     command = ["bench", "engine", "--model", str(directory), "--target-num-threads", "1"]
-    words = ["--repetitions", "1", "--json", "--parts", "sessions,steps"]
-    assert main([*command, *words]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = ["--repetitions", "1", "--parts", "sessions,steps"]
+    found, _ = reported(capsys, *command, *words)
     for sessions in (found["sessions"], found["engine_sessions"]):
         assert list(sessions) == ["1", "2"]
         assert all(rate > 0 for rate in sessions.values())

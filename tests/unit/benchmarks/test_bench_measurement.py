@@ -77,18 +77,15 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
         ) -> list[Completion]:
             return [Completion((1,), 0.0, 2.0 * place) for place, _ in enumerate(requests, start=1)]
 
-    def script(request: GenerateRequest) -> tuple[int, float]:
-        return 1, 1.0
-
-    sides = pair(ScriptedSide(script), concurrency=2)
-    library = Contestant("library", Library(script), sides[0].request, 1)
+    side = ScriptedSide(lambda request: (1, 1.0))
+    sides = pair(side, concurrency=2)
+    library = Contestant("library", Library(side.script), sides[0].request, 1)
     results = await measure(PROMPTS, [*sides, library], silent)
     assert results["library"].seconds == 2.0 * len(PROMPTS)
 
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
 async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
-
     def script(request: GenerateRequest) -> tuple[int, float]:
         if request.prompt == failing and request.num_draft_tokens:
             raise Unavailable("the library broke")

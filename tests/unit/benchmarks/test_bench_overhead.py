@@ -2,17 +2,16 @@
 Also the processes of benchmarks, and services that answer late."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bench_sides import ProcessHere
+from command_lines import reported
 
 from benchmarks.measurement import BenchClient, Completion
 from benchmarks.overhead import added_ms, round_figures
 from benchmarks.processes import Process, delayed
-from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.errors import ConfigError
 from outrider.request import GenerateRequest, RoundReport
@@ -52,14 +51,9 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
         "overhead.WARM_UP_S": 0.5, "overhead.WARM_UP_ROUNDS": 10, "overhead.TURNS": 3,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"benchmarks.{name}", value)
-    flags = (
-        "--parts", "rounds,capacity,transports", "--rounds", "20", "--sessions", "3", "--seconds",
-        "1", "--json",
-    )  # fmt: skip
-    assert main(["bench", "overhead", *flags]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.count("\n") == 1
-    value = json.loads(shown.out)
+    parts = "rounds,capacity,transports"
+    flags = ("--parts", parts, "--rounds", "20", "--sessions", "3", "--seconds", "1")
+    value, _ = reported(capsys, "bench", "overhead", *flags)
     assert value["num_rounds"] == 20
     assert 0 < value["round_ms_p50"] <= value["round_ms_p99"]
     capacity = value["capacity"]

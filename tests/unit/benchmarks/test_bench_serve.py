@@ -218,9 +218,8 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
             "1", "--prompts", str(file),
         ]  # fmt: skip
         found, err = await asyncio.to_thread(reported, capsys, *words, code=1)
-        address = stack.server.address
     assert (found["backend"], found["model_id"]) == ("outrider-grpc", "model")
-    assert found["server"] == address
+    assert found["server"] == stack.server.address
     done = found["completed"]
     assert done + found["failed"] == 7
     assert done in (3, 4)

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.virtual
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
     """Drafts make the category `rewrite` three times as fast, and no other category faster."""
-
     rewritten = [prompt.text for prompt in read_prompts() if prompt.category == "rewrite"]
 
     def script(request: GenerateRequest) -> tuple[int, float]:

@@ -33,10 +33,8 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
     file = _file(tmp_path, "max-num-seqs: 3\nmax_model_len: 30\ndtype: float32\n")
     environment = {"OUTRIDER_MAX_MODEL_LEN": "40", "OUTRIDER_DTYPE": "float16", "PATH": "/bin"}
     config = load_config({"dtype": "bfloat16"}, environment, file)
-    assert config.target.max_num_seqs == 3
-    assert config.draft.max_num_seqs == 3
-    assert config.target.max_model_len == 40
-    assert config.target.dtype == "bfloat16"
+    assert config.target.max_num_seqs == config.draft.max_num_seqs == 3
+    assert (config.target.max_model_len, config.target.dtype) == (40, "bfloat16")
 
 
 @pytest.mark.parametrize(

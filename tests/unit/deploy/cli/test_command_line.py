@@ -120,9 +120,8 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
     way = f"{unknown.message} (set OUTRIDER_API_KEY, or give --api-key)"
     assert error_line(unknown, parse(["generate", "x"])) == way
     assert said() == ["port: is taken", "server: '' is wrong", "sampling.top_p: is too much"]
-    assert said("--port", "1", "--server=h:1", "--top-p", "4") == [
-        "--port: is taken", "--server: '' is wrong", "--top-p: is too much",
-    ]  # fmt: skip
+    named = ["--port: is taken", "--server: '' is wrong", "--top-p: is too much"]
+    assert said("--port", "1", "--server=h:1", "--top-p", "4") == named
 
 
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(

@@ -100,11 +100,8 @@ def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
     """Ray's head would store them, because `ray.init` reads the command line of its process."""
     flags = ("--redis-password", "hidden-1", "--api-key=hidden-2", "--api-key", "hidden-3")
     words = ("generate", *flags, "--max-num-seqs", "3", "--", "--api-key")
-    done = subprocess.run(
-        [sys.executable, "-c", SHOWS, *words], capture_output=True, text=True, timeout=60,
-        check=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+    command = [sys.executable, "-c", SHOWS, *words]
+    found = json.loads(subprocess.check_output(command, text=True, timeout=60))
     assert found["words"].rstrip("\0").endswith(" generate")
     assert found["flags"] == {
         "redis_password": "hidden-1", "api_key": "hidden-2,hidden-3", "max_num_seqs": "3",
@@ -130,11 +127,9 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runs = {"ssl_certfile": str(tls / "target.pem")}
     assert caller_trust_of(parsed(), {}) is None
     for words, deployment, name in (
-        (("--ca-cert", authority), {}, ""),
-        (("--tls",), {}, ""),
-        ((), runs, "target.outrider.internal"),
-        (("--ca-cert", authority), runs, ""),
-    ):
+        (("--ca-cert", authority), {}, ""), (("--tls",), {}, ""),
+        ((), runs, "target.outrider.internal"), (("--ca-cert", authority), runs, ""),
+    ):  # fmt: skip
         found = caller_trust_of(parsed(*words), deployment)
         assert isinstance(found, Trust)
         assert (found.credentials is not None, found.server_name) == (True, name)
@@ -146,10 +141,8 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_no_key_is_shown(tmp_path: Path) -> None:
     made = new_key()
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
-    shown = [
-        str(masked_settings(config.values(secrets=False))),
-        repr(CoordinatorConfig(api_key=KEY)),
-    ]  # fmt: skip
+    masked = masked_settings(config.values(secrets=False))
+    shown = [str(masked), repr(CoordinatorConfig(api_key=KEY))]
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump({"api_key": [KEY, made]}))
     for settings, place in (({}, file), ({"api_key": f"{KEY} {made}"}, None)):

@@ -113,17 +113,16 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now(state: Path
 def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    (state / local_state.LOG_NAME).write_text("outrider: stopping\n", "utf-8")
+    log = state / local_state.LOG_NAME
+    log.write_text("outrider: stopping\n", "utf-8")
     assert main(["stop"]) == 0
     assert capsys.readouterr().err == "nothing runs\n"
-    (state / local_state.LOG_NAME).write_text(
-        "outrider: error: the coordinator actor died\n", "utf-8"
-    )
+    log.write_text("outrider: error: the coordinator actor died\n", "utf-8")
     assert main(["stop"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("nothing runs: ")
     assert "ended by itself: the coordinator actor died" in said
-    assert str(state / local_state.LOG_NAME) in said
+    assert str(log) in said
 
 
 def test_a_record_without_a_process_is_told_and_removed(
@@ -148,10 +147,8 @@ def test_a_deployment_that_is_starting_is_stopped(
         "    print(flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(state)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as child:  # fmt: skip
+    command, pipe = [sys.executable, "-c", program, str(state)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
         child.stdout.readline()
         assert main(["stop"]) == 0
         assert child.wait(10) == -signal.SIGTERM
