@@ -111,8 +111,7 @@ class MtpReference:
 
     def features(self, text: Tensor) -> Tensor:
         """g [T, D] of a text [T]."""
-        hidden: Tensor = self.target.model(text[None]).last_hidden_state[0]
-        return hidden
+        return self.target.model(text[None]).last_hidden_state[0]
 
     def chain(
         self, text: Tensor, num_depths: int, *, carries_normed: bool = True
@@ -138,8 +137,7 @@ class MtpReference:
         num = len(tokens)
         angles = self.target.model.rotary_emb(rows, torch.arange(num)[None])
         mask = torch.full((num, num), -torch.inf, dtype=rows.dtype).triu(1)[None, None]
-        found: Tensor = self.layer(rows, attention_mask=mask, position_embeddings=angles)[0, -1]
-        return found
+        return self.layer(rows, attention_mask=mask, position_embeddings=angles)[0, -1]
 
 
 def tiny_mtp(target: Any) -> LoadedDraftHead:

@@ -24,7 +24,6 @@ class Reply:
     breaks: bool = False
     """Whether the server closes the connection after the chunks."""
     gap_s: float = 0.0
-    """Delay before each chunk."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -93,7 +93,7 @@ class RedisServers:
         try:
             primary = await self._start(None)
             await self._start(primary)
-            await self._until_followed(primary)
+            await _until(lambda: self._is_followed(primary))
             self._start_sentinel(primary)
             await self.until_whole()
         except BaseException:
@@ -151,11 +151,8 @@ class RedisServers:
         except (RedisError, KeyError):
             return False
         replicas = [dict(zip(one[::2], one[1::2], strict=True)) for one in known]
-        ready = [
-            one for one in replicas
-            if one["flags"] == "slave" and one["master-link-status"] == "ok"
-        ]  # fmt: skip
-        return len(ready) == 1 and self._is_followed(primary)
+        states = [(one["flags"], one["master-link-status"]) for one in replicas]
+        return states.count(("slave", "ok")) == 1 and self._is_followed(primary)
 
     def _is_followed(self, primary: Server) -> bool:
         info = primary.info(self._password or None)
@@ -164,9 +161,6 @@ class RedisServers:
             if name.removeprefix("slave").isdecimal() and isinstance(one, dict)
         ]  # fmt: skip
         return info.get("role") == "master" and states == ["online"]
-
-    async def _until_followed(self, primary: Server) -> None:
-        await _until(lambda: self._is_followed(primary))
 
     async def until_whole(self, within_s: float = START_S) -> None:
         await _until(self.is_whole, within_s)
@@ -183,7 +177,7 @@ class RedisServers:
         del self._known_by[address]
         primary = self.primary
         await self._start(primary)
-        await self._until_followed(primary)
+        await _until(lambda: self._is_followed(primary))
         # Sentinel forgets servers only on this command.
         await asyncio.to_thread(self._ask_sentinel, "RESET", SERVICE)
 

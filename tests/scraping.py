@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import httpx
 from memory_registry import MemoryRegistry
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan
@@ -55,10 +55,9 @@ class Page:
     def value(self, name: str, **labels: str) -> float:
         """The sum over all samples that have these labels."""
         found = [
-            value
-            for (sample, has), value in self.samples.items()
+            value for (sample, has), value in self.samples.items()
             if sample == name and labels.items() <= dict(has).items()
-        ]
+        ]  # fmt: skip
         assert found, (name, labels)
         return sum(found)
 
@@ -70,14 +69,9 @@ class Watched:
     exports: dict[Role, Exports]
 
     async def page(self, role: Role) -> Page:
-        scrape = self.exports[role].scrape
-        assert scrape is not None
-
-        def read() -> str:
-            with urllib.request.urlopen(f"http://{scrape.address}/metrics", timeout=5) as page:
-                return page.read().decode()
-
-        return Page.parse(await asyncio.to_thread(read))
+        async with httpx.AsyncClient() as http:
+            page = await http.get(f"http://{self.exports[role].scrape.address}/metrics")
+        return Page.parse(page.text)
 
     async def until(self, name: str, expected: float, **labels: str) -> Page:
         """The coordinator's page, once the metric has this value. Fails after 20 s."""
@@ -108,9 +102,7 @@ class Memory:
         return [span for span in self.spans if span.name == name]
 
     def points(self, role: Role) -> dict[str, list[Any]]:
-        data = self.readers[role].get_metrics_data()
-        assert data is not None
-        (resource,) = data.resource_metrics
+        (resource,) = self.readers[role].get_metrics_data().resource_metrics
         (scope,) = resource.scope_metrics
         return {metric.name: list(metric.data.data_points) for metric in scope.metrics}
 

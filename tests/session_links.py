@@ -73,11 +73,8 @@ class OneToken(LookupDrafter):
 
 def verdict(item: Any, correction: int = 9) -> VerdictReply:
     num = len(item.proposal)
-    return VerdictReply(
-        item.head.key,
-        Verdict((1.0,) * num, (correction,) * (num + 1)),
-        cached_length=item.head.committed_length + num,
-    )
+    found = Verdict((1.0,) * num, (correction,) * (num + 1))
+    return VerdictReply(item.head.key, found, item.head.committed_length + num)
 
 
 def proposal(item: Any) -> ProposalReply:
@@ -152,7 +149,6 @@ def draft_of(
 
 
 def asked(num_draft_tokens: int, **fields: Any) -> RoundLength:
-    """A round's length."""
     return RoundLength(num_draft_tokens, 0, **fields)
 
 

@@ -108,13 +108,12 @@ async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
 
 
 async def test_a_pipe_ends_with_its_input_or_a_refusal(stack: Stack) -> None:
-    code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--system", "So be it.")
-    prompt = (ChatMessage("system", "So be it."), ChatMessage("user", "say"))
-    request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=5)
-    assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
-    code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--raw", "--system", "So be it.")
-    request = GenerateRequest("So be it.\nsay", sampling=GREEDY, max_tokens=5)
-    assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
+    chat = (ChatMessage("system", "So be it."), ChatMessage("user", "say"))
+    for raw, prompt in (((), chat), (("--raw",), "So be it.\nsay")):
+        words = ("--max-tokens", "5", *raw, "--system", "So be it.")
+        code, out, _ = await pipe(stack, "say", *words)
+        request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=5)
+        assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
     code, out, err = await pipe(stack, "hello\n" + "x" * 300 + "\nhello\n", "--max-tokens", "5")
     assert code == 2
     assert out == await answer(stack, "hello", max_tokens=5) + "\n"

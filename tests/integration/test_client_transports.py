@@ -1,23 +1,15 @@
 """A client by gRPC and a client of a coordinator in this process give the same results."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stack import Stack, toy_stack
 
-from outrider.client import (
-    ChatMessage,
-    Client,
-    Completion,
-    GenerateRequest,
-    InProcessTransport,
-    Started,
-    Tokens,
-)
+from outrider.client import ChatMessage, Client, Completion, GenerateRequest, InProcessTransport
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Unavailable
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -37,10 +29,8 @@ def in_process(stack: Stack) -> Client:
 
 
 def without_times(completion: Completion) -> Completion:
-    metrics = dataclasses.replace(
-        completion.metrics, time_to_first_token_ms=0.0, tokens_per_second=0.0
-    )
-    return dataclasses.replace(completion, session_id="", metrics=metrics)
+    metrics = replace(completion.metrics, time_to_first_token_ms=0.0, tokens_per_second=0.0)
+    return replace(completion, session_id="", metrics=metrics)
 
 
 ANSWERED: list[dict[str, Any]] = [
@@ -88,8 +78,6 @@ async def test_closing_a_client_ends_its_sessions_alone(slow: Stack) -> None:
     long = GenerateRequest(PROMPT, max_tokens=2000)
     idle, kept = closed.generate(long), other.generate(long)
     started, kept_started = await anext(idle), await anext(kept)
-    assert isinstance(started, Started)
-    assert isinstance(kept_started, Started)
     reading = asyncio.create_task(closed.complete(long))
 
     async def number_is(number: int) -> bool:
@@ -105,7 +93,7 @@ async def test_closing_a_client_ends_its_sessions_alone(slow: Stack) -> None:
         with pytest.raises(Unavailable, match="closed"):
             await call
     await until(lambda: is_cancelled(started.session_id))
-    assert isinstance(await anext(kept), Tokens)
+    assert (await anext(kept)).token_ids
     assert await number_is(1)
     await kept.aclose()
     await until(lambda: is_cancelled(kept_started.session_id))

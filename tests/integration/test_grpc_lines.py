@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,8 @@ def line_of(document: str) -> str:
 
 async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
-        "bash", "-c", line,
-        cwd=ROOT,
-        env=dict(os.environ) | {"PATH": PATH} | environment,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        "bash", "-c", line, cwd=ROOT, env=dict(os.environ) | {"PATH": PATH} | environment,
+        stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
     )  # fmt: skip
     async with asyncio.timeout(RUN_S):
         out, err = await process.communicate()
@@ -76,19 +73,15 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
     mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
     access = AccessControl(watch_keys(tmp_path / "keys"))
-    options = ServerOptions(
-        credentials=server_credentials(mine.file, mine.key_file),
-        guard=access.check_call,
-        reflection=False,
-    )
+    credentials = server_credentials(mine.file, mine.key_file)
+    options = ServerOptions(credentials=credentials, guard=access.check_call, reflection=False)
     async with AsyncExitStack() as exits:
         server = await serve(exits, coordinator_api(stack.coordinator, access), options)
         line = line_of("docs/security.md")
         for name, value in (
-            ("HOST:50051", server.address),
-            ("ca.pem", str(authority.file)),
+            ("HOST:50051", server.address), ("ca.pem", str(authority.file)),
             ('France is"', 'France is", "max_tokens": 8'),
-        ):
+        ):  # fmt: skip
             assert line.count(name) == 1
             line = line.replace(name, value)
         check_answer(await answered(line, OUTRIDER_API_KEY=key), 8)

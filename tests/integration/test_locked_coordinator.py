@@ -59,16 +59,12 @@ class Locked:
         exits.push_async_callback(access.close)
         return access
 
-    def headers(self, name: str) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.keys[name]}"}
-
     def client(self, name: str, server: int = 0) -> Client:
         return Client(self.addresses[server], api_key=self.keys[name], resume_timeout_s=0)
 
     def http(self, name: str, server: int = 0) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.urls[server], headers=self.headers(name), timeout=WAIT_S
-        )
+        headers = {"authorization": f"Bearer {self.keys[name]}"}
+        return httpx.AsyncClient(base_url=self.urls[server], headers=headers, timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -141,7 +137,6 @@ async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
     ):  # fmt: skip
         async with aclosing(alice.generate(LONG)) as events:
             started = await anext(events)
-            assert isinstance(started, Started)
             await anext(events)
             session_id = started.session_id
             for call in (eve.get_session, eve.cancel, lambda one: anext(eve.resume(one))):
@@ -153,7 +148,6 @@ async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
                 await anext(root.resume(session_id))
             await root.cancel(session_id)
             last = [event async for event in events][-1]
-        assert isinstance(last, Finished)
         assert last.finish_reason == "cancelled"
         done = await alice.complete(SHORT)
         view = await bob.get_session(done.session_id)
@@ -231,7 +225,6 @@ async def test_the_slots_of_a_dead_coordinator_are_free_again(
         grant = await exits.enter_async_context(living.admit(caller))
         await grant.note(Started("5" * 32, "model", 1, Rule.GREEDY))
         await exits.enter_async_context(dead.admit(caller))
-        assert dead._renewing is not None
         dead._renewing.cancel()
         with pytest.raises(Overloaded):
             async with living.admit(caller):

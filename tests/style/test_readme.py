@@ -25,7 +25,6 @@ def test_the_python_examples_compile(page: Path) -> None:
     import outrider.client
 
     source = re.search(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
-    assert source is not None
     for node in ast.walk(ast.parse(source[1])):
         if isinstance(node, ast.ImportFrom) and node.module == "outrider.client":
             for alias in node.names:

@@ -20,8 +20,7 @@ TOLERANCE = 1e-3
 def dense(module: Any, token_ids: list[int]) -> torch.Tensor:
     """The library's logits [T, V]."""
     with torch.inference_mode():
-        logits: torch.Tensor = module(input_ids=torch.tensor([token_ids])).logits[0]
-    return logits.float()
+        return module(input_ids=torch.tensor([token_ids])).logits[0].float()
 
 
 @pytest.mark.parametrize(

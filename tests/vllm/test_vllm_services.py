@@ -51,10 +51,7 @@ async def test_completions_follow_the_targets_law(
         directory = tmp_path / f"model-{id(module)}"
         module.save_pretrained(directory)
         check = None if draft_layer is None else lambda loaded, *_: loaded
-        return make_engine(
-            directory, max_num_seqs=64, draft_layer=draft_layer,
-            draft_check=check,
-        )  # fmt: skip
+        return make_engine(directory, max_num_seqs=64, draft_layer=draft_layer, draft_check=check)
 
     monkeypatch.setattr(test_distribution, "tiny_config", narrow)
     monkeypatch.setattr(test_distribution, "engine_of", engine_of)

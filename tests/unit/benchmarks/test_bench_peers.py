@@ -93,9 +93,8 @@ async def measured(
     directory = str(resolve_model(str(tiny)))
     target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
     subject = subject_of(
-        ScriptedSide(lambda request: (3, 1.0)), model=str(tiny),
-        target=target if known else None,
-    )  # fmt: skip
+        ScriptedSide(lambda request: (3, 1.0)), model=str(tiny), target=target if known else None
+    )
 
     @asynccontextmanager
     async def start() -> AsyncIterator[tuple[Subject, Subject]]:

@@ -43,16 +43,15 @@ class Fleet:
         self.changes: list[dict[str, Any]] = []
         self.given = load_config(GIVEN, {})
         self.seen: list[dict[Role, int]] = [dict.fromkeys(ROLES, 1)]
-        """Numbers of serving replicas, an entry for each call of `overview`; the last one stays."""
         self.stale: list[int] = [0]
-        """Numbers of targets that an upgrade still has to replace, likewise."""
+        self.reports: list[TrialReport | None] = [None]
+        """Numbers of serving replicas, numbers of targets that an upgrade still has to replace, and
+        reports of a trial: an entry for each call of `overview`; the last one stays."""
         self.num_leaving = 0
         """Numbers of leaving replicas by role, beside the serving ones."""
         self.failures: tuple[str, ...] = ()
         self.trials: list[tuple[dict[str, Any], float, float]] = []
         self.verdict: Any = "taken"
-        self.reports: list[TrialReport | None] = [None]
-        """Reports of a trial, one entry for each call of `overview`; the last entry stays."""
 
     def run(self, *words: str, code: int = 0) -> tuple[str, str]:
         assert main(words) == code

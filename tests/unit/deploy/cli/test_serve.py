@@ -79,9 +79,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
         deployment.overview = Overview({"draft": 1}, tuple(views), hopeless)
         deployment._changed.set()
         await asyncio.sleep(0.01)
-        found = local_state.running_deployment(state)
-        assert found is not None
-        return found
+        return local_state.running_deployment(state)
 
     await tell(("coordinator", "h:0", ""))
     serving = asyncio.create_task(_until_it_fails(deployment, state, parse(["serve"])))
