@@ -42,7 +42,7 @@ from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import batched_tokens
 from outrider.request import RoundReport, Tokens
-from outrider.sessions.store import Append, Finish, SessionRecord
+from outrider.sessions.store import Append, Finish, SessionRecord, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
@@ -247,6 +247,9 @@ class _Store:
 
     async def finish(self, finish: Finish) -> int:
         return self._lengths.pop(finish.session_id, finish.length or 0)
+
+    async def load(self, session_id: str) -> SessionRecord:
+        raise not_found(session_id)
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         return {}

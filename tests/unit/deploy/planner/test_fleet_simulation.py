@@ -58,9 +58,9 @@ def _simulated(**changes: Any) -> FleetFigures:
     return simulate(scenario_of(**changes))
 
 
-def test_one_session_takes_the_sum_of_its_parts() -> None:
+def test_one_session_takes_the_sum_of_its_parts(caplog: pytest.LogCaptureFixture) -> None:
     """20 ms for the verdict, 2 ms for the rest, 0.5 + 2 * 4 * 1 ms for the wait, 3 ms for the link.
-    All tokens are accepted, so a round brings five."""
+    All tokens are accepted, so a round brings five. The services report no trouble."""
     found = _simulated(
         pair=drafting_pair(*ALL),
         times={"wait": Line(0.0005, 2.0), "rest_s": 0.002, "round_trip_s": 0.003},
@@ -73,6 +73,7 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
     assert found.draft_ms == pytest.approx(11.5)
     assert found.busy[0] == pytest.approx(0.020 / round_s, rel=0.02)
     assert found.busy[2] == pytest.approx(0.0003 / round_s, rel=0.02)
+    assert caplog.messages == []
 
 
 def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
