@@ -180,12 +180,9 @@ class LookAhead:
         return [self._advanced(now, self._harvest(now)) for now in rounds]
 
     def _likeliest(
-        self,
-        rounds: Sequence[RoundAhead],
-        most: int,
-        wanted: Sequence[AutoregressiveDraft],
+        self, rounds: Sequence[RoundAhead], most: int, wanted: Sequence[AutoregressiveDraft],
         readings: Sequence[SequenceStep],
-    ) -> list[AutoregressiveDraft]:
+    ) -> list[AutoregressiveDraft]:  # fmt: skip
         """Returns the drafts of the `most` likeliest outcomes. If pages are too few for the pass,
         ends the drafts of the least likely outcomes."""
         found = [(now.chances[one], now.outcomes, one) for now in rounds for one in now.outcomes]

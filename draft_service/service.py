@@ -29,15 +29,10 @@ class DraftService(SteppedService):
     """Serves any number of streams with one drafter."""
 
     def __init__(
-        self,
-        drafter: ModelDrafter,
-        executor: StepExecutor,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
-        costs: StepCosts | None = None,
+        self, drafter: ModelDrafter, executor: StepExecutor, *, max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,
         grammars: Grammars | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. A step
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)

@@ -54,13 +54,9 @@ class TokenizerText:
 
     @classmethod
     def load(
-        cls,
-        path: Path,
-        name: str | None = None,
-        *,
-        trust_remote_code: bool = False,
+        cls, path: Path, name: str | None = None, *, trust_remote_code: bool = False,
         chat_template: str = "",
-    ) -> TokenizerText:
+    ) -> TokenizerText:  # fmt: skip
         """Loads the tokenizer from a model's directory. A `chat_template` replaces the model's own.
         Raises `ConfigError` if there is no tokenizer."""
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)

@@ -149,13 +149,9 @@ class Verifier(StepWorker):
     _engine: Engine
 
     def __init__(
-        self,
-        engine: Engine,
-        budget: TokenBudget,
-        self_drafter: SelfDrafter | None,
-        clock: Callable[[], float],
-        grammars: Grammars | None,
-    ) -> None:
+        self, engine: Engine, budget: TokenBudget, self_drafter: SelfDrafter | None,
+        clock: Callable[[], float], grammars: Grammars | None,
+    ) -> None:  # fmt: skip
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None  # the engine, if it keeps hidden states for drafts
@@ -303,13 +299,10 @@ class Verifier(StepWorker):
             return
         for one, request, proposal in zip(wanting, requests, proposals, strict=True):
             one.answer = replace(
-                one.answer,
-                next_proposal=SealedProposal.of(proposal),
-                next_base_length=request.noise.committed_length,
-                next_draft_ms=draft_ms,
-                next_work_ms=draft_ms / len(requests),
-                next_out_of_time=request.deadline.has_cut,
-            )
+                one.answer, next_proposal=SealedProposal.of(proposal),
+                next_base_length=request.noise.committed_length, next_draft_ms=draft_ms,
+                next_work_ms=draft_ms / len(requests), next_out_of_time=request.deadline.has_cut,
+            )  # fmt: skip
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
         item, history = one.item, one.history

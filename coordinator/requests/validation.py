@@ -96,13 +96,9 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
 
 
 def resolve(
-    request: GenerateRequest,
-    prompt_field: str,
-    prompt_ids: tuple[int, ...],
-    model: ReplicaDescription,
-    config: CoordinatorConfig,
-    random_seed: int,
-) -> GenerationParameters:
+    request: GenerateRequest, prompt_field: str, prompt_ids: tuple[int, ...],
+    model: ReplicaDescription, config: CoordinatorConfig, random_seed: int,
+) -> GenerationParameters:  # fmt: skip
     """Fills in the defaults of a request that `check_fields` has accepted. Raises `BadRequest` if
     the prompt is empty, has an unknown token, or leaves too little room for `max_tokens`."""
     num_ids, length = len(prompt_ids), model.max_model_len

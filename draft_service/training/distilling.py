@@ -149,13 +149,9 @@ class _Run:
         return cache
 
     def _written(
-        self,
-        stage: str,
-        kind: str,
-        prompts: Sequence[Sequence[int]],
-        tokens_max: int,
+        self, stage: str, kind: str, prompts: Sequence[Sequence[int]], tokens_max: int,
         **options: Any,
-    ) -> WrittenCorpus:
+    ) -> WrittenCorpus:  # fmt: skip
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,

@@ -95,14 +95,9 @@ def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
 
 
 def render_card(
-    options: DistillOptions,
-    target: str,
-    fingerprint: str,
-    trainer: Trainer,
-    dataset: Dataset,
-    seconds: Mapping[str, float],
-    measured: Mapping[str, Measured],
-) -> str:
+    options: DistillOptions, target: str, fingerprint: str, trainer: Trainer, dataset: Dataset,
+    seconds: Mapping[str, float], measured: Mapping[str, Measured],
+) -> str:  # fmt: skip
     """Returns the model card. `fingerprint` is that of the target's tensors. `seconds` are by
     stage. `measured` is by the name of the texts."""
     learner, now = trainer.learner, trainer.progress

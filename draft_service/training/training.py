@@ -81,13 +81,9 @@ class Trainer:
     """Trains one learner. The optimizer works on float32 copies of the weights, called masters."""
 
     def __init__(
-        self,
-        learner: Learner,
-        dataset: Dataset,
-        directory: Path,
-        options: DistillOptions,
+        self, learner: Learner, dataset: Dataset, directory: Path, options: DistillOptions,
         seconds: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The budget is `options.steps`, or `seconds` if `options.steps` is None."""
         self.learner = learner
         self._dataset = dataset

@@ -33,18 +33,10 @@ class WrittenCorpus:
     depends only on seed, index and target."""
 
     def __init__(
-        self,
-        directory: Path,
-        template: Template,
-        prompts: Sequence[Sequence[int]],
-        seed: int,
-        tokens_max: int,
-        *,
-        tokens: int | None = None,
-        seconds: float | None = None,
-        temperatures: Sequence[float] = TEMPERATURES,
-        answer_tokens_max: int = _ANSWER_TOKENS_MAX,
-    ) -> None:
+        self, directory: Path, template: Template, prompts: Sequence[Sequence[int]], seed: int,
+        tokens_max: int, *, tokens: int | None = None, seconds: float | None = None,
+        temperatures: Sequence[float] = TEMPERATURES, answer_tokens_max: int = _ANSWER_TOKENS_MAX,
+    ) -> None:  # fmt: skip
         """Conversations have at most `tokens_max` tokens, and all prompts must be shorter. `write`
         stops when the answers have `tokens` tokens, or when it has run for `seconds`, including
         earlier runs. If both are None, `write` only answers the prompts."""

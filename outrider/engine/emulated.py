@@ -60,14 +60,11 @@ class EmulatedEngine:
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
         """The probability of acceptance at each place in the round, if all before are accepted."""
         self.info = ModelInfo(
-            name=SCHEME,
-            vocab_size=spec.vocab_size,
-            max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE),
-            dtype="float32",
+            name=SCHEME, vocab_size=spec.vocab_size,
+            max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE), dtype="float32",
             eos_token_ids=() if spec.eos < 0 else (spec.eos,),
-            weights_fingerprint=f"{spec.fingerprint}-{role}",
-            tokenizer_fingerprint="",
-        )
+            weights_fingerprint=f"{spec.fingerprint}-{role}", tokenizer_fingerprint="",
+        )  # fmt: skip
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""

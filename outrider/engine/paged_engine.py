@@ -58,20 +58,12 @@ class PagedEngine(PagedSequences):
     feature_width = 0
 
     def __init__(
-        self,
-        module: nn.Module,
-        info: ModelInfo,
-        *,
-        max_num_seqs: int = ENGINE_SEQUENCES_MAX,
-        kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
-        contended_threads: int | None = None,
-        deterministic: bool = False,
-        backend: DeviceBackend | None = None,
-        least: Callable[[int], int] = int,
-        draft_layer: LoadedDraftHead | None = None,
-        drafts_apart: bool = False,
-        kernels: PaceKernels | None = None,
-    ) -> None:
+        self, module: nn.Module, info: ModelInfo, *, max_num_seqs: int = ENGINE_SEQUENCES_MAX,
+        kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT, contended_threads: int | None = None,
+        deterministic: bool = False, backend: DeviceBackend | None = None,
+        least: Callable[[int], int] = int, draft_layer: LoadedDraftHead | None = None,
+        drafts_apart: bool = False, kernels: PaceKernels | None = None,
+    ) -> None:  # fmt: skip
         """A step has at most `max_num_seqs` sequences. The pages take at most
         `kv_cache_memory_bytes`, and are at most as many as `max_num_seqs` sequences of full length
         need. The `max_model_len` becomes at most the number of tokens that all pages hold.

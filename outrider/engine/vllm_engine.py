@@ -89,22 +89,12 @@ class VllmEngine(PagedSequences):
     """A `DraftingEngine` that runs vLLM's models."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        kv_cache_memory_bytes: int,
-        gpu_memory_utilization: float,
-        num_gpus: float | None,
-        ranks: Ranks | None = None,
-        deterministic: bool = False,
-        enforce_eager: bool = False,
-        draft_layer: LoadedDraftHead | None = None,
-        draft_check: DraftCheck | None = None,
-        draft_reads_output: bool = False,
-        **options: Unpack[LoadOptions],
-    ) -> None:
+        self, path: Path, *, max_num_seqs: int, max_num_batched_tokens: int,
+        kv_cache_memory_bytes: int, gpu_memory_utilization: float, num_gpus: float | None,
+        ranks: Ranks | None = None, deterministic: bool = False, enforce_eager: bool = False,
+        draft_layer: LoadedDraftHead | None = None, draft_check: DraftCheck | None = None,
+        draft_reads_output: bool = False, **options: Unpack[LoadOptions],
+    ) -> None:  # fmt: skip
         """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
         sequences and `max_num_batched_tokens` tokens. If `kv_cache_memory_bytes` is 0,
         `memory_budget` determines the memory for pages. If `deterministic`, a token's logits do

@@ -297,14 +297,9 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
 
 
 def save_speculators(
-    directory: Path,
-    head: Eagle3Head,
-    token_ids: Sequence[int],
-    *,
-    target_name: str,
-    architectures: Sequence[str],
-    num_draft_tokens: int,
-) -> None:
+    directory: Path, head: Eagle3Head, token_ids: Sequence[int], *, target_name: str,
+    architectures: Sequence[str], num_draft_tokens: int,
+) -> None:  # fmt: skip
     """Writes a head in the form of speculators 0.9. `architectures` are those of the target,
     `token_ids` are the tokens of the head's logits, and `num_draft_tokens` is the default for a
     round. The files have embeddings even if these are the target's, because speculators would leave

@@ -137,13 +137,9 @@ class FusedAttention(nn.Module):
         self._signs[: self._half] = -1
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None, past_key_values: None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Returns the output [B, T, D] and the attention function's weights. `position_embeddings`
         are cosines and sines, each [B or 1, T, head width]. `past_key_values` must be None, because
         the attention function stores keys and values."""
@@ -217,12 +213,8 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     quick_linear = partial(_quick_linear, kernels=kernels)
     with torch.no_grad():
         for replacement in (
-            _native_norm,
-            _fused_mlp,
-            _fused_attention,
-            _direct_layer,
-            quick_linear,
-        ):
+            _native_norm, _fused_mlp, _fused_attention, _direct_layer, quick_linear,
+        ):  # fmt: skip
             _swap(module, replacement)
     replaced = [part for part in module.modules() if type(part).__module__.startswith(_PACKAGE)]
     found = Counter(type(part).__name__ for part in replaced)

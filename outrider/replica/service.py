@@ -76,12 +76,9 @@ class SteppedService(ReplicaService):
     A role that does more than queue items overrides `submit` and `_forget`."""
 
     def __init__(
-        self,
-        worker: StepWorker,
-        executor: StepExecutor,
-        description: ReplicaDescription,
+        self, worker: StepWorker, executor: StepExecutor, description: ReplicaDescription,
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """At most `description.max_num_seqs` sessions share a step. If the expected times of steps,
         `seconds(rows, sessions)`, are above 0, a step may wait for sessions whose next items are
         expected soon. An item with a new constraint waits until the constraint's grammar is
@@ -369,12 +366,9 @@ class SteppedService(ReplicaService):
         self._queue.waiting = []
 
     def _on_executor(
-        self,
-        leaving: Mapping[str, bool],
-        batch: Sequence[StepRequest],
-        steps: list[_Step],
+        self, leaving: Mapping[str, bool], batch: Sequence[StepRequest], steps: list[_Step],
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
         nothing else waits, runs a second step with these items. To hand the second step to the
         executor would take a good part of a quick step's time (1.3 ms)."""

@@ -79,13 +79,9 @@ def judge_by_kernels(
 
 
 def send_rows(
-    logits: Tensor,
-    transforms: Sequence[Transforms],
-    sizes: IntArray,
-    drafted: IntArray | int,
-    extra: IntArray,
-    vocabulary: DraftVocabulary | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, transforms: Sequence[Transforms], sizes: IntArray, drafted: IntArray | int,
+    extra: IntArray, vocabulary: DraftVocabulary | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sends the kernels' arguments for each row of `logits` to the device. `logits` are [R, V], or
     [R, N] with a `vocabulary`, in float32 or narrower. `transforms` and `sizes` have each session's
     parameters and number of rows. `drafted` has the draft token that each row judges, or -1.

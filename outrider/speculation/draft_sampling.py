@@ -84,13 +84,10 @@ class LikelyTokens:
 
 
 def draw_from_logits(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    noises: Sequence[RoundNoise],
-    indices: Sequence[int],
-    histories: Sequence[TokenHistory] = (),
+    logits: Tensor, params: Sequence[SamplingParams], noises: Sequence[RoundNoise],
+    indices: Sequence[int], histories: Sequence[TokenHistory] = (),
     vocabulary: DraftVocabulary | None = None,
-) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
+) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:  # fmt: skip
     """Draws the next token for each of B sessions. Session b draws token `indices[b]` (from 0) of
     its round, from row b of `logits`: [B, V], or [B, N] with a `vocabulary`. All other arguments
     and results use the target's ids. Only penalties need `histories`.

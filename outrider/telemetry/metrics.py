@@ -161,13 +161,9 @@ class SpeculationCounters:
 
 
 def watch(
-    meter: Meter,
-    name: str,
-    read: Callable[[], Mapping[Any, float]],
-    about: str,
-    label: str | tuple[str, ...] = "",
-    grows: bool = False,
-) -> None:
+    meter: Meter, name: str, read: Callable[[], Mapping[Any, float]], about: str,
+    label: str | tuple[str, ...] = "", grows: bool = False,
+) -> None:  # fmt: skip
     """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge. The
     keys are label values, tuples if `label` is one. `read` is called on any thread."""
 

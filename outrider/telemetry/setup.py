@@ -110,12 +110,9 @@ class Exports:
     """A process's tracer and meter, and their exporters."""
 
     def __init__(
-        self,
-        role: str,
-        span_processor: SpanProcessor | None,
-        readers: list[MetricReader],
+        self, role: str, span_processor: SpanProcessor | None, readers: list[MetricReader],
         scrape: Scrape | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.scrape = scrape
         own_version = version("outrider")
         resource = Resource.create({
@@ -149,14 +146,9 @@ class Exports:
 
 
 def start_exports(
-    telemetry: str,
-    role: Role,
-    host: str,
-    slot: int = 0,
-    *,
-    scraped: bool = False,
+    telemetry: str, role: Role, host: str, slot: int = 0, *, scraped: bool = False,
     vllm_model: str | None = None,
-) -> Exports | None:
+) -> Exports | None:  # fmt: skip
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
     Serves Prometheus on `host`, with the `slot` of `Destination.port`. If `scraped`, creates
     `Exports.scrape` also without a port. With `vllm_model`, adds vLLM's counters with this label

@@ -145,13 +145,9 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
 
 
 def _make(
-    directory: Path,
-    name: str,
-    now: datetime.datetime,
-    days: int,
-    issuer: x509.Name | None = None,
+    directory: Path, name: str, now: datetime.datetime, days: int, issuer: x509.Name | None = None,
     signer: Any = None,
-) -> None:
+) -> None:  # fmt: skip
     """Makes a key and a certificate. The certificate of a role is signed with `signer`, the key of
     the `issuer`. Without an `issuer`, makes a self-signed certificate of an authority."""
     key = ec.generate_private_key(ec.SECP256R1())

@@ -244,14 +244,10 @@ class FusedSteps(Steps):
     """Runs steps on a fused decoder."""
 
     def __init__(
-        self,
-        decoder: FusedDecoder,
-        caches: Sequence[BlockedKeysAndValues],
-        span_tokens: int = SPAN_TOKENS_MAX,
-        has_logits: bool = True,
-        is_scripted: bool = True,
+        self, decoder: FusedDecoder, caches: Sequence[BlockedKeysAndValues],
+        span_tokens: int = SPAN_TOKENS_MAX, has_logits: bool = True, is_scripted: bool = True,
         taps: Sequence[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Runs the first layers, one for each of the `caches`. If `has_logits` is false, `run`
         returns the last layer's output instead of logits. `taps` are indices of layers."""
         self._decoder, self._span_tokens, self._has_logits = decoder, span_tokens, has_logits

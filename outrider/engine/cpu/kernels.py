@@ -83,16 +83,9 @@ class FusedLayers(nn.Module):
         self.isa = _ISA
 
     def forward(
-        self,
-        rows: Tensor,
-        cos: list[Tensor],
-        sin: list[Tensor],
-        slots: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        spans: Attention,
-        taps: list[int],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        self, rows: Tensor, cos: list[Tensor], sin: list[Tensor], slots: Tensor, keys: list[Tensor],
+        values: list[Tensor], spans: Attention, taps: list[int],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
         """Runs the first layers, one for each cache in `keys` and `values`, on embeddings `rows`
         [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. `taps` are
         indices of layers in ascending order. Returns the last layer's output, the residual to be
@@ -166,14 +159,9 @@ class FusedLayers(nn.Module):
         torch.ops.pace.paged_attention_reshape_and_cache(key, value, keys, values, slots, self.isa)
 
     def attend(
-        self,
-        layer: LayerWeights,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
+        self, layer: LayerWeights, query: Tensor, keys: Tensor, values: Tensor, output: Tensor,
         spans: Attention,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes the causal attention of queries [Q, heads, width] to `output`."""
         torch.ops.pace.paged_attention_with_kv_cache(
             query, keys, values, output, spans.starts, spans.ends, layer.scaling, True, None,

@@ -38,16 +38,10 @@ class RankGroup(Ranks):
     """The ranks of one model. A process can be in only one group at a time."""
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        device: torch.device,
-        timeout_s: float,
-        step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-        *,
-        in_order: bool = False,
+        self, rendezvous: Rendezvous, rank: int, device: torch.device, timeout_s: float,
+        step_timeout_s: float = COLLECTIVE_TIMEOUT_S, *, in_order: bool = False,
         store_socket: socket.socket | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
         load, and `step_timeout_s` for each collective. If `in_order`, which must be equal on all
         ranks, also sums of large tensors are added in the order of the ranks. The leader also

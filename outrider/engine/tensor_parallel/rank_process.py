@@ -49,13 +49,9 @@ class RankLeader:
 
 
 def _load_share(
-    config: ReplicaConfig,
-    num_threads: int,
-    rendezvous: Rendezvous,
-    rank: int,
-    timeout_s: float,
+    config: ReplicaConfig, num_threads: int, rendezvous: Rendezvous, rank: int, timeout_s: float,
     store_socket: socket.socket | None = None,
-) -> tuple[Engine, RankGroup]:
+) -> tuple[Engine, RankGroup]:  # fmt: skip
     """Joins the other ranks, and loads this rank's share on the rank's device. Returns once all
     ranks have loaded the same model with the same number of pages."""
     from outrider.engine.tensor_parallel.group import RankGroup
@@ -112,14 +108,9 @@ class RankHost(PlacedActor):
         self._group: RankGroup | None = None
 
     async def start(
-        self,
-        config: ReplicaConfig,
-        rendezvous: Rendezvous,
-        rank: int,
-        num_neighbours: int,
-        timeout_s: float,
-        log_directory: str,
-    ) -> None:
+        self, config: ReplicaConfig, rendezvous: Rendezvous, rank: int, num_neighbours: int,
+        timeout_s: float, log_directory: str,
+    ) -> None:  # fmt: skip
         """Joins the other ranks, loads this rank's share, and begins to follow the leader. This
         machine has `num_neighbours` ranks of the model. Raises `ConfigError` if the model cannot be
         loaded, and `Unavailable` if the leader does not answer within `timeout_s`."""

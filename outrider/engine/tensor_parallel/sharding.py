@@ -136,12 +136,9 @@ class ExchangingLinear(nn.Module):
     """A linear layer whose ranks have some rows or columns of the weight each."""
 
     def __init__(
-        self,
-        local: nn.Linear,
-        exchange: Callable[[Tensor], Tensor],
-        cut: slice | None = None,
+        self, local: nn.Linear, exchange: Callable[[Tensor], Tensor], cut: slice | None = None,
         bias: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`exchange` computes the output from the outputs of all ranks. `bias` is added to the
         result. `cut` selects this rank's columns of the input. None = the input has only these."""
         super().__init__()
