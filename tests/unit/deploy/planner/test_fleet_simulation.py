@@ -142,7 +142,9 @@ def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> Non
     assert smallest(SIZED, 6.0, ["draft"]) is None
 
 
-def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_emulated_engine_says_what_is_simulated(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """It states step times and acceptance rates, also in the form of vLLM's synthetic acceptance. A
     round brings 1 + 0.8 + 0.4 tokens, within five standard errors of about 350 rounds."""
     engine = "verify_ms=20,verify_tokens=4,draft_ms=1,draft_branches=1"
@@ -161,6 +163,7 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
     figures = report["simulated"]["figures"]
     assert figures["tokens_per_round"] == pytest.approx(2.2, abs=0.2)
     assert 20 < 1e3 * 4 / figures["rounds_per_second"] < 60
+    assert not caplog.records, "the services found something wrong"
 
 
 @pytest.mark.parametrize(("tpot_ms", "said"), [("15", "meet 15 ms"), ("1", "meets 1 ms")])
