@@ -96,9 +96,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends this process if a test does not end after its timeout. The timeout interrupts the test
-    only once, and the test's clean-up may hang again, for example while the event loop waits for
-    its threads."""
+    """Ends this process if a test does not end after its timeout, which interrupts the test only
+    once: its clean-up may hang again."""
     marker = item.get_closest_marker("timeout")
     timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
     watchdog = threading.Timer(timeout + _CLEAN_UP_S, _end_process, [item])
@@ -112,9 +111,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _free_memory() -> None:
-    """Collects garbage when this process has grown by much. Engines are parts of reference cycles.
-    Python decides when to collect by the number of objects, but a gigabyte of weights is few
-    objects."""
+    """Collects garbage when this process has grown by much: engines are parts of reference cycles,
+    and Python counts objects, not bytes."""
     global _resident_bytes
     if _STATM.exists() and _resident() > _resident_bytes + _GROWTH_BYTES:
         gc.collect()

@@ -171,8 +171,7 @@ class Terminal:
 
 
 async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
-    """Tokens are coloured by origin, every line has a prompt, and an error does not end the
-    chat."""
+    """Tokens are coloured by origin. An error does not end the chat."""
     terminal = await Terminal.start(stack, "--max-tokens", "12")
     greeting = await terminal.shows("> ")
     assert "model at" in greeting

@@ -57,8 +57,7 @@ async def test_deployments_do_not_see_each_other(
 async def test_replicas_lie_in_redis_as_documented(
     registry: RedisRegistry, admin: redis.Redis
 ) -> None:
-    """A record lasts for a lease after its last renewal. A name is removed once a reader finds that
-    its lease has expired."""
+    """A record lasts for a lease. A reader removes a name whose lease has expired."""
     await registry.announce(TARGET)
     await registry.want({"draft": 3})
     key, names = "p:replica:{d}:target:target-1", "p:replicas:{d}:target"

@@ -60,8 +60,7 @@ def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
 
 
 async def test_the_readmes_line(stack: Stack) -> None:
-    """`buf` gets the messages by reflection. Only the port of the command is changed, as a test
-    cannot choose it."""
+    """`buf` gets the messages by reflection. Only the port is changed."""
     line = line_of("README.md")
     assert line.count("127.0.0.1:50051") == 1
     check_answer(await answered(line.replace("127.0.0.1:50051", stack.server.address)), 16)

@@ -35,8 +35,7 @@ HOSTILE: list[bytes | str] = [
 async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     admin: redis.Redis, registry: RedisRegistry, value: bytes | str
 ) -> None:
-    """The text is in every field that is read, in fields that once were settings, and in a
-    replica's record under every role."""
+    """The text is in every field that is or was read, and in a record of every role."""
     config = load_config(SETTINGS, {})
     plan = plan_fleet(config, config, 0.0, "d", local=True)
     cluster: Any = None

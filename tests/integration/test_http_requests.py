@@ -196,9 +196,8 @@ WRITTEN = r'Well\.<tool_call>\n\{"name": "news", "arguments": \{"city": "Rome"\}
 async def test_tools_in_every_mode(
     constraining: AsyncOpenAI, choice: Any, extra: Any, content: str | None, reason: str
 ) -> None:
-    """The stream has the same calls as the whole answer. The conversation then continues with the
-    calls' results and with the message as the client returns it. With `auto`, the grammar makes the
-    random model call."""
+    """The stream has the same calls as the whole answer, and the conversation goes on with the
+    calls' results. With `auto`, the grammar makes the random model call."""
     fields: Any = {
         "model": "model", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3,
         "max_tokens": 400, "parallel_tool_calls": choice == "auto", "extra_body": extra,
@@ -259,10 +258,8 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(tmp_path: Path, str
 
 @pytest.mark.parametrize("prompt", ["the sky", [1, 2, 3], None])
 async def test_events_are_those_of_grpc(tmp_path: Path, prompt: str | list[int] | None) -> None:
-    """Requests are raw text, token ids and a conversation. With a seed the rule is coupled, so both
-    answers have the same tokens. A round comes before its tokens and has the index of the first
-    one. Where a round ends depends on how fast a draft was, so rounds are only compared with their
-    own tokens."""
+    """With a seed the rule is coupled, so both answers have the same tokens. Rounds depend on how
+    fast a draft was, so they are only compared with their own tokens."""
     body: dict[str, Any] = {
         "temperature": 0.8, "seed": 5, "max_tokens": 40, "speculation": {"num_draft_tokens": 3},
     }  # fmt: skip

@@ -127,8 +127,7 @@ class Clients:
 
 
 def descriptors(stack: Stack) -> int:
-    """Open file descriptors of this process, except the pool of connections to Redis, which is
-    bounded."""
+    """Open file descriptors of this process, except the bounded pool of connections to Redis."""
     store: Any = stack.coordinator._store
     pool = store._client.connection_pool
     pooled = [*pool._available_connections, *pool._in_use_connections]
@@ -203,8 +202,7 @@ async def stored(stack: Stack) -> list[str]:
 async def test_nothing_is_left_of_sessions_however_they_end(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No pages, sequences, tasks, file descriptors, keys or references to a session remain. A
-    release may arrive late; the replica then keeps the session until it needs its pages."""
+    """A release may arrive late; the replica then keeps the session until it needs its pages."""
     monkeypatch.setattr("outrider.transport.grpc_link.RELEASE_TIMEOUT_S", SETTLED_S)
     drawn = random.Random(number)
     async with emulated_stack(

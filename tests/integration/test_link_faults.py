@@ -63,8 +63,7 @@ async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Lis
 
 
 async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
-    """A replica that sends an invalid answer counts as lost. Earlier answers are delivered first;
-    the loss names the wrong field."""
+    """Earlier answers are delivered first. The loss names the wrong field."""
     good = answer_message(VERIFY, GOOD)
     bad = answer_message(VERIFY, GOOD)
     bad.verdict.correction.append(1)
@@ -81,8 +80,7 @@ async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack
 async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
     exits: AsyncExitStack,
 ) -> None:
-    """After each of three breaks without an answer, the delay is between half and all of 50, 100
-    and 200 ms. `send` reports the remaining delay."""
+    """After each break the delay is between half and all of 50, 100 and 200 ms."""
     impostor = Impostor(target_pb2.VerifyReply(), then=Unavailable("going down"))
     link, heard = await linked(exits, Service(VERIFY.service, impostor))
     for attempt in range(3):

@@ -39,8 +39,7 @@ WAIT_S = 20.0
 
 
 class Locked:
-    """Two gRPC and two HTTP servers of one coordinator. Each has its own access control; these
-    share only Redis."""
+    """Two gRPC and two HTTP servers of one coordinator, whose access controls share only Redis."""
 
     def __init__(self, stack: Stack, file: Path) -> None:
         self.stack, self.file = stack, file

@@ -63,12 +63,8 @@ async def _asked(actors: list[Actor], method: str) -> list[object]:
 
 
 async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: Cluster) -> None:
-    demands = [
-        demand("target", 0.5, 1.0, 3),
-        demand("draft", 0.25, 0.5, 2),
-        demand("coordinator", 0.25, 0.0),
-    ]
-    target, draft, alone = await cluster.place(demands, PLACE_S)
+    asked = (("target", 0.5, 1.0, 3), ("draft", 0.25, 0.5, 2), ("coordinator", 0.25, 0.0))
+    target, draft, alone = await cluster.place([demand(*one) for one in asked], PLACE_S)
     actors = [*target, *draft, *alone]
     names = ["target", "target-rank-1", "target-rank-2", "draft", "draft-rank-1", "coordinator"]
     assert [actor.name for actor in actors] == names

@@ -80,9 +80,8 @@ async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Red
 
 
 async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
-    """If the lease were not renewed, others would take over the sessions of a running coordinator.
-    A take-over is still told the remaining time, although the server cannot store that it was
-    attempted."""
+    """Otherwise others would take over the sessions of a running coordinator. A refused take-over
+    is told the remaining time, although the server cannot store that it was attempted."""
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
     seen = await store.load(IDS[0])
@@ -135,9 +134,8 @@ LINES = [f"[-{number}.5, []]" for number in range(1, 1000)]
 async def test_a_long_record_is_read_in_parts(
     store: RedisStore, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No answer of Redis is long. The record is the same whether it is read or taken over. If
-    another owner replaces it between two parts, the result is of one owner only, and a take-over is
-    refused."""
+    """No answer of Redis is long. If another owner replaces the record between two parts, the
+    result is of one owner only, and a take-over is refused."""
     monkeypatch.setattr("outrider.limits.RECORD_PART_BYTES", 100)
     await store.open(new_session())
     session = Session(new_session())
@@ -197,8 +195,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
 
 
 def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Path) -> None:
-    """In the launcher, a thread of Ray does this. `environ` moves during `execv`, which then fails
-    with EFAULT."""
+    """A thread of Ray does so. `environ` moves during `execv`, which then fails with EFAULT."""
     server, stop = EmbeddedRedis(tmp_path), threading.Event()
 
     def set_variables() -> None:
@@ -273,7 +270,6 @@ def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE
     ) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(pid, 0)
         parent.kill()

@@ -62,9 +62,8 @@ class Hosted:
 
 
 async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
-    """Three items wait. All are answered before the stream ends. An item that arrives after the
-    stop is not run. The stop takes only as long as the steps, far less than the grace period,
-    although the coordinator would keep its stream."""
+    """An item that arrives after the stop is not run. The stop takes only as long as the steps, far
+    less than the grace period."""
     hosted = Hosted()
     await hosted.start()
     for session in (1, 2, 3):

@@ -249,9 +249,8 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
 
 
 async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None:
-    """Metrics are served by HTTP, at the same port as the models. Without HTTP there are no
-    metrics. No other port is opened, and nothing is audited. vLLM's names appear only if they are
-    configured."""
+    """Metrics are served at the port of the models, no other is opened. vLLM's names appear if they
+    are configured."""
     config = CoordinatorConfig(port=0, served_model_name="model", vllm_metric_names=True)
     host = CoordinatorHost(config)
     async with emulated_stack(tmp_path, observation=host.observe()) as stack:

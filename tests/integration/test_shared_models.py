@@ -74,8 +74,7 @@ def _run(engine: Engine) -> list[torch.Tensor]:
 
 
 def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
-    """Logits agree in float64 to 1e-10 in every kind of call, also after a refused request, and the
-    same pages are in use."""
+    """Logits agree in float64 to 1e-10 in every kind of call, also after a refused request."""
     model = tiny_config("llama", vocab_size=37)
     model.num_key_value_heads = 4
     tiny_module(model, dtype=torch.float64).save_pretrained(tmp_path)

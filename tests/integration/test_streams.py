@@ -53,9 +53,8 @@ async def target() -> AsyncIterator[Target]:
 
 
 async def test_a_link_breaks_and_is_opened_anew(target: Target) -> None:
-    """When the server stops, the listener is told once. While there is no server, `send` fails
-    fast. After a restart, a send opens the stream again with full sampling parameters, and the new
-    target answers that it holds nothing."""
+    """While there is no server, `send` fails fast. After a restart, the next item opens the stream
+    again, and the new target answers that it holds nothing."""
     link = GrpcLink("target", target.address)
     heard = Listener(link)
     assert isinstance(await ask(link, heard, VerifyItem(make_head(PROMPT))), VerdictReply)
@@ -164,9 +163,8 @@ async def sent_raw(address: str, data: bytes) -> AsyncIterator[Any]:
 
 
 async def test_what_cannot_be_decoded_is_the_callers_fault(target: Target) -> None:
-    """The status is INVALID_ARGUMENT, not INTERNAL. If a frame has a good item, an item with a bad
-    id and an item without parameters, each item gets its own answer. A message above the size limit
-    is not read."""
+    """The status is INVALID_ARGUMENT, not INTERNAL. Each item of a frame, good or bad, gets its own
+    answer. A message above the size limit is not read."""
     address = target.address
     async with sent_raw(address, b"\xff\xff\xff") as call:
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -55,9 +55,8 @@ async def answers(address: str, trust: Trust, key: str) -> bool:
 
 
 async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -> None:
-    """The key is sent inside TLS. A client that trusts another authority, or uses plain text, sends
-    no key. Commands on the server's machine trust exactly the server's certificate, whatever host
-    it names."""
+    """A client that trusts another authority, or uses plain text, sends no key. Commands on the
+    server's machine trust exactly its certificate, whatever host it names."""
     authority, stranger = Made(tmp_path, "authority"), Made(tmp_path, "stranger", "127.0.0.1")
     good = Made(tmp_path, "good", "127.0.0.1", by=authority)
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)

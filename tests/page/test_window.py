@@ -1,7 +1,5 @@
 """The window in a real browser, over emulated engines: what a user sees and does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, browser, missing
+from coordinator_bench import SlowText
 from stack import Stack, emulated_stack, http_front, toy_text, until
 
 from coordinator.auth.access_control import AccessControl, watch_keys
@@ -67,9 +66,8 @@ async def fill(window: Browser, **fields: object) -> None:
     """Sets fields by their ids. `kind` is that of the prompt; check boxes are true or false."""
     for name, value in fields.items():
         if name == "kind":
-            await window.run(
-                "document.querySelector(`[name=kind][value=${arguments[0]}]`).click()", value
-            )
+            choice = "document.querySelector(`[name=kind][value=${arguments[0]}]`)"
+            await window.run(f"{choice}.click()", value)
         else:
             what = "checked" if isinstance(value, bool) else "value"
             script = f"document.getElementById(arguments[0]).{what} = arguments[1]"
@@ -79,27 +77,22 @@ async def fill(window: Browser, **fields: object) -> None:
 async def generate(window: Browser, **fields: object) -> None:
     await fill(window, **({"compare": False} | fields))
     await window.run("document.getElementById('form').requestSubmit()")
-    await window.until(
-        IDLE + " && document.getElementById('status').textContent.includes('tokens')"
-    )
+    told = "document.getElementById('status').textContent.includes('tokens')"
+    await window.until(f"{IDLE} && {told}")
 
 
 async def check_figures(window: Browser) -> None:
-    """Checks the page after an answer of 60 tokens: a bar for each round, and the origin of each
-    token."""
+    """Checks the page after an answer of 60 tokens."""
     rounds = await window.until(ROUNDS)
     assert rounds == list(range(len(rounds)))
-    shown = {name: await window.text(f"#{name}") for name in ("num-rounds", "num-tokens", "rate")}
-    assert shown["num-rounds"] == str(len(rounds))
-    assert shown["num-tokens"] == "60"
-    assert float(shown["rate"]) > 0
+    assert await window.text("#num-rounds") == str(len(rounds))
+    assert await window.text("#num-tokens") == "60"
+    assert float(await window.text("#rate")) > 0
     classes = "return document.querySelectorAll('#text .token' + arguments[0]).length"
-    counts = {
-        kind: await window.run(classes, f".{kind}")
-        for kind in ("accepted", "correction", "bonus", "plain")
-    }
-    assert sum(counts.values()) == 60
-    assert min(counts["accepted"], counts["plain"]) > 0
+    kinds = ("accepted", "plain", "correction", "bonus")
+    counts = [await window.run(classes, f".{kind}") for kind in kinds]
+    assert sum(counts) == 60
+    assert min(counts[:2]) > 0
     wide = "return [...document.querySelectorAll('#rounds .verify')].map(one => one.offsetWidth)"
     assert min(await window.run(wide)) > 0
 
@@ -110,8 +103,7 @@ async def check_figures(window: Browser) -> None:
 async def test_what_is_shown_is_what_grpc_answers(
     window: Browser, tokenizer: TokenizerText, tmp_path: Path, kind: str, prompt: str
 ) -> None:
-    """The window shows the same tokens and text as gRPC, a bar for each round, and figures that fit
-    these. Token ids without a tokenizer are shown, too."""
+    """Token ids without a tokenizer are shown, too."""
     text = None if kind == "ids" else tokenizer
     async with opened(window, tmp_path, text=text) as stack:
         await generate(window, kind=kind, prompt=prompt, seed=5, temperature=0.8, max_tokens=60)
@@ -162,8 +154,7 @@ async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
 
 
 async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
-    """The window repeats the request with K = 0 and compares. Under coupled the tokens are the
-    same."""
+    """The window repeats the request with K = 0. Under coupled the tokens are the same."""
     await generate(window, prompt="a b c", seed=3, temperature=0.7, max_tokens=40, compare=True)
     await window.until("return document.getElementById('ratio').textContent.endsWith('×')")
     ratio = float((await window.text("#ratio")).removesuffix("×"))
@@ -205,8 +196,7 @@ async def test_what_the_coordinator_chose_is_shown_and_repeated(
 
 
 async def test_speed_is_told_without_the_first_token(window: Browser, stack: Stack) -> None:
-    """30 tokens arrive in 3 s, the first of them after 1 s. So the other tokens arrived at 14.5
-    tokens/s."""
+    """Of 30 tokens in 3 s the first took 1 s, so the others arrived at 14.5 tokens/s."""
     script = """import('/page/figures.js').then(({ Tally }) => {
         const tally = new Tally();
         tally.write({ token_ids: Array(30).fill(1) });
@@ -257,8 +247,7 @@ async def test_many_rounds(window: Browser, stack: Stack) -> None:
     await generate(window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0)
     last = "return document.querySelector('#rounds li:last-child')?.dataset.index === '429'"
     await window.until(last)
-    rounds = await window.run(ROUNDS)
-    assert rounds == list(range(30, ROWS_MAX + 30))
+    assert await window.run(ROUNDS) == list(range(30, ROWS_MAX + 30))
     seen = """const list = document.getElementById('rounds').getBoundingClientRect();
         const row = document.querySelector('#rounds li:last-child').getBoundingClientRect();
         return row.bottom <= list.bottom + 1 && row.top >= list.top"""
@@ -298,15 +287,12 @@ async def test_a_wrong_field_is_shown(window: Browser, stack: Stack) -> None:
     assert "400" in entry
 
 
-class Hostile:
+class Hostile(SlowText):
     """A tokenizer whose every token is markup with a script."""
 
     token_bytes_max = 64
     chat_template = ""
     MARKUP = "<img src=x onerror=\"document.title='run'\">"
-
-    def encode(self, text: str, _: bool = True) -> list[int]:
-        return [1, 2, 3]
 
     def encode_chat(self, messages: object, *_: object) -> list[int]:
         return [1, 2, 3]
@@ -314,14 +300,8 @@ class Hostile:
     def spell(self, token_id: int) -> bytes:
         return self.MARKUP.encode()
 
-    def stream(self, _: object = ()) -> Hostile:
-        return self
-
     def push(self, token_id: int) -> str:
         return self.MARKUP
-
-    def finish(self) -> str:
-        return ""
 
 
 async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
@@ -334,9 +314,7 @@ async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
         assert await window.run(images) == 0
         assert await window.run("return document.title") != "run"
         assert await window.log() == []
-        forced = (
-            "try { document.body.innerHTML = arguments[0] } catch (error) { return error.name }"
-        )
+        forced = "try { document.body.innerHTML = arguments[0] } catch (e) { return e.name }"
         assert await window.run(forced, Hostile.MARKUP) == "TypeError"
         assert await window.log()  # The log has the violations of the page's policy.
 
@@ -377,9 +355,8 @@ async def test_it_fits_a_telephone(window: Browser, stack: Stack) -> None:
 async def test_a_key_is_asked_for_where_one_is_needed(
     window: Browser, tokenizer: TokenizerText, tmp_path: Path
 ) -> None:
-    """The page reports an unknown key. The right key is kept for this tab only, and is sent in a
-    header, never in a URL. The request that was refused without a key then runs. The key can be
-    forgotten."""
+    """The right key is kept for this tab only, and sent in a header, never in a URL. The request
+    that was refused without a key then runs. The key can be forgotten."""
     key = add_key(tmp_path / "keys", Caller("alice", "alice"))
     options = HttpOptions(access=AccessControl(watch_keys(tmp_path / "keys")))
     asks = "return !document.getElementById('keys').hidden"

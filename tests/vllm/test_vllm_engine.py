@@ -83,9 +83,8 @@ def test_a_failed_step_leaves_sequences_as_they_were(
 def test_deterministic_rows_do_not_depend_on_others(
     tmp_path: Path, make_engine: MakeEngine, dtype: str
 ) -> None:
-    """The engine tests this itself when it starts. Here the rows have a step of their own. The step
-    of all rows is longer than batches of prompts, as are steps of a draft and the engine's own
-    tests."""
+    """Here the rows have a step of their own. The step of all rows is longer than batches of
+    prompts, as are steps of a draft and the engine's tests at its start."""
     save("llama", tmp_path)
     engine = make_engine(tmp_path, dtype=dtype, deterministic=True, max_num_batched_tokens=64)
     assert engine.info.numerics

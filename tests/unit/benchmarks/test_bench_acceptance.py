@@ -11,20 +11,6 @@ from command_lines import reported
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks import acceptance
-from benchmarks.acceptance import (
-    SAMPLED,
-    Answer,
-    Guessing,
-    LookupReader,
-    ModelReader,
-    Reading,
-    load_reading,
-    matched,
-    measure,
-    note_guess,
-    race_rank,
-    write,
-)
 from benchmarks.options import AcceptanceOptions
 from benchmarks.prompts import BenchPrompt
 from outrider.config import load_config
@@ -49,22 +35,21 @@ def law(salt: int, prefix: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-
 
 def measured(reader: Any, num_prompts: int = 4, **options: Any) -> dict[str, Any]:
     prompts = [BenchPrompt(f"{i}", "ab"[i % 2]) for i in range(num_prompts)]
-    reading = Reading(
+    reading = acceptance.Reading(
         engine(1), reader, "toy", prompts, lambda text: (1, 2, int(text) % VOCAB_SIZE), 20
     )
-    return dict(measure(AcceptanceOptions(**options), reading, lambda line: None).values)
+    return dict(acceptance.measure(AcceptanceOptions(**options), reading, lambda line: None).values)
 
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
-    """The outcomes of its rounds are predicted, too. If another model drafts, more predictions hit
-    more often."""
-    found = measured(ModelReader(engine(1)), hits=True)
+    """If another model drafts, more predicted outcomes hit more often."""
+    found = measured(acceptance.ModelReader(engine(1)), hits=True)
     assert found["greedy"] == 1.0
     assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
     assert found["by_position"] == pytest.approx([1.0] * 8, abs=2e-3)
     assert found["num_positions"] == 80
     assert found["hits"]["coupled"]["4"] > 0.99
-    other = measured(ModelReader(engine(SALT)), hits=True)["hits"]
+    other = measured(acceptance.ModelReader(engine(SALT)), hits=True)["hits"]
     for rule in ("greedy", "token", "coupled"):
         shares = list(other[rule].values())
         assert shares == sorted(shares)
@@ -74,13 +59,12 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """p and q of each prefix are computed separately. If q is truncated, fewer tokens are
-    accepted."""
-    found = measured(ModelReader(engine(SALT)), num_prompts=1)
+    """If q is truncated, fewer tokens are accepted."""
+    found = measured(acceptance.ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
-    asked = [Answer("", 0, ids, 20)]
-    [(greedy_text, _)] = write(engine(1), asked, SamplingParams(temperature=0.0))
-    [(text, _)] = write(engine(1), asked, SAMPLED)
+    asked = [acceptance.Answer("", 0, ids, 20)]
+    [(greedy_text, _)] = acceptance.write(engine(1), asked, SamplingParams(temperature=0.0))
+    [(text, _)] = acceptance.write(engine(1), asked, acceptance.SAMPLED)
     hits, overlaps = [], []
     for i in range(20):
         prefix = (*ids, *greedy_text[:i])
@@ -91,22 +75,21 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
     assert 0 < found["greedy"] < 1
     assert found["sampled"] == pytest.approx(np.mean(overlaps), abs=ROUNDING)
     monkeypatch.setattr(acceptance, "DRAFT_SUPPORT_ENTRIES", 2)
-    cut = measured(ModelReader(engine(1)))
+    cut = measured(acceptance.ModelReader(engine(1)))
     assert cut["greedy"] == 1.0
     assert cut["sampled"] < 0.95
 
 
 def test_lookup_proposes_what_followed_before_or_nothing() -> None:
-    q = LookupReader(NgramDrafter()).distributions((5, 6, 7, 5, 6, 7, 5, 9), 2)
+    q = acceptance.LookupReader(NgramDrafter()).distributions((5, 6, 7, 5, 6, 7, 5, 9), 2)
     assert [entry and entry.token_ids for entry in q] == [None, None, (6,), (7,), (5,), (6,)]
     with pytest.raises(SettingError, match="toy predicts no outcomes"):
-        measured(LookupReader(NgramDrafter()), hits=True)
+        measured(acceptance.LookupReader(NgramDrafter()), hits=True)
 
 
 def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() -> None:
-    """Texts of another temperature are not in the history. Nothing has followed the last token, so
-    it has no proposal."""
-    reader = LookupReader(SuffixDrafter())
+    """Nothing has followed the last token, so it has no proposal."""
+    reader = acceptance.LookupReader(SuffixDrafter())
     for expected in ([None] * 3, [(7,), (8,), None]):
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature)
@@ -115,12 +98,11 @@ def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() 
 
 
 def test_answers_side_by_side_are_those_alone() -> None:
-    asked = [
-        Answer("", 5, (1, 2, 3), 20), Answer("", 6, (3, 1), 4), Answer("", 7, (2, 2, 2, 1), 12)
-    ]  # fmt: skip
-    together = write(engine(1), asked, SAMPLED)
+    texts = ((5, (1, 2, 3), 20), (6, (3, 1), 4), (7, (2, 2, 2, 1), 12))
+    asked = [acceptance.Answer("", *one) for one in texts]
+    together = acceptance.write(engine(1), asked, acceptance.SAMPLED)
     for each, (tokens, rows) in zip(asked, together, strict=True):
-        [(alone, rows_alone)] = write(engine(1), [each], SAMPLED)
+        [(alone, rows_alone)] = acceptance.write(engine(1), [each], acceptance.SAMPLED)
         assert tokens == alone
         assert torch.allclose(torch.stack(rows), torch.stack(rows_alone), atol=1e-5)
     assert len({len(tokens) for tokens, _ in together}) == 3
@@ -129,21 +111,22 @@ def test_answers_side_by_side_are_those_alone() -> None:
 def test_a_draft_that_reads_the_target_is_refused() -> None:
     config = load_config({"draft_model": "eagle3:DIR"}, {})
     with pytest.raises(SettingError, match="eagle3:DIR is wrong; it must not read"):
-        load_reading(config, AcceptanceOptions(), lambda line: None)
+        acceptance.load_reading(config, AcceptanceOptions(), lambda line: None)
 
 
 def test_a_wrong_file_of_prompts_is_refused_before_models_are_loaded(tmp_path: Path) -> None:
     lines: list[str] = []
     options = AcceptanceOptions(prompts=tmp_path / "no.jsonl")
     with pytest.raises(SettingError, match=r"cannot read .*no\.jsonl"):
-        load_reading(load_config({}, {}), options, lines.append)
+        acceptance.load_reading(load_config({}, {}), options, lines.append)
     assert lines == []
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     prompts = [BenchPrompt("x", "a")]
+    reader = acceptance.ModelReader(engine(1))
     with pytest.raises(SettingError, match="number 1 has 64 tokens; 1 to 63"):
-        Reading(engine(1), ModelReader(engine(1)), "toy", prompts, lambda text: (1,) * 64, 20)
+        acceptance.Reading(engine(1), reader, "toy", prompts, lambda text: (1,) * 64, 20)
 
 
 def test_the_command_loads_both_models_and_prints_one_json_object(
@@ -170,8 +153,8 @@ def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
     for token_id in range(3):
         mine = ours == token_id
         share = (theirs[mine] == token_id).mean()
-        assert abs(matched(P, Q, token_id) - share) < 0.03
-    assert matched(P, np.array([0.5, 0.5, 0.0]), 2) == 0.0
+        assert abs(acceptance.matched(P, Q, token_id) - share) < 0.03
+    assert acceptance.matched(P, np.array([0.5, 0.5, 0.0]), 2) == 0.0
 
 
 def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
@@ -181,21 +164,21 @@ def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
     winners = (noise / P).argmin(axis=1)
     order = (noise / Q).argsort(axis=1).argsort(axis=1)
     mine = order[winners == 0, 0]
-    told = np.array([race_rank(P, Q, 0, generator) for _ in range(15_000)])
+    told = np.array([acceptance.race_rank(P, Q, 0, generator) for _ in range(15_000)])
     for rank in range(3):
         assert abs((mine == rank).mean() - (told == rank).mean()) < 0.03
-    assert race_rank(P, np.array([0.0, 0.5, 0.5]), 0, generator) is None
-    refusing = {race_rank(P, Q, 0, generator, refused=2) for _ in range(200)}
+    assert acceptance.race_rank(P, np.array([0.0, 0.5, 0.5]), 0, generator) is None
+    refusing = {acceptance.race_rank(P, Q, 0, generator, refused=2) for _ in range(200)}
     assert refusing == {0, 1}
 
 
 def test_hit_rates_add_up_the_likeliest_outcomes() -> None:
     """For K = 1 and acceptance 0.8, the chances by hand are 0.8 * (0.6, 0.4) for a bonus and 0.2 *
     0.5 for a correction."""
-    guessing = Guessing()
+    guessing = acceptance.Guessing()
     for rank in (0, None):
-        note_guess(guessing.recovery, rank)
-    note_guess(guessing.bonus, 0, 6.0)
-    note_guess(guessing.bonus, 1, 4.0)
+        acceptance.note_guess(guessing.recovery, rank)
+    acceptance.note_guess(guessing.bonus, 0, 6.0)
+    acceptance.note_guess(guessing.bonus, 1, 4.0)
     rates = guessing.hit_rates([0.8])
     assert rates[:3] == pytest.approx((0.48, 0.80, 0.90))

@@ -30,8 +30,7 @@ def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token
 
 
 def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With K = 2 and acceptance 1/4, an ideal round commits 21/16 tokens in 18.3 ms: 71.7
-    tokens/s."""
+    """With K = 2 and acceptance 1/4, a round commits 21/16 tokens in 18.3 ms: 71.7 tokens/s."""
     monkeypatch.setattr(emulate, "ACCEPTANCE", {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
     one = [round_of(2, 0, 1, 0.025)]
     found = figures(Run("synchronous", Rule.COUPLED, 2), one)
@@ -65,8 +64,7 @@ def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 def test_the_command_measures_every_mode_and_prints_one_json_object(
     stated: tuple[str, ...], delays: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With stated rates, all rules accept accordingly. Here each proposal has one token, which is
-    accepted."""
+    """With stated rates, each proposal has one token, which is accepted."""
     value, err = reported(capsys, "bench", "emulate", "--tokens", "32", *stated)
     assert err == ""
     assert delays == [0.0, 0.0, 0.0, 2.5, 2.5]

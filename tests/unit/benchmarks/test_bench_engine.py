@@ -35,8 +35,7 @@ def test_one_run_prints_every_figure(
 
 
 def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
-    """A session gets two tokens at 1 s, one at 2 s and one at 5 s. A gap counts if it overlaps the
-    interval."""
+    """A gap counts if it overlaps the interval."""
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 0.0, 9.0) == [0.5, 0.5, 3.0]
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 3.0, 4.0) == [3.0]
 

@@ -112,8 +112,7 @@ async def measured(
 async def test_every_side_decodes_every_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers gets one request at a time only. Peers that are not installed, or that fail, are
-    reported as missing."""
+    """Transformers gets one request at a time. Peers that are not installed or fail are missing."""
     for name in ("vllm", "openvino"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "installed").touch()

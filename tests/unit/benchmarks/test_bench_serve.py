@@ -176,8 +176,7 @@ def test_a_request_that_fails_is_counted_and_told(
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """The client asks the server for a model unless one is given. If it has to ask, the command
-    fails; otherwise every request fails."""
+    """If the client has to ask for a model, the command fails; otherwise every request fails."""
     url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
     assert main(["bench", "serve", *url]) == 1
     assert "error: http://127.0.0.1:9/v1/models: ConnectError(" in capsys.readouterr().err

@@ -108,8 +108,7 @@ def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
 
 @pytest.mark.parametrize(("seconds", "warned"), [(1.82, 0), (1.78, 1)])
 def test_a_slow_baseline_is_warned_of(seconds: float, warned: int) -> None:
-    """The report warns if plain decoding is slower than 0.9 of a reference. Plain decoding takes 2
-    s for each prompt. The table has a row for all prompts."""
+    """The report warns if plain decoding (2 s a prompt) is slower than 0.9 of a reference."""
     found = report(level(**{"the engine alone": seconds}))
     assert len(found.warnings) == warned
     assert all("the engine alone" in line and "slow base" in line for line in found.warnings)
