@@ -87,8 +87,8 @@ def engine_of_a_replica(
     from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
 
     engine, group = _load_share(
-        config, num_threads, leadership.rendezvous, 0, leadership.timeout_s,
-        leadership.store_socket,
+        config, num_threads, leadership.rendezvous, rank=0, timeout_s=leadership.timeout_s,
+        store_socket=leadership.store_socket,
     )  # fmt: skip
     return ParallelEngine(engine, group.links.send_frame, group.close, config.max_num_seqs)
 
