@@ -1,8 +1,8 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
-turn, a side decodes one prompt or half of the prompts (`_blocks`). After each turn, the order of
-the sides is reversed."""
+turn, a side decodes one prompt or half of the prompts (`_blocks`). After all sides had their turn,
+their order is reversed."""
 
 from __future__ import annotations
 

@@ -158,8 +158,10 @@ class Metrics:
         """The metrics of a session with these counters."""
         rounds, accepted = counters.num_rounds, counters.num_accepted_draft_tokens
         return cls(
-            rounds, counters.num_draft_tokens, accepted, 1 + accepted / max(1, rounds),
-            time_to_first_token_ms, tokens_per_second,
+            num_rounds=rounds, num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_draft_tokens=accepted,
+            mean_acceptance_length=1 + accepted / max(1, rounds),
+            time_to_first_token_ms=time_to_first_token_ms, tokens_per_second=tokens_per_second,
         )  # fmt: skip
 
 

@@ -47,8 +47,8 @@ def new(arguments: Arguments) -> int:
         except ValueError as error:
             raise ConfigError(f"{label}: {error}") from None
     caller = Caller(
-        arguments.name, tenant, arguments.requests_per_minute or 0, arguments.concurrency or 0,
-        arguments.admin,
+        arguments.name, tenant, requests_per_minute=arguments.requests_per_minute or 0,
+        concurrency=arguments.concurrency or 0, admin=arguments.admin,
     )  # fmt: skip
     with _writing(path):
         key = add_key(path, caller)
