@@ -252,7 +252,7 @@ class _Kernel:
 
 
 _KERNELS = ModuleType("outrider.speculation.triton_kernels")
-_KERNELS.__getattr__ = _Kernel  # type: ignore[method-assign]
+_KERNELS.__getattr__ = _Kernel
 
 
 def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:

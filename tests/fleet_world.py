@@ -141,7 +141,7 @@ class World:
         self.machines, self.registry = Machines(), MemoryRegistry()
         self.settings = settings
         self.spec = self._plan()
-        self.fleet = Fleet(self.machines, self.spec, self.registry)  # type: ignore[arg-type]
+        self.fleet = Fleet(self.machines, self.spec, self.registry)
         self.running: asyncio.Task[None] | None = None
 
     def _plan(self, **changes: Any) -> FleetSpec:
@@ -170,7 +170,7 @@ class World:
 
     async def come_back(self) -> None:
         """Ends the fleet's process. A new one takes over."""
-        self.fleet = Fleet(self.machines, self.spec, self.registry)  # type: ignore[arg-type]
+        self.fleet = Fleet(self.machines, self.spec, self.registry)
         await self.fleet.adopt()
         self.running = asyncio.create_task(self.fleet.run())
         await asyncio.sleep(1)

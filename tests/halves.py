@@ -26,7 +26,7 @@ class HalvedLinear(nn.Linear):
 @register_quantization_config(METHOD)
 class HalvesConfig(QuantizationConfigMixin):
     def __init__(self, **_: Any) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]
+        self.quant_method = METHOD
 
 
 @register_quantizer(METHOD)

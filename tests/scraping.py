@@ -1,14 +1,12 @@
 """Metrics and spans of processes, either in memory or on the pages that Prometheus reads."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from memory_registry import MemoryRegistry
@@ -37,7 +35,7 @@ class Page:
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
 
     @classmethod
-    def parse(cls, text: str) -> Page:
+    def parse(cls, text: str) -> Self:
         return cls({
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)

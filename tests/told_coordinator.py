@@ -4,6 +4,7 @@ memory."""
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
 from outrider.api_keys import Caller
@@ -11,16 +12,7 @@ from outrider.config import CoordinatorConfig
 from outrider.errors import Overloaded, StoreUnavailable
 from outrider.messages import ReplicaDescription
 from outrider.registry.registry import NO_FIGURES
-from outrider.request import (
-    Event,
-    Finished,
-    GenerateRequest,
-    Metrics,
-    ResumeRequest,
-    Started,
-    Tokens,
-    Usage,
-)
+from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
@@ -61,9 +53,8 @@ class ToldCoordinator:
         return key
 
     def generate_once(
-        self, request: GenerateRequest, key: RequestKey, resume: ResumeRequest, tenant: str,
-        traceparent: str,
-    ) -> AsyncGenerator[Event]:  # fmt: skip
+        self, request: GenerateRequest, key: RequestKey, resume: Any, tenant: str, traceparent: str
+    ) -> AsyncGenerator[Event]:
         return self.generate(request, tenant, traceparent, resumable=True)
 
 

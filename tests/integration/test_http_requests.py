@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import openai
 import pytest
 from constrained import EndingEngine, grammars
 from models import byte_level_tokenizer
@@ -125,7 +124,7 @@ async def test_echo_scores_prompts_as_it_scores_answers(client: AsyncOpenAI) -> 
         found = await client.completions.create(
             **fields, prompt=prompts, max_tokens=0, echo=True, stream=stream
         )
-        chunks: Any = [chunk async for chunk in found] if stream else [found]  # type: ignore[attr-defined]
+        chunks: Any = [chunk async for chunk in found] if stream else [found]
         entries: dict[int, list[Any]] = {0: [], 1: []}
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             if choice.logprobs is not None:
@@ -133,9 +132,6 @@ async def test_echo_scores_prompts_as_it_scores_answers(client: AsyncOpenAI) -> 
         assert entries[0][0] is entries[1][0] is None
         assert entries[0][1:] == pytest.approx(both.token_logprobs[1:])
         assert entries[1][1:] == pytest.approx(both.token_logprobs[1:num_prompt])
-    with pytest.raises(openai.BadRequestError) as bad:
-        await client.completions.create(model="model", prompt="a", max_tokens=0, echo=True)
-    assert bad.value.param == "max_tokens"
 
 
 class Shape(BaseModel):
@@ -161,12 +157,6 @@ async def test_a_class_of_pydantic(constraining: AsyncOpenAI) -> None:
         model="model", messages=MESSAGES, response_format=Shape, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Shape)
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"not": {}}}}
-    with pytest.raises(openai.BadRequestError) as bad:
-        await constraining.chat.completions.create(
-            model="model", messages=MESSAGES, response_format=schema
-        )
-    assert bad.value.param == "response_format.json_schema.schema"
     response = await constraining.responses.parse(
         model="model", input="hello", text_format=Shape, max_output_tokens=200
     )

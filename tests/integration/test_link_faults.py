@@ -1,11 +1,9 @@
 """A link to replicas that break the protocol, and a stream whose caller breaks it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -117,7 +115,7 @@ class Silent:
         self.news = asyncio.Event()
         self.closed = asyncio.Event()
 
-    def connect(self, send: Callable[[Sequence[VerifyAnswer]], None]) -> Silent:
+    def connect(self, send: Callable[[Sequence[VerifyAnswer]], None]) -> Self:
         self.send = send
         return self
 

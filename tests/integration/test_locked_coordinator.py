@@ -22,7 +22,7 @@ from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.errors import BadRequest, NotFound, Overloaded, Unauthenticated, Unavailable
+from outrider.errors import NotFound, Overloaded, Unauthenticated, Unavailable
 from outrider.limits import SLOT_RETRY_MS
 from outrider.sessions.redis_address import RedisAddress
 from outrider.speculation.sampling_params import Rule
@@ -84,7 +84,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
 
 
 async def methods_of(channel: Any, key: str) -> list[str]:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 
     async def ask(**fields: str) -> Any:
         call = stub.ServerReflectionInfo(metadata=(("authorization", f"Bearer {key}"),))
@@ -152,8 +152,6 @@ async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
         view = await bob.get_session(done.session_id)
         assert view.token_ids == (1, 2, 3, *done.token_ids)
         assert (view.state, view.finish_reason) == ("finished", "length")
-        with pytest.raises(BadRequest):
-            await bob.get_session("no id")
         with pytest.raises(NotFound):
             await anext(eve.resume(done.session_id))
         again = [event async for event in bob.resume(done.session_id)]

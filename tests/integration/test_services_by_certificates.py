@@ -118,7 +118,7 @@ async def answers(address: str, trust: Trust) -> bool:
 async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> None:
     trust = internal_trust(ours, "coordinator", "target")
     for role, directory in (("draft", ours), ("target", theirs)):
-        async with hosted(role, directory) as address:  # type: ignore[arg-type]
+        async with hosted(role, directory) as address:
             assert not await answers(address, trust)
     async with hosted("target", ours) as address:
         link = GrpcLink("target", address, trust)

@@ -29,7 +29,7 @@ def engine(salt: int) -> ToyEngine:
     return ToyEngine(vocab_size=VOCAB_SIZE, salt=salt, max_model_len=64)
 
 
-def law(salt: int, prefix: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-arg]
+def law(salt: int, prefix: tuple[int, ...]) -> np.ndarray:
     return torch.softmax(toy_logits(salt, prefix, VOCAB_SIZE).double(), 0).numpy()
 
 

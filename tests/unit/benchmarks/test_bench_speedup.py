@@ -59,7 +59,7 @@ PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aab
 def side_of(seconds: float | None, *completions: tuple[float, ...]) -> SideResult:
     """Completions of (tokens, seconds, rounds, drafted, accepted). Without `seconds`, they ran one
     after the other."""
-    done = tuple(Completion(tuple(range(int(n))), 0.0, *rest) for n, *rest in completions)  # type: ignore[arg-type]
+    done = tuple(Completion(tuple(range(int(n))), 0.0, *rest) for n, *rest in completions)
     return SideResult(done, sum(one.seconds for one in done) if seconds is None else seconds)
 
 

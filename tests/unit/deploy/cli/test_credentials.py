@@ -51,7 +51,7 @@ def test_settings_of_keys_and_certificates_go_together() -> None:
         ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
     ):  # fmt: skip
         with pytest.raises(SettingError) as caught:
-            CoordinatorConfig(**{key: value})  # type: ignore[arg-type]
+            CoordinatorConfig(**{key: value})
         assert caught.value.key == key
     assert CoordinatorConfig().serves_reflection
     assert not CoordinatorConfig(api_key=KEY).serves_reflection

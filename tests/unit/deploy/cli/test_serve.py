@@ -67,7 +67,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
     run_here(state, record())
     redis = {"redis_url": "unix:///x", "redis_password": "p", "deployment_name": "d"}
     deployment = Deployment(load_config({"draft_model": "ngram", **redis}, {}), tmp_path)
-    deployment.start = AsyncMock()  # type: ignore[method-assign]
+    deployment.start = AsyncMock()
 
     async def tell(
         *replicas: tuple[Role, str, str], hopeless: Role | None = None
