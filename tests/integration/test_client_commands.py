@@ -15,7 +15,7 @@ import recorded
 from stack import VOCAB, Stack, running_stack, until
 from toy_engine import ToyEngine
 
-from deploy.fleet.local_state import exclusive
+from deploy.fleet.local_state import exclusive, state_directory
 from outrider.client import ChatMessage, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -212,7 +212,7 @@ async def test_a_deployment_is_described(slow: Stack) -> None:
         redis={"url": slow.redis.url, "key_prefix": "outrider:"}, ray_address="",
         settings={"max_num_seqs": 64},
     )  # fmt: skip
-    recorded.run_here(state_directory(), known)
+    recorded.run_here(state_directory(os.environ), known)
     events = slow.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))
     await anext(events)
     found = await facts(0)
@@ -245,10 +245,6 @@ async def test_a_named_server_is_asked(slow: Stack) -> None:
     assert found["deployment"] is None
     assert (await facts(1, "--server", "127.0.0.1:1"))["running"] is False
     assert (await run("status"))[:2] == (1, "nothing runs\n")
-    with exclusive(state_directory()):
+    with exclusive(state_directory(os.environ)):
         assert (await run("status"))[1] == f"starting (pid {os.getpid()})\n"
     assert (await facts(1))["lease"]["holder"] is None
-
-
-def state_directory() -> Path:
-    return Path(os.environ["OUTRIDER_STATE_DIR"])

@@ -43,8 +43,7 @@ FINISHED_MS = 3_000
 SETTLED_S = 60.0
 """Time in which ended sessions must release everything, on a busy machine."""
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
-"""A third of the sessions ends by itself, a third is cancelled by its client, a third
-disconnects."""
+"""A third each ends by itself, is cancelled or left by its client, and disconnects."""
 EVERYTHING = {
     SessionRun, Session, SessionRoute, SessionContext, TargetClient, DraftClient, StepRequest,
 }  # fmt: skip
@@ -93,9 +92,8 @@ class Clients:
         if plan.end in ("whole", "cancelled", "left"):
             return await self._hear(self._stack.client, plan, None)
         proxy = FaultProxy()
-        async with Client(
-            await proxy.forward(self._stack.server.address), resume_timeout_s=0.0
-        ) as client:
+        address = await proxy.forward(self._stack.server.address)
+        async with Client(address, resume_timeout_s=0.0) as client:
             try:
                 return await self._hear(client, plan, proxy)
             except Unavailable:

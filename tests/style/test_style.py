@@ -28,12 +28,8 @@ EXCEPTIONS: dict[str, str] = {
 
 
 def _python_files(*folders: str) -> list[Path]:
-    return sorted(
-        path
-        for folder in folders
-        for path in (ROOT / folder).rglob("*.py")
-        if GENERATED not in path.parents
-    )
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if GENERATED not in path.parents)
 
 
 PRODUCT_FILES = _python_files(*PRODUCT)

@@ -92,9 +92,8 @@ async def measured(
     tiny = save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
     directory = str(resolve_model(str(tiny)))
     target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
-    subject = subject_of(
-        ScriptedSide(lambda request: (3, 1.0)), model=str(tiny), target=target if known else None
-    )
+    side = ScriptedSide(lambda request: (3, 1.0))
+    subject = subject_of(side, model=str(tiny), target=target if known else None)
 
     @asynccontextmanager
     async def start() -> AsyncIterator[tuple[Subject, Subject]]:

@@ -25,16 +25,11 @@ def test_built_in_prompts_are_eight_of_each_category_and_all_different() -> None
 def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path: Path) -> None:
     """JSON allows unescaped line separators within a string. They do not end the line."""
     path = tmp_path / "own.jsonl"
-    lines = [
-        json.dumps({"prompt": "One\u2028line", "category": "a", "question_id": 81}),
-        "   ",
-        json.dumps({"prompt": "Zwei\u2028Wörter"}, ensure_ascii=False),
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert read_prompts(path) == (
-        BenchPrompt("One\u2028line", "a"),
-        BenchPrompt("Zwei\u2028Wörter", "other"),
-    )
+    first = json.dumps({"prompt": "One\u2028line", "category": "a", "question_id": 81})
+    second = json.dumps({"prompt": "Zwei\u2028Wörter"}, ensure_ascii=False)
+    path.write_text(f"{first}\n   \n{second}\n", encoding="utf-8")
+    expected = (BenchPrompt("One\u2028line", "a"), BenchPrompt("Zwei\u2028Wörter", "other"))
+    assert read_prompts(path) == expected
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,9 @@ def test_chats_and_texts_by_http(
 ) -> None:
     """Six tokens come in three chunks, 20 ms apart. TPOT is per token, ITL per chunk."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    told = {
-        "speculative_decoding": {
-            "num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 6,
-        }
-    }  # fmt: skip
-    with serving(lambda body: Reply(gap_s=0.02, metrics=told)) as server:
+    counts = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 6}
+    reply = Reply(gap_s=0.02, metrics={"speculative_decoding": counts})
+    with serving(lambda body: reply) as server:
         found, err = measured(capsys, server, "--num-prompts", "4", "--max-tokens", "9")
     assert (found["completed"], found["failed"]) == (4, 0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (20, 24)
