@@ -1,5 +1,4 @@
-"""Substitutes for benchmarks: a side that decodes nothing and keeps its own clock, and roles of
-processes that run in this process."""
+"""Stand-ins of benchmarks: scripted sides, and roles of processes that run in this process."""
 
 import asyncio
 import importlib
@@ -24,8 +23,7 @@ Script = Callable[[GenerateRequest], tuple[int, float]]
 
 
 class ScriptedSide(BenchClient):
-    """Records every call and its time, and the most calls that ran at a time. Its tests run on a
-    virtual clock."""
+    """Records its calls, for tests on a virtual clock."""
 
     def __init__(self, script: Script) -> None:
         self.script = script

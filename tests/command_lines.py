@@ -11,8 +11,7 @@ from deploy.cli.main import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The error line of a command that refuses these words. Checks that the exit code is 2 and
-    standard output is empty."""
+    """The error line of a command that refuses these words, and prints nothing else."""
     try:
         code: object = main(words)
     except SystemExit as stopped:

@@ -1,5 +1,4 @@
-"""Set-up of all tests: a state directory of their own, no settings from the shell, one thread for
-each step."""
+"""Set-up of all tests: their own state directory, no settings from the shell, one thread a step."""
 
 import asyncio
 import faulthandler
@@ -132,8 +131,7 @@ def _end_process(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Raises `UsageError` if tests of a group would run at the same time. Their deployments would
-    share the machine and take several times as long."""
+    """Raises `UsageError` if tests of a group, which share the machine, would run at once."""
     if not getattr(config.option, "loadgroup", False):
         return
     for item in items:

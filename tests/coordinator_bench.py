@@ -122,8 +122,7 @@ def bench(**fields: Any) -> AbstractAsyncContextManager[Bench]:
 
 @asynccontextmanager
 async def running(made: B) -> AsyncIterator[B]:
-    """Starts the coordinator. At the end closes everything, and checks that nothing is left
-    over."""
+    """Starts the coordinator. At the end, checks that nothing is left over."""
     await made.service.start()
     yield made
     await made.service.close()

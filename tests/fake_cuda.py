@@ -165,8 +165,7 @@ def is_view(func: Any) -> bool:
 
 
 def _is_of_library() -> bool:
-    """Whether the innermost relevant caller is a model of the library, not a line of the
-    product."""
+    """Whether the innermost caller is a model of the library, not a line of the product."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith((*_PRODUCT, _LIBRARY)):
         frame = frame.f_back
@@ -276,8 +275,7 @@ VOCAB = 4_096
 
 
 def fake_engine(module: Any, backend: DeviceBackend | None, **options: Any) -> PagedEngine:
-    """An engine for a module on the device, which runs as `backend` says. For use inside
-    `fake_device`."""
+    """An engine for a module on the device, for use inside `fake_device`."""
     info = ModelInfo("tiny", VOCAB, 128, "float32", (), "", "")
     engine = PagedEngine(
         module, info, max_num_seqs=1024, kv_cache_memory_bytes=2**26, backend=backend, **options

@@ -1,5 +1,4 @@
-"""A plug-in that quantises models of the library: it stores weights in float16, at half their
-value."""
+"""A quantisation plug-in of the library that stores weights in float16, at half their value."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Simulated drafters, costs and a clock, to test length control. Every world has a seed, so each
-run is the same."""
+"""Simulated drafters, costs and a clock, reproducible by seed, to test length control."""
 
 from __future__ import annotations
 

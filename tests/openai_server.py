@@ -1,5 +1,4 @@
-"""A server with OpenAI's API that streams scripted answers: cut short, with errors, with several
-tokens in a chunk, and so on. It runs on its own thread."""
+"""A server with OpenAI's API, on its own thread, that streams scripted answers."""
 
 import asyncio
 import json
@@ -98,8 +97,7 @@ async def _events(reply: Reply, body: dict[str, Any], is_chat: bool) -> Any:
 
 @contextmanager
 def serving(script: Script) -> Iterator[OpenAiServer]:
-    """Runs a server on its own thread, as the commands under test have an event loop of their
-    own."""
+    """Runs a server on its own thread, as commands have an event loop of their own."""
     app = OpenAiServer(script)
     config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", backlog=1_000)
     config.timeout_graceful_shutdown = 1

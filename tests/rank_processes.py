@@ -17,8 +17,7 @@ _END_S = 10.0
 
 @contextmanager
 def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Iterator[list[Any]]:
-    """Starts a process for each tuple of arguments. Processes that still run at the end are
-    killed."""
+    """Starts a process for each tuple of arguments. Kills those that run at the end."""
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     started: list[BaseProcess] = [context.Process(target=work, args=each) for each in arguments]
@@ -57,8 +56,7 @@ def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.
 
 
 def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
-    """A follower of the model that `config` names. It differs from a real one only by running
-    without Ray."""
+    """A follower of the model that `config` names, without Ray."""
     import asyncio
 
     from outrider.engine.tensor_parallel.rank_process import RankHost

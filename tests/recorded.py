@@ -1,5 +1,4 @@
-"""The record of a deployment that this process pretends to be, for tests of commands that read
-it."""
+"""The record of a deployment that this process pretends to be."""
 
 import fcntl
 import os

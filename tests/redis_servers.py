@@ -78,8 +78,7 @@ class RedisServers:
         self, directory: Path, *, forward: Forward | None = None,
         password: str = "", sentinel_password: str = "",
     ) -> None:  # fmt: skip
-        """`forward` maps each server's address to the one by which other servers and clients reach
-        it."""
+        """`forward` maps a server's address to that by which others reach it."""
         self._directory = directory
         self._forward = forward
         self._password = password
@@ -122,8 +121,7 @@ class RedisServers:
 
     @property
     def primary_address(self) -> str:
-        """The address that Sentinel gives to clients. It changes only when a failover is
-        complete."""
+        """The address that clients get. It changes when a failover is complete."""
         words = self._ask_sentinel("MASTER", SERVICE)
         state = dict(zip(words[::2], words[1::2], strict=True))
         return f"{state['ip']}:{state['port']}"
@@ -137,8 +135,7 @@ class RedisServers:
         return [one for one in self._known_by.values() if one is not primary]
 
     async def demote(self) -> None:
-        """Makes the primary a replica, as in a planned failover. Returns when the failover is
-        complete."""
+        """Makes the primary a replica, as in a planned failover, and waits for that."""
         before = self.primary_address
         await asyncio.to_thread(self._ask_sentinel, "FAILOVER", SERVICE)
         await self.until_promoted(before)

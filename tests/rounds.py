@@ -55,8 +55,7 @@ def make_head(
     rule: Rule = Rule.GREEDY, sampling: SamplingParams | None = None,
     constraint: Constraint | None = None, **fields: Any,
 ) -> messages.RoundHead:  # fmt: skip
-    """A head that refers to the first `base_length` of the committed `tokens` and contains the
-    rest."""
+    """A head that refers to the first `base_length` tokens and contains the rest."""
     others = {"tenant": "", "epoch": 1, "seed": 7, "prompt_length": 1, "deadline_ms": 0}
     if sampling is None:
         sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
@@ -132,8 +131,7 @@ async def ask(link: Link, listener: Listener, item: Any) -> Any:
 
 
 def drafter_over(engine: Any, parallel_token: int | None = None) -> Any:
-    """A drafter with a model, or the one that is given in place of an engine. With a parallel token
-    it drafts in one pass."""
+    """A drafter over an engine, in one pass with a parallel token, or the given one."""
     if parallel_token is not None:
         return ParallelDrafter(engine, parallel_token)
     return engine if isinstance(engine, FeatureDrafter) else ModelDrafter(engine)

@@ -121,8 +121,7 @@ def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool:
 def target_of(
     *links: ScriptedLink, one: Session | None = None, pool: Any = None, **fields: Any
 ) -> TargetClient:
-    """A session's target client. It begins with the first of these replicas, and may move to the
-    others."""
+    """A session's target client, which begins with the first of these replicas."""
     one = one or session()
     one.target = CacheState("r0", 0)
     return TargetClient(pool or pool_of(*links), context_of(one, **fields), CONFIG)
@@ -140,8 +139,7 @@ def draft_of(
     *links: ScriptedLink, one: Session | None = None, pool: Any = None,
     config: CoordinatorConfig = CONFIG, lookup: Any = None, **fields: Any,
 ) -> DraftClient:  # fmt: skip
-    """A session's draft client. It begins with the first of these replicas, and may move to the
-    others."""
+    """A session's draft client, which begins with the first of these replicas."""
     one = one or session()
     one.draft = CacheState("r0", 0)
     pool, context = pool or pool_of(*links, role="draft"), context_of(one, **fields)

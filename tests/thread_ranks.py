@@ -1,5 +1,4 @@
-"""Ranks that are threads of one process, so that comparing a shared model with the whole one is
-fast."""
+"""Ranks that are threads of one process, as starting processes is slow."""
 
 import threading
 from collections.abc import Callable

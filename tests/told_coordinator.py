@@ -1,5 +1,4 @@
-"""The part of a coordinator that its HTTP API calls, with answers set by the test. Also slots in
-memory."""
+"""The part of a coordinator that its HTTP API calls, with scripted answers; slots in memory."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""The command line with the real model. Each command runs in a process of its own, as for a
-user."""
+"""The command line with the real model. Each command runs in a process of its own."""
 
 import json
 import os
@@ -38,7 +37,6 @@ class Shell:
         self.directory = Path.cwd()
         """The folder in which commands run."""
         self.shown = ""
-        """What `serve` has printed."""
         self.environment = {
             name: value
             for name, value in os.environ.items()
@@ -58,9 +56,8 @@ class Shell:
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def paste(self, line: str, *, anywhere: bool = False) -> subprocess.CompletedProcess[str]:
-        """Runs a line in a shell, either in the project's root or, with `anywhere`, in another
-        folder without the variable of the state directory, so that only the line says where the
-        deployment is."""
+        """Runs a line in a shell in the project's root; with `anywhere` in another folder without
+        the variable of the state directory, so that only the line says where the deployment is."""
         environment = self.environment
         if anywhere:
             environment = {k: v for k, v in environment.items() if k != "OUTRIDER_STATE_DIR"}
@@ -98,9 +95,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     )
     assert started.returncode == 0, started.stderr
     assert "outrider: loading demo, and suffix as its draft\n" in started.stderr
-    assert f"gRPC    {shell.record()['grpc_address']}" in started.stdout
-    assert f"OpenAI  http://{shell.record()['http_address']}/v1" in started.stdout
-    assert f"window  http://{shell.record()['http_address']}/\n" in started.stdout
     shell.shown = started.stdout
     record = shell.record()
     assert os.getsid(record["pid"]) == record["pid"], "it ends with the shell that started it"
@@ -134,9 +128,8 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
     assert found["usage"]["completion_tokens"] == len(found["token_ids"]) <= 24
     assert found["usage"]["prompt_tokens"] > 0
     metrics = found["metrics"]
-    assert metrics["tokens_per_second"] > 0
+    assert min(metrics["tokens_per_second"], metrics["num_rounds"]) > 0
     assert 0 <= metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
-    assert metrics["num_rounds"] > 0
     assert metrics["mean_acceptance_length"] >= 1
     words = ("--chat", "--server", served.record()["grpc_address"], "--json", "--max-tokens", "1")
     chat = json.loads(served.run("generate", PROMPT, *words).stdout)
@@ -146,9 +139,8 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
 def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
     assert served.run("generate", PROMPT, "--max-tokens", "24").returncode == 0
     watching = served.start("status", "--json", "--watch", "0.2")
-    assert watching.stdout is not None
-    shown = (json.loads(line) for line in watching.stdout)
     # A replica announces its figures each second.
+    shown = map(json.loads, watching.stdout)
     found = next(one for one in shown if one["targets"][0]["figures"]["busy"])
     watching.terminate()
     watching.communicate()
@@ -160,8 +152,7 @@ def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
 
 
 def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
-    """Runs `upgrade --grpc-port`, and then changes the port back. There is one coordinator, but new
-    connections by HTTP and new `generate` commands are answered all the time."""
+    """New connections by HTTP and new `generate` commands are answered all the time."""
     url = f"http://{served.record()['http_address']}/health"
     old = served.record()["grpc_address"].rpartition(":")[2]
     refused: list[str] = []
@@ -198,9 +189,8 @@ def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
 
 
 def test_the_readmes_short_lines_run_as_they_stand(served: Shell) -> None:
-    """The lines run in the documents' order, beside a deployment as the documents expect it, and no
-    line warns. A line of both documents runs once. Only three things are changed: ports, the folder
-    of the programs, and the length of the answers that `bench speedup` measures."""
+    """They run in the documents' order beside such a deployment, and no line warns. Only ports, the
+    programs' folder and the length of the answers of `bench speedup` are changed."""
     record = served.record()
     ports = {"50051": record["grpc_address"], "8000": record["http_address"]}
     short = re.compile(r"outrider (generate|chat|status|bench speedup)\b|curl ")
@@ -229,17 +219,14 @@ def test_what_serve_prints_can_be_pasted(served: Shell) -> None:
     assert "loading" not in found.stderr, "it has started a deployment of its own"
     for name, path in (("OpenAI", "/models"), ("window", "")):
         [url] = _shown(served, name)
-        address = url.removeprefix("http://")
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(url + path, timeout=30) as answer:  # noqa: S310
             assert answer.status == 200
 
 
 def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
-    """SIGINT to the whole process group, as a terminal sends it, ends everything with exit code
-    0."""
+    """A terminal sends SIGINT to the whole process group. The exit code is 0."""
     shell = Shell(tmp_path / "state")
     process = shell.start("serve", "--engine", EMULATED, "--grpc-port", "0", "--no-http", "--json")
-    assert process.stdout is not None
     record = json.loads(process.stdout.readline())
     assert record["pid"] == process.pid
     os.killpg(process.pid, signal.SIGINT)
@@ -254,7 +241,6 @@ def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
 def test_an_interrupt_while_models_load_is_told_by_the_exit_code(tmp_path: Path) -> None:
     shell = Shell(tmp_path / "state")
     process = shell.start("serve", "--engine", EMULATED, "--no-http")
-    assert process.stderr is not None
     assert process.stderr.readline() == "outrider: starting Ray and Redis, finding the models\n"
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -6,13 +6,15 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import httpx
 import pytest
 import pytest_asyncio
 import ray
+import stack
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor
@@ -37,11 +39,11 @@ TRIAL_S = 10.0
 CHANGE_S = 120.0
 """Time to start or end some replicas on a busy machine."""
 
+until = partial(stack.until, within_s=CHANGE_S)
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.xdist_group("deployment"),
+    pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("deployment"),
     pytest.mark.timeout(5 * CHANGE_S),
-]
+]  # fmt: skip
 
 
 @asynccontextmanager
@@ -103,19 +105,11 @@ def serving(deployment: Deployment, role: Role) -> set[str]:
     return {one.name for one in deployment.overview.of(role) if one.address and not one.leaves}
 
 
-async def until(holds: Callable[[], object], within_s: float = CHANGE_S) -> None:
-    async with asyncio.timeout(within_s):
-        while not holds():
-            await asyncio.sleep(0.1)
-
-
 async def until_serving(deployment: Deployment, without: str = "", **counts: int) -> None:
-    await until(
-        lambda: all(
-            len(serving(deployment, role) - {without}) == number  # type: ignore[arg-type]
-            for role, number in counts.items()
-        )
-    )
+    def is_reached() -> bool:
+        return all(len(serving(deployment, r) - {without}) == n for r, n in counts.items())
+
+    await until(is_reached)
 
 
 async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
@@ -148,9 +142,7 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
 
         expected = [await ask(seed, []) for seed in range(NUM_SEEDS)]
         told: list[list[int]] = [[] for _ in range(NUM_HTTP_STREAMS)]
-        asking = [
-            asyncio.create_task(ask(index % NUM_SEEDS, one)) for index, one in enumerate(told)
-        ]
+        asking = [asyncio.create_task(ask(i % NUM_SEEDS, one)) for i, one in enumerate(told)]
         await until(lambda: min(map(len, told)) >= 20)
         assert max(map(len, told)) < 300
         victim = deployment.overview.of("coordinator")[0]
@@ -162,7 +154,6 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
     """Redis returns with its data. Requests that run meanwhile wait, and get every token."""
-    assert deployment.redis is not None
     async with Client(deployment.address) as client:
         request = GenerateRequest(PROMPT, max_tokens=300, seed=3, ignore_eos=True)
         expected = (await client.complete(request)).token_ids
@@ -206,19 +197,17 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     def is_done() -> bool:
         return deployment.config.target.max_num_seqs == 5 and not deployment.overview.num_stale
 
-    await until(is_done, 2 * CHANGE_S)
+    await until(is_done, within_s=2 * CHANGE_S)
     for role in ROLES:
         assert not before[role] & serving(deployment, role)
         assert len(before[role]) == len(serving(deployment, role))
 
 
 async def test_a_draft_is_tried_under_load(deployment: Deployment, load: None) -> None:
-    """Coordinators report how much faster sessions with it are: here not at all or, on a busy
-    machine, too little to decide."""
+    """Here it is no faster or, on a busy machine, the difference is too small to decide."""
     await deployment.reconciler.call("begin_trial", {"draft_num_threads": 2}, 0.5, TRIAL_S)
     await until(lambda: (found := deployment.overview.trial) and found.state != "runs")
     found = deployment.overview.trial
-    assert found is not None
     assert "tokens/s a session" in found.reason or re.match(r"[1-9]\d* sessions", found.reason)
     await until_serving(deployment, draft=1)
 
@@ -235,8 +224,7 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
     os.kill(killed.places[0].pid, signal.SIGKILL)
     await until_serving(deployment, draft=len(before["draft"]), without=killed.name)
     for role in ROLES:
-        stayed = before[role] - {killed.name}
-        assert stayed <= serving(deployment, role)
+        assert before[role] - {killed.name} <= serving(deployment, role)
     assert (await reconciler.call("ping")).pid != place.pid
     assert deployment.config.target.max_num_seqs == 5, "the newest settings are lost"
     await deployment.reconciler.call("want", {"draft": 0})

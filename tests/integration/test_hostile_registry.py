@@ -1,5 +1,4 @@
-"""A client with write access to Redis can change the numbers of replicas within bounds, but nothing
-else."""
+"""A client that writes to Redis changes numbers of replicas within bounds, and nothing else."""
 
 import json
 import sys

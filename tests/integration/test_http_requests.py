@@ -82,8 +82,7 @@ async def test_a_response_is_what_chat_says(client: AsyncOpenAI) -> None:
 async def test_a_seed_gives_the_same_tokens_everywhere(
     stack: Stack, client: AsyncOpenAI, num_draft_tokens: int
 ) -> None:
-    """Whole answers, streams and gRPC have the same tokens, with and without drafts. Each choice
-    has its own seed."""
+    """Answers, streams and gRPC have the same tokens. Each choice has its own seed."""
     seeds = [choice_seed(5, choice) for choice in range(3)]
     expected = [
         await stack.client.complete(GenerateRequest("the cat", seed=seed, max_tokens=10))

@@ -183,8 +183,7 @@ async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
 
 
 async def stored(stack: Stack) -> list[str]:
-    """Keys in Redis, with their values, when all finished sessions must have expired. The lease of
-    the running coordinator is not counted."""
+    """Keys in Redis, except the lease, when all finished sessions must have expired."""
     with redis.Redis.from_url(stack.redis.url, protocol=2) as admin:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + SETTLED_S

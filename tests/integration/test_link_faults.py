@@ -26,8 +26,7 @@ GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
 
 
 class Impostor:
-    """A servicer that sends a prepared frame for each frame that it gets. With `then`, it raises
-    this error after the first one."""
+    """Sends a prepared frame for each frame that it gets, or then raises an error."""
 
     def __init__(self, frame: target_pb2.VerifyReply, then: Exception | None = None) -> None:
         self._frame = frame
@@ -150,8 +149,7 @@ async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) 
 
 
 async def test_a_caller_that_never_reads_is_cut_off(exits: AsyncExitStack) -> None:
-    """The caller's window is full of unread frames, so a write hangs. Once the queue is full as
-    well, the call is cancelled."""
+    """A write hangs. Once the queue is full as well, the call is cancelled."""
     service = Silent()
     call = await ask_raw(exits, service)
     bulky = Refused(KEY, 13, "x" * 1000)

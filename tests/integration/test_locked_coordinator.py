@@ -1,5 +1,4 @@
-"""Coordinators that require API keys, by gRPC and HTTP: all methods, tenants, and the limits that
-coordinators share."""
+"""Coordinators that require API keys: all methods, tenants, and limits that they share."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -210,8 +209,7 @@ async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
 async def test_the_slots_of_a_dead_coordinator_are_free_again(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slots are free once their lease has expired. A living coordinator renews its slots. A
-    resumed session uses the slot that it had."""
+    """A living coordinator renews its slots. A resumed session uses the slot that it had."""
     monkeypatch.setattr("outrider.limits.SLOT_LEASE_MS", 2000)
     monkeypatch.setattr("outrider.limits.SLOT_RENEWAL_MS", 200)
     caller = Caller("three", "t", concurrency=2)

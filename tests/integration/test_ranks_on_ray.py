@@ -1,5 +1,4 @@
-"""The ranks of a model are placed by Ray: logical GPUs and fractions of them, and one placement
-group for each model."""
+"""Ray places the ranks of a model, in one placement group for each model."""
 
 import asyncio
 import json

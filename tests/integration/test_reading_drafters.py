@@ -1,5 +1,4 @@
-"""Deployments that draft from the target's hidden states, with a head on the target and with a head
-on a draft."""
+"""Deployments that draft from the target's hidden states, on the target or on a draft."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -66,9 +65,8 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
 async def test_it_writes_what_its_target_writes(
     tmp_path: Path, kind: str, save: Callable[..., Path] | None, has_draft: bool
 ) -> None:
-    """Text is greedy. In every round but the first, the head proposes, because the look-up that is
-    asked first never reaches the confidence required here. The files of a published head show its
-    kind. Its weights are random, and the log says that it does not fit."""
+    """In every round but the first, the head proposes, because the look-up that is asked first
+    never reaches this confidence. The head is random, and the log says that it does not fit."""
     target, tokenizer = tmp_path / "target", byte_level_tokenizer(VOCAB_SIZE)
     if save is None:  # The drafter's files have everything that it needs.
         MtpReference(mtp_target("glm4_moe", VOCAB_SIZE)).save(target)
@@ -101,12 +99,9 @@ async def test_it_writes_what_its_target_writes(
         await link.close()
         assert bool(described.features) is has_draft
         assert described.draft_note.startswith(f"drafter {heads} agrees with its target at ")
-        ids: list[int] = []
-        rounds: list[RoundReport] = []
-        async for event in client.generate(request):
-            if isinstance(event, RoundReport):
-                rounds.append(event)
-            ids += getattr(event, "token_ids", ())
+        events = [event async for event in client.generate(request)]
+    rounds = [event for event in events if isinstance(event, RoundReport)]
+    ids = [one for event in events for one in getattr(event, "token_ids", ())]
     assert ids[:NUM_TOKENS] == written[0, len(PROMPT) :].tolist()
     early = [entry.proposed_token_ids for entry in rounds[1 : NUM_TOKENS // 3]]
     assert {len(token_ids) for token_ids in early} == {2}

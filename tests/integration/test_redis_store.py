@@ -58,8 +58,7 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
 
 
 async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    """The lease is renewed for longer than its length, and then no more, until the store reports
-    its end. Redis stores no point in time."""
+    """The lease is renewed for longer than its length. Redis stores no point in time."""
     store = await connected(server.url, key_prefix="lease:")
     store.lease_ms = 300
     await store.hold_lease(OWNERS[0])
@@ -216,8 +215,7 @@ def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Pat
 
 
 async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> None:
-    """A stopped process accepts connections but never answers. The bound is above a second because
-    of busy machines."""
+    """It accepts connections. The bound is above a second because of busy machines."""
     with EmbeddedRedis(tmp_path) as server:
         store = await connected(server.url)
         await store.open(new_session())

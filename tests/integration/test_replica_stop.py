@@ -38,8 +38,7 @@ class GatedExecutor:
 
 
 class Hosted:
-    """A target behind a real server that runs one item in each step, and a coordinator's link to
-    it."""
+    """A target on a server that runs one item in each step, and a link to it."""
 
     def __init__(self) -> None:
         self.engine = ToyEngine()

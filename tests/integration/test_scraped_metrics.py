@@ -1,5 +1,4 @@
-"""The metrics of a running deployment change as expected. That all metrics exist is tested with the
-dashboard."""
+"""The metrics of a running deployment change as expected."""
 
 from dataclasses import replace
 from pathlib import Path

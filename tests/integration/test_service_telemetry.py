@@ -1,5 +1,4 @@
-"""Traces and metrics of the three services, recorded in memory, sent by OTLP, and scraped. Also
-telemetry of HTTP requests."""
+"""Traces and metrics of the three services and of HTTP: in memory, by OTLP, and scraped."""
 
 import json
 from collections.abc import Mapping

@@ -8,6 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -71,8 +72,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 async def shared(
     models: Path, redis_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Deployment]:
-    """Five processes: two ranks of each model, and the coordinator. They get each secret in two
-    ways: as a setting, and as an environment variable."""
+    """Two ranks of each model. Each secret comes as a setting and as an environment variable."""
     settings = {
         "model": str(models / "target"), "draft_model": str(models / "draft"), "device": "cpu",
         "dtype": "float32", "grpc_port": 0, "port": 0, "stop_timeout_s": 0, "length_control": False,
@@ -115,7 +115,6 @@ async def test_shared_models_write_what_the_whole_target_writes(
 class Process:
     pid: int
     words: bytes
-    """The command line."""
 
     @property
     def parent(self) -> int:
@@ -144,18 +143,11 @@ class Process:
         return found
 
 
-def _token_of(deployment: Deployment) -> Path:
-    assert deployment.ray.token is not None
-    return deployment.ray.token
-
-
 def processes() -> list[Process]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             found.append(Process(int(place.name), (place / "cmdline").read_bytes()))
-        except OSError:
-            continue
     return found
 
 
@@ -171,8 +163,7 @@ async def test_status_reaches_the_redis_that_the_record_names(shared: Deployment
 
 
 async def test_no_secret_stands_in_a_list_of_processes(shared: Deployment) -> None:
-    token = _token_of(shared)
-    planted = [PASSWORD.encode(), KEY.encode(), token.read_bytes()]
+    planted = [PASSWORD.encode(), KEY.encode(), shared.ray.token.read_bytes()]
     for process in processes():
         assert not [one for one in planted if one in process.words], process.words
 
@@ -181,7 +172,7 @@ async def test_no_secret_stands_in_rays_head(shared: Deployment) -> None:
     """No secret is in the memory or the environment of the processes that know the arguments of
     actors. Files with a secret are readable by their owner only."""
     head = [one for one in processes() if b"gcs_server" in one.words or b"/raylet/" in one.words]
-    token = _token_of(shared)
+    token = shared.ray.token
     ours = [one for one in head if one.parent == os.getpid()]
     assert len(ours) == 2
     found = [one.memory_has([PASSWORD.encode(), KEY.encode(), MARKER.encode()]) for one in ours]
@@ -197,7 +188,7 @@ async def test_no_secret_stands_in_rays_head(shared: Deployment) -> None:
 
 
 async def test_ray_answers_no_call_without_its_token(shared: Deployment) -> None:
-    token = _token_of(shared)
+    token = shared.ray.token
     assert token.stat().st_mode & 0o777 == 0o600
     assert token.parent.stat().st_mode & 0o777 == 0o700
     check_asks_for_token(shared.ray.found)

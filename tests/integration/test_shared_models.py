@@ -1,5 +1,4 @@
-"""Models that several processes share. The leader's engine gives the same results as the whole
-model, whatever is done to its sequences."""
+"""The leader's engine of a shared model gives the same results as that of the whole model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,4 @@
-"""A target behind a real gRPC server on loopback: broken links, what travels once, bulky items, and
-invalid messages."""
+"""A target behind a gRPC server: broken links, what travels once, bulky items, bad messages."""
 
 import asyncio
 from collections.abc import AsyncIterator

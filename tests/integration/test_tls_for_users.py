@@ -1,5 +1,4 @@
-"""TLS between users and a coordinator: which side checks which certificates, and what the Python
-clients need."""
+"""TLS between users and a coordinator: which side checks which certificates."""
 
 import asyncio
 from collections.abc import AsyncIterator

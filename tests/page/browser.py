@@ -1,5 +1,4 @@
-"""A headless Chromium. Run as a script, it fails if Chromium is not installed, and says how to
-install it."""
+"""A headless Chromium. As a script, it says how to install Chromium if that is missing."""
 
 import asyncio
 import shutil
@@ -44,8 +43,7 @@ def _chromium() -> str | None:
 
 
 class Browser:
-    """One window. Its driver is called on a separate thread, as the coordinator may run on the
-    caller's thread."""
+    """One window, whose driver is called on a separate thread."""
 
     def __init__(self, driver: Chrome) -> None:
         self._driver = driver
@@ -61,8 +59,7 @@ class Browser:
         return str(await self.run(found, selector))
 
     async def press(self, *keys: str, held: Sequence[str] = ()) -> None:
-        """Presses keys one after the other while `held` keys are down. Keys are names in `KEYS`, or
-        texts."""
+        """Presses keys of `KEYS`, or types texts, while `held` keys are down."""
         actions = ActionChains(self._driver, duration=0)
         for key in held:
             actions.key_down(KEYS[key])

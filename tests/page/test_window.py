@@ -223,8 +223,7 @@ async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack:
 
 
 async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
-    """Each origin has its own kind of line, the dark and the light theme differ, and users who ask
-    for no motion get none."""
+    """Origins differ in their lines, themes differ, and users may ask for no motion."""
     lines = """return ['accepted', 'correction', 'bonus', 'plain'].map(kind => {
         const style = getComputedStyle(document.querySelector(`.legend .${kind}`));
         return `${style.textDecorationLine} ${style.textDecorationStyle}`})"""

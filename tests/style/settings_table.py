@@ -1,5 +1,4 @@
-"""Makes the table in `docs/settings.md` from `outrider.config`. Run as a module, it writes the
-table."""
+"""Makes the table in `docs/settings.md`. Run as a module, it writes the table."""
 
 from pathlib import Path
 

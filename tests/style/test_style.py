@@ -1,5 +1,4 @@
-"""Checks the measurable rules of style (docs/contributing.md, "Rules") in all files of the
-project."""
+"""Checks the measurable rules of style (docs/contributing.md, "Rules") in all files."""
 
 import ast
 import functools

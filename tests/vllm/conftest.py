@@ -1,5 +1,4 @@
-"""Engines of vLLM on tiny random models, in an environment in which vLLM is installed (`make
-test-vllm`)."""
+"""Engines of vLLM on tiny random models (`make test-vllm`)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""An EAGLE-3 head on the pages of vLLM's models is compared with one on the native engine's
-pages."""
+"""Heads on the pages of vLLM's models, compared with heads on the native engine's pages."""
 
 from dataclasses import replace
 from functools import partial
@@ -96,8 +95,7 @@ class Pair:
             self.call("keep", name, length)
 
     def run(self) -> None:
-        """Runs prompts together with verifications, cuts, cached prefixes, and forks within a page
-        and at its end."""
+        """Prompts, verifications, cuts, cached prefixes, and forks in and at the end of pages."""
         first = ids(2 * PAGE_SIZE + 7)
         self.forward(SequenceStep("a", first, 2))
         self.draft("a")
@@ -126,8 +124,7 @@ class Pair:
 def test_a_head_reads_and_drafts_as_on_the_native_engine(
     family: str, options: dict[str, bool], tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """The head reads the layers that its check chooses, which it does on a text that the library
-    writes."""
+    """The head reads the layers that its check chooses."""
     module = saved(family, tmp_path)
     readings: list[Reading] = []
 

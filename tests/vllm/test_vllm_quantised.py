@@ -1,5 +1,4 @@
-"""Quantised checkpoints, which these tests write by the rules of their formats, are compared with
-the weights that they represent."""
+"""Checkpoints quantised by the rules of their formats, compared with the weights they mean."""
 
 import json
 from collections.abc import Callable
@@ -76,8 +75,7 @@ def _of_groups(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _packed(numbers: Tensor, order: Any) -> Tensor:
-    """Packs eight integers of four bits [.., 8] into an int32. Integer `order[i]` gets the i-th
-    four bits."""
+    """Packs integers of four bits [.., 8] into an int32, `order[i]` at the i-th place."""
     total = sum(numbers[..., source] << (BITS * place) for place, source in enumerate(order))
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 

@@ -72,8 +72,7 @@ def saved_pair(directory: Path, **changes: Any) -> tuple[str, str]:
 async def test_tokens_depend_on_neither_k_nor_the_batch(
     temperature: float, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """The demo target, a draft of its first 4 layers, and sessions whose prompts share a
-    beginning."""
+    """The draft is the first 4 layers of the target. Prompts share a beginning."""
     demo = resolve_model("demo")
     engines = [
         make_engine(path, dtype="bfloat16", deterministic=True, kv_cache_memory_bytes=2**27)

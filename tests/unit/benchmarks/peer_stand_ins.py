@@ -1,5 +1,4 @@
-"""Virtual environments of peers with a fake vLLM. It counts up from the last token of a prompt, and
-records its calls."""
+"""Environments of peers with a fake vLLM that counts up from a prompt's last token."""
 
 import json
 import venv

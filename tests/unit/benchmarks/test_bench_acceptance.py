@@ -146,8 +146,7 @@ NUM_PLACES = 60_000
 
 
 def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
-    """The standard error is at most 0.005, so a correct function fails by chance with probability
-    below 1e-8."""
+    """The standard error is at most 0.005: a correct function fails with p < 1e-8."""
     noise = np.random.default_rng(3).gumbel(size=(NUM_PLACES, 3))
     ours, theirs = (np.log(P) + noise).argmax(axis=1), (np.log(Q) + noise).argmax(axis=1)
     for token_id in range(3):

@@ -1,5 +1,4 @@
-"""The turns of sides, their results, and requests by gRPC. `HttpClient` is tested with `bench
-serve`."""
+"""The turns of sides, their results, and requests by gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

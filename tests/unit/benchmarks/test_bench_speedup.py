@@ -64,8 +64,7 @@ def side_of(seconds: float | None, *completions: tuple[float, ...]) -> SideResul
 
 
 def level(plain_s: float | None = None, fast_s: float | None = None, **others: float) -> Any:
-    """The ratios of tokens/s are 1, 4, 2, 3 and 12. The last two answers are shorter than the plain
-    ones."""
+    """The ratios of tokens/s are 1, 4, 2, 3 and 12. The last two answers are shorter."""
     sides = {
         "plain": side_of(plain_s, *[(20, 2.0)] * 5),
         "speculative": side_of(
