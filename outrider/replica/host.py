@@ -186,9 +186,10 @@ class ReplicaHost(PlacedActor):
         def record() -> ReplicaRecord:
             runs = service.describe()
             return ReplicaRecord(
-                config.role, member.name, address, socket.gethostname(), os.getpid(), runs.model,
-                runs.weights, config.device, self._engagement.leaving,
-                load=len(service.sessions), trial_share=member.trial_share, figures=service.figures,
+                role=config.role, name=member.name, address=address, host=socket.gethostname(),
+                pid=os.getpid(), model=runs.model, weights=runs.weights, device=config.device,
+                leaving=self._engagement.leaving, load=len(service.sessions),
+                trial_share=member.trial_share, figures=service.figures,
             )  # fmt: skip
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)

@@ -535,9 +535,10 @@ def describe_model(
 ) -> ReplicaDescription:
     """Describes a replica that runs a model, with at most `max_num_seqs` sessions in a step."""
     return ReplicaDescription(
-        info.name, info.weights_fingerprint, info.tokenizer_fingerprint, info.vocab_size,
-        info.dtype, info.max_model_len, info.eos_token_ids, max_num_seqs, costs,
-        numerics=info.numerics, features=info.features,
+        model=info.name, weights_fingerprint=info.weights_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint, vocab_size=info.vocab_size,
+        dtype=info.dtype, max_model_len=info.max_model_len, eos_token_ids=info.eos_token_ids,
+        max_num_seqs=max_num_seqs, step_costs=costs, numerics=info.numerics, features=info.features,
     )  # fmt: skip
 
 

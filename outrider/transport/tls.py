@@ -45,7 +45,7 @@ DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)  # before creation, because machines' clocks differ
-WARNED_DAYS = 30  # `RoleFiles.checked` warns of a certificate that ends within this number of days
+WARNED_DAYS = 30  # a service warns of its certificate if it ends within this number of days
 
 
 class RoleFiles(NamedTuple):
@@ -63,14 +63,9 @@ class RoleFiles(NamedTuple):
 
     def checked(self) -> RoleFiles:
         """Returns these files. Raises `ConfigError` if a file is missing or invalid, if the files
-        do not belong together, or if the certificate has ended. Warns if it ends soon."""
+        do not belong together, or if the certificate has ended."""
         check_pair(self.certificate, self.key)
         check_authority(self.authority, self.certificate)
-        left = days_left(self.certificate, datetime.datetime.now(datetime.UTC))
-        if left < WARNED_DAYS:
-            _log.warning(
-                "%s ends in %d days; renew it with `outrider certs`", self.certificate, left
-            )
         return self
 
 
@@ -241,14 +236,14 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:
     """Credentials of a service of this role, for calls of the deployment's other services. Raises
     `ConfigError` for missing or invalid files."""
-    files = RoleFiles.of(directory, role).checked()
+    files = _own_files(directory, role)
     return server_credentials(files.certificate, files.key, files.authority)
 
 
 def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
     """TLS of a service of this role that calls a service of the role `peer`. Raises `ConfigError`
     for missing or invalid files."""
-    files = RoleFiles.of(directory, role).checked()
+    files = _own_files(directory, role)
     return caller_trust(*files, name_of(peer))
 
 
@@ -263,6 +258,14 @@ def role_guard(*roles: Role) -> Guard:
             raise PermissionDenied(f"{shown}: may not call {method}")
 
     return check_role
+
+
+def _own_files(directory: Path, role: Role) -> RoleFiles:
+    files = RoleFiles.of(directory, role).checked()
+    left = days_left(files.certificate, datetime.datetime.now(datetime.UTC))
+    if left < WARNED_DAYS:
+        _log.warning("%s ends in %d days; renew it with `outrider certs`", files.certificate, left)
+    return files
 
 
 def _authorities(path: Path) -> bytes:

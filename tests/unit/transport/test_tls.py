@@ -57,7 +57,9 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
     assert (constraints.ca, constraints.path_length) == (True, 0)
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     directory = tmp_path / "tls"
     main(["certs", str(directory)])
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -71,6 +73,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["certs", str(directory), "--renew", "--days", "30", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["days_left"]["target"] in (29, 30)
+    assert not caplog.records
     assert changed() == FILES - {"ca.pem", "ca-key.pem"}
     assert main(["certs", str(directory), "--force"]) == 0
     assert changed() == FILES
