@@ -32,18 +32,9 @@ from coordinator.routing.draft_client import open_drafts
 from coordinator.routing.drafts import NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
+from outrider import errors
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
-from outrider.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    NotFound,
-    OutriderError,
-    Overloaded,
-    SessionNotFound,
-    StoreUnavailable,
-    Unavailable,
-)
 from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS
 from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
@@ -139,7 +130,7 @@ class CoordinatorService:
             await self.fleet.begin()
         target = self.targets.first
         if target is None:
-            raise Unavailable("no target is known")
+            raise errors.Unavailable("no target is known")
         self._lengths = LengthControls(
             self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
             delays=config.drafting_delays, adapts=config.length_control,
@@ -212,7 +203,9 @@ class CoordinatorService:
         with self._admitted():
             self._check(GenerateRequest("", model))
             if self.text is None:
-                raise BadRequest("tokens", "the model has no tokenizer, so tokens have no text")
+                raise errors.BadRequest(
+                    "tokens", "the model has no tokenizer, so tokens have no text"
+                )
             check_ids(token_ids, "tokens", self.served.vocab_size)
             return await asyncio.to_thread(self.text.decode, token_ids, True)
 
@@ -238,7 +231,7 @@ class CoordinatorService:
                     yield PromptTokens(token_ids, reply.logprobs[: len(token_ids)])
         except TimeoutError:
             reason = f"deadline_ms: {asked.deadline_ms} ms passed before the prompt was scored"
-            raise DeadlineExceeded(reason) from None
+            raise errors.DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
         """Returns the key with the id of its session, if it has one. Raises `BadRequest` if the
@@ -259,14 +252,14 @@ class CoordinatorService:
                     asked = replace(resume, session_id=key.session_id)
                     running = self.resume(asked, tenant, traceparent, outlasts_errors=True)
                 elif resume.num_tokens:
-                    raise SessionNotFound("the request with this key is not stored any more")
+                    raise errors.SessionNotFound("the request with this key is not stored any more")
                 else:
                     running = self.generate(request, tenant, traceparent, key=key)
                 async with aclosing(running) as events:
                     async for event in events:
                         yield event
                 return
-            except SessionNotFound:
+            except errors.SessionNotFound:
                 if is_gone or not key.session_id:
                     raise
                 is_gone = True
@@ -279,9 +272,9 @@ class CoordinatorService:
         self._num_admitted += 1
         try:
             if self._committer.closing:
-                raise Unavailable("this coordinator is shutting down")
+                raise errors.Unavailable("this coordinator is shutting down")
             if self._num_admitted > self.config.max_sessions:  # Includes this request.
-                raise Overloaded(
+                raise errors.Overloaded(
                     f"{self.config.max_sessions} sessions run already; try again later"
                 )
             self._meter.check()
@@ -302,7 +295,7 @@ class CoordinatorService:
         except (GeneratorExit, asyncio.CancelledError):
             is_gone = resumable or self._committer.leaving
             raise
-        except OutriderError:
+        except errors.OutriderError:
             is_gone = outlasts_errors
             raise
         finally:
@@ -321,7 +314,7 @@ class CoordinatorService:
                 parameters = await self._resolve(request, tenant)
                 session = await self._sessions.open(tenant, parameters, key)
         except TimeoutError:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"deadline_ms: {deadline_ms} ms passed before the session was open"
             ) from None
         try:
@@ -409,8 +402,8 @@ class CoordinatorService:
             try:
                 await self._sessions.cancel(record)
                 return
-            except Unavailable as error:
-                if isinstance(error, StoreUnavailable) or loop.time() >= until:
+            except errors.Unavailable as error:
+                if isinstance(error, errors.StoreUnavailable) or loop.time() >= until:
                     raise
             await asyncio.sleep(CANCEL_LOOK_S)
 
@@ -474,8 +467,8 @@ class CoordinatorService:
         async def store_trouble() -> str:
             try:
                 await self._store.load(NO_SESSION)
-            except OutriderError as error:
-                if not isinstance(error, NotFound):
+            except errors.OutriderError as error:
+                if not isinstance(error, errors.NotFound):
                     return f"the session store does not answer: {error.message}"
             return ""
 
@@ -526,11 +519,13 @@ class CoordinatorService:
 
     def _check(self, request: GenerateRequest) -> None:
         if request.model not in ("", self.served.model):
-            raise NotFound(
+            raise errors.NotFound(
                 f"model {request.model!r} does not exist; this server serves {self.served.model!r}"
             )
         if request.stop and self.text is None:
-            raise BadRequest("stop", "the model has no tokenizer, so there is no text to search")
+            raise errors.BadRequest(
+                "stop", "the model has no tokenizer, so there is no text to search"
+            )
         check_fields(request, self.served)
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:

@@ -14,17 +14,8 @@ from coordinator.decoding.resumption import check_known
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider import limits
+from outrider import errors, limits
 from outrider.config import CoordinatorConfig
-from outrider.errors import (
-    BadRequest,
-    Incompatible,
-    NotFound,
-    OutriderError,
-    StaleEpoch,
-    StoreUnavailable,
-    Unavailable,
-)
 from outrider.messages import VerdictReply
 from outrider.request import ResumeRequest
 from outrider.sessions.state import Session
@@ -45,7 +36,7 @@ LOGPROBS_BYTES = 32
 """Reading this many bytes of stored log-probabilities takes as long as reading one token."""
 
 T = TypeVar("T")
-Told = asyncio.Task[OutriderError | None]
+Told = asyncio.Task[errors.OutriderError | None]
 """A task that repeats a call to the store until the store answers. Its result is the store's
 refusal, or the last error before the task gave up; None if the call succeeded."""
 
@@ -69,7 +60,7 @@ class RequestKey:
         value has the digest of a different request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
-            raise BadRequest(
+            raise errors.BadRequest(
                 "Idempotency-Key",
                 "was used with a different request; repeat that request byte by byte, or use "
                 "another key",
@@ -77,7 +68,7 @@ class RequestKey:
         return replace(self, session_id=session_id)
 
 
-class KeyTaken(OutriderError):
+class KeyTaken(errors.OutriderError):
     """The idempotency key of a new session already belongs to another session."""
 
     def __init__(self, key: RequestKey) -> None:
@@ -130,7 +121,7 @@ class OwnedSessions:
             opening = asyncio.create_task(self._store.open(new))
             try:
                 await asyncio.shield(opening)
-            except (asyncio.CancelledError, StoreUnavailable) as error:
+            except (asyncio.CancelledError, errors.StoreUnavailable) as error:
                 self.in_background(self._abandon(opening, new))
                 if isinstance(error, asyncio.CancelledError) or not tries_left:
                     raise
@@ -212,7 +203,7 @@ class OwnedSessions:
             run = self.running.get(session_id)
             if run is not None:
                 if run.session.epoch >= record.epoch:
-                    raise StaleEpoch(f"session {session_id} was resumed by another stream")
+                    raise errors.StaleEpoch(f"session {session_id} was resumed by another stream")
                 self._free(run, run.close(hands_over=True))
             ending = self._ending.get(session_id)
             if ending is None:
@@ -244,7 +235,7 @@ class OwnedSessions:
         """Counts a session as being taken over. Raises `Unavailable` if these are `TAKE_OVERS_MAX`
         already: all clients of a dead coordinator resume their sessions at once."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
-            raise Unavailable(
+            raise errors.Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
                 "try again",
                 retry_after_ms=limits.TAKE_OVER_RETRY_MS,
@@ -268,8 +259,8 @@ class OwnedSessions:
             return record, parameters
         if self.targets.newest(parameters.weights) is None:
             if not self.targets.replicas:
-                raise Unavailable("no target is known")
-            raise Incompatible(
+                raise errors.Unavailable("no target is known")
+            raise errors.Incompatible(
                 f"session_id: {record.session_id} was decoded with the weights "
                 f"{parameters.weights}, which no target here has"
             )
@@ -305,12 +296,12 @@ class OwnedSessions:
         task = self.give_up(found)
         await asyncio.wait([task], timeout=limits.CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
-            raise StoreUnavailable(
+            raise errors.StoreUnavailable(
                 f"session {found.session_id} will be cancelled when the session store answers"
             )
         error = task.result()
         if error is not None:
-            is_stale = isinstance(error, StaleEpoch)
+            is_stale = isinstance(error, errors.StaleEpoch)
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
@@ -322,7 +313,7 @@ class OwnedSessions:
             return
         try:
             record = await self._store.load(session_id)
-        except OutriderError:
+        except errors.OutriderError:
             return
         is_ours = record.owner == self.owner and record.finish_reason is None
         if is_ours and not self._is_here(session_id):
@@ -357,8 +348,8 @@ class OwnedSessions:
         try:
             return await self._store.take_over(seen, self.owner, sent.set, cancels)
         except BaseException as error:
-            is_refused = isinstance(error, NotFound | Unavailable) and not isinstance(
-                error, StoreUnavailable
+            is_refused = isinstance(error, errors.NotFound | errors.Unavailable) and not isinstance(
+                error, errors.StoreUnavailable
             )
             if sent.is_set() and not is_refused:
                 self._release(replace(seen, epoch=seen.epoch + 1))
@@ -404,19 +395,19 @@ class OwnedSessions:
         calls."""
         before = self._telling.get(session_id)
 
-        async def insist() -> OutriderError | None:
+        async def insist() -> errors.OutriderError | None:
             if before is not None:
                 await asyncio.wait([before])
             attempt = 0
             while True:
                 try:
                     await call()
-                except StoreUnavailable as error:
+                except errors.StoreUnavailable as error:
                     is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
                     if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
                         _log.warning("the end of session %s was not stored: %r", session_id, error)
                         return error
-                except OutriderError as error:
+                except errors.OutriderError as error:
                     return error
                 else:
                     return None

@@ -11,18 +11,9 @@ from typing import Any
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
-from outrider import limits
+from outrider import errors, limits
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
-from outrider.errors import (
-    DeadlineExceeded,
-    InvariantError,
-    LinkLost,
-    OutriderError,
-    Overloaded,
-    Unavailable,
-    error_from_code,
-)
 from outrider.hidden_states import Features
 from outrider.messages import (
     DraftAnswer,
@@ -114,7 +105,7 @@ class _ModelDrafts(Drafts):
 
     def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
         if len(proposal) > num_draft_tokens:
-            raise InvariantError(
+            raise errors.InvariantError(
                 f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
             )
         require_q(proposal, self._session.record.rule)
@@ -124,7 +115,7 @@ class _ModelDrafts(Drafts):
     ) -> bool:
         try:
             self._check(proposal, num_draft_tokens)
-        except OutriderError as error:
+        except errors.OutriderError as error:
             _log.warning("a proposal cannot be used: %s", error)
             return False
         return True
@@ -271,7 +262,7 @@ class DraftClient(_ModelDrafts):
         try:
             while not isinstance(answer, ProposalReply):
                 if isinstance(answer, Refused):
-                    raise error_from_code(answer.code, answer.message)
+                    raise errors.error_from_code(answer.code, answer.message)
                 if isinstance(answer, Resync):
                     self._route.resync(answer)
                     self._is_behind = self._lacks_features
@@ -285,11 +276,11 @@ class DraftClient(_ModelDrafts):
                 answer = await self._route.take(give_up_at - self._clock())
             self._check(answer.proposal, num_wanted)
             if answer.base_length != (committed := self._session.length):
-                raise InvariantError(
+                raise errors.InvariantError(
                     f"the proposal extends {answer.base_length} tokens, not {committed}"
                 )
-        except (TimeoutError, OutriderError) as error:
-            self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
+        except (TimeoutError, errors.OutriderError) as error:
+            self._is_late = isinstance(error, TimeoutError | errors.DeadlineExceeded)
             self._lose(error)
             return None
         self._brought = None
@@ -339,7 +330,7 @@ class DraftClient(_ModelDrafts):
         """Sends a message. Returns False if this fails, perhaps after a move to another replica."""
         try:
             self._send(number, num_draft_tokens, held)
-        except (LinkLost, Overloaded) as error:
+        except (errors.LinkLost, errors.Overloaded) as error:
             self._lose(error)
             return False
         return True
@@ -384,7 +375,7 @@ class DraftClient(_ModelDrafts):
         if answer is None:
             return
         if isinstance(answer, Refused):
-            self._lose(error_from_code(answer.code, answer.message))
+            self._lose(errors.error_from_code(answer.code, answer.message))
             return
         if isinstance(answer, Resync):
             self._route.resync(answer)
@@ -398,10 +389,10 @@ class DraftClient(_ModelDrafts):
 
     def _lose(self, error: Exception) -> None:
         _log.debug("a round goes on without its draft: %r", error)
-        if isinstance(error, Unavailable) and not isinstance(error, LinkLost):
+        if isinstance(error, errors.Unavailable) and not isinstance(error, errors.LinkLost):
             self._route.give_up()
         self._route.heard = False
-        if isinstance(error, Unavailable):
+        if isinstance(error, errors.Unavailable):
             self._move()
         self._ask_again_at = self._clock() + RETRY_S
 
@@ -416,7 +407,7 @@ class DraftClient(_ModelDrafts):
         if now < self._ask_again_at:
             return
         self._ask_again_at = now + RETRY_S
-        with suppress(LinkLost, Overloaded):
+        with suppress(errors.LinkLost, errors.Overloaded):
             budget = budget_us(self._draft_s if length.is_timed else math.inf)
             self._send(number, length.num_draft_tokens, budget=budget)
 

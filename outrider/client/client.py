@@ -7,18 +7,8 @@ from contextlib import aclosing
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
+from outrider.client import transport
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
-from outrider.client.transport import (
-    GENERATE_SLACK_S,
-    BlockingGrpcTransport,
-    Completion,
-    CompletionBuilder,
-    CoordinatorDescription,
-    GrpcTransport,
-    Method,
-    SessionView,
-    Transport,
-)
 from outrider.errors import BadRequest, DeadlineExceeded, InvariantError, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
@@ -29,7 +19,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 CALL_TIMEOUT_S = 10.0
 """Default timeout of a call that generates no tokens."""
-RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
+RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + transport.GENERATE_SLACK_S
 """Default timeout of a call that resumes a generation. It is the longest possible, because only the
 coordinator knows the generation's deadline."""
 TIMEOUT_S_MAX = 1e7
@@ -42,7 +32,7 @@ class Client:
     token is lost or repeated. Any number of calls may run at a time, on one event loop."""
 
     def __init__(
-        self, server: Server | Transport, *, api_key: str = "", trust: Trust = PLAIN,
+        self, server: Server | transport.Transport, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:  # fmt: skip
         """`server` is one of these:
@@ -58,7 +48,7 @@ class Client:
         never. If `server` is a function and no coordinator answers, the client also repeats other
         calls, for up to this time."""
         if isinstance(server, str) or callable(server):
-            connect = partial(GrpcTransport, trust=trust, api_key=api_key)
+            connect = partial(transport.GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
         self._transport = server
 
@@ -83,7 +73,7 @@ class Client:
         seconds after the generation's deadline, raises `DeadlineExceeded`. If the stream breaks and
         cannot be resumed, raises `StreamBroken`. A later `resume` may then succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
-        return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
+        return self._transport.events(request, deadline_s + transport.GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
@@ -96,10 +86,10 @@ class Client:
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
-    async def complete(self, request: GenerateRequest) -> Completion:
+    async def complete(self, request: GenerateRequest) -> transport.Completion:
         """Returns the whole answer. Raises the errors of `generate`, and `Unavailable` if the
         stream ends too early."""
-        builder = CompletionBuilder()
+        builder = transport.CompletionBuilder()
         async with aclosing(self.generate(request)) as events:
             async for event in events:
                 builder.add(event)
@@ -110,13 +100,15 @@ class Client:
         `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
-    async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
+    async def get_session(
+        self, session_id: str, timeout_s: float = CALL_TIMEOUT_S
+    ) -> transport.SessionView:
         """Reads a session from the store. Raises `NotFound`."""
-        return cast(SessionView, await self._call("get_session", timeout_s, session_id))
+        return cast(transport.SessionView, await self._call("get_session", timeout_s, session_id))
 
-    async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
+    async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> transport.CoordinatorDescription:
         """Describes the served model. Also returns the number of running sessions."""
-        return cast(CoordinatorDescription, await self._call("describe", timeout_s))
+        return cast(transport.CoordinatorDescription, await self._call("describe", timeout_s))
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Whether the server answers in time and reports that it can serve."""
@@ -125,7 +117,7 @@ class Client:
         except (Unavailable, DeadlineExceeded):
             return False
 
-    async def _call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+    async def _call(self, method: transport.Method, timeout_s: float, session_id: str = "") -> Any:
         _check_timeout(timeout_s)
         return await self._transport.call(method, timeout_s, session_id)
 
@@ -196,8 +188,8 @@ class SyncClient:
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
 
-        connect = partial(BlockingGrpcTransport, trust=trust, api_key=api_key)
-        pool: EndpointPool[Transport] = EndpointPool(address, connect)
+        connect = partial(transport.BlockingGrpcTransport, trust=trust, api_key=api_key)
+        pool: EndpointPool[transport.Transport] = EndpointPool(address, connect)
         self._client = Client(ResumingTransport(pool, resume_timeout_s, sleep=sleep))
 
     def __enter__(self) -> Self:

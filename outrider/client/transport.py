@@ -10,14 +10,7 @@ from typing import Any, Literal, Protocol
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import (
-    BadRequest,
-    DataLoss,
-    DeadlineExceeded,
-    OutriderError,
-    StreamBroken,
-    Unavailable,
-)
+from outrider import errors
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.messages import PositionLogprobs
 from outrider.request import (
@@ -112,7 +105,7 @@ class CompletionBuilder:
         """Adds the next event. Raises `DataLoss` if tokens before the event are missing."""
         if isinstance(event, Tokens):
             if event.first_index != self._num_tokens:
-                raise DataLoss(
+                raise errors.DataLoss(
                     f"token {event.first_index} came where {self._num_tokens} was expected"
                 )
             self._num_tokens += len(event.token_ids)
@@ -128,7 +121,7 @@ class CompletionBuilder:
                     tuple(one for one in self._events if isinstance(one, RoundReport)),
                     finished.finish_reason, finished.usage, finished.metrics,
                 )  # fmt: skip
-        raise Unavailable("the stream ended before its last event")
+        raise errors.Unavailable("the stream ended before its last event")
 
     def _joined(self, name: str) -> tuple[Any, ...]:
         tokens = (event for event in self._events if isinstance(event, Tokens))
@@ -238,7 +231,7 @@ class GrpcTransport(Transport):
         """Converts errors of the call in the `with` block. When the transport is closed, gRPC
         raises CancelledError in running calls, which becomes `Unavailable`."""
         if self._closed:
-            raise Unavailable(CLOSED)
+            raise errors.Unavailable(CLOSED)
         try:
             yield
         except (grpc.RpcError, asyncio.CancelledError) as error:
@@ -247,7 +240,7 @@ class GrpcTransport(Transport):
                 if not self._closed or task is None or task.cancelling():
                     raise
             if self._closed:
-                raise Unavailable(CLOSED) from None
+                raise errors.Unavailable(CLOSED) from None
             raise call_error(error, self._address) from error
 
 
@@ -269,17 +262,19 @@ class BlockingGrpcTransport(GrpcTransport):
         self._channel.close()
 
 
-def call_error(error: Any, address: str) -> OutriderError:
+def call_error(error: Any, address: str) -> errors.OutriderError:
     """Converts the error of a failed call to the coordinator's error, or to a `StreamBroken` if no
     coordinator answered."""
     meant = status_to_error(error)
     answered = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
-    if answered or not isinstance(meant, Unavailable):
+    if answered or not isinstance(meant, errors.Unavailable):
         return meant
     if "Failed parsing HTTP/2" in meant.message:
-        return StreamBroken(f"{address} is not a gRPC port; the coordinator's is 50051 by default")
+        return errors.StreamBroken(
+            f"{address} is not a gRPC port; the coordinator's is 50051 by default"
+        )
     reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
-    return StreamBroken(f"nothing answers at {address} ({reason})")
+    return errors.StreamBroken(f"nothing answers at {address} ({reason})")
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
@@ -287,7 +282,7 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
-        raise BadRequest(
+        raise errors.BadRequest(
             "api_key", f"is wrong; it must be up to {API_KEY_CHARS_MAX} visible ASCII characters"
         )
     return (("authorization", f"Bearer {api_key}"),)
@@ -363,7 +358,7 @@ class InProcessTransport(Transport):
         """Cancels the `with` block at `deadline` (loop time) or when the transport is closed, and
         raises `DeadlineExceeded` or `Unavailable`."""
         if self._closed:
-            raise Unavailable(CLOSED)
+            raise errors.Unavailable(CLOSED)
         timeout = asyncio.timeout_at(deadline)
         self._waiting.add(timeout)
         try:
@@ -373,8 +368,8 @@ class InProcessTransport(Transport):
             if not timeout.expired():
                 raise
             if self._closed:
-                raise Unavailable(CLOSED) from None
-            raise DeadlineExceeded("the coordinator did not answer in time") from None
+                raise errors.Unavailable(CLOSED) from None
+            raise errors.DeadlineExceeded("the coordinator did not answer in time") from None
         finally:
             self._waiting.discard(timeout)
 

@@ -30,16 +30,7 @@ from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, LayerShape, page_bytes_of, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
-from outrider.models.compatibility import (
-    CROWD_SLOTS,
-    TRIAL_SEQUENCES,
-    check_answers,
-    check_features,
-    check_supported,
-    dense_logits,
-    dependent_at,
-    trial_tokens,
-)
+from outrider.models import compatibility
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
@@ -102,7 +93,7 @@ class PagedEngine(PagedSequences):
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
-            check_supported(module, info)
+            compatibility.check_supported(module, info)
             if deterministic and self._device.type == "cpu":
                 align_activations(module)
             self._build(info, max_num_seqs, kv_cache_memory_bytes)
@@ -118,7 +109,7 @@ class PagedEngine(PagedSequences):
         self._layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in self._layers]
         pages_of_longest = -(-info.max_model_len // PAGE_SIZE)
-        self.info, self._max_num_seqs = info, TRIAL_SEQUENCES
+        self.info, self._max_num_seqs = info, compatibility.TRIAL_SEQUENCES
         self._decoder = self._fused(info)
         if self.draft_layer is not None:
             head = self.draft_layer.module
@@ -149,12 +140,12 @@ class PagedEngine(PagedSequences):
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
         """Returns the unchanged module's logits [T, V] of the trial's tokens, and with a draft
         layer the features [T, D]."""
-        ids = trial_tokens(info)
+        ids = compatibility.trial_tokens(info)
         if self.draft_layer is None:
-            return dense_logits(self._module, ids), None
+            return compatibility.dense_logits(self._module, ids), None
         head = self.draft_layer.module
         with watched_layers(self._module, head.layer_ids) as taps:
-            logits = dense_logits(self._module, ids)
+            logits = compatibility.dense_logits(self._module, ids)
             read = torch.cat([tap.rows_read() for tap in taps], -1)
         with torch.inference_mode():
             return logits, head.fuse(read)
@@ -182,10 +173,10 @@ class PagedEngine(PagedSequences):
         return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
-        num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
+        num_pages = min(num_pages, -(-compatibility.CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
-            num_rows = dependent_at(self, self._max_num_seqs)
+            num_rows = compatibility.dependent_at(self, self._max_num_seqs)
             self.rows_are_equal = bool(self._least(num_rows is None))
             if self.rows_are_equal:
                 return
@@ -203,11 +194,11 @@ class PagedEngine(PagedSequences):
         the trial without them."""
 
         def compare() -> None:
-            check_answers(self, logits)
+            compatibility.check_answers(self, logits)
             if features is not None:
-                check_features(self, features)
+                compatibility.check_features(self, features)
 
-        num_pages = TRIAL_SEQUENCES * -(-len(logits) // PAGE_SIZE)
+        num_pages = compatibility.TRIAL_SEQUENCES * -(-len(logits) // PAGE_SIZE)
         self._use_pages(num_pages)
         if not isinstance(self._steps, GatheredSteps):
             trials: list[Callable[[], None]] = [compare]

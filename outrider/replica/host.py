@@ -21,16 +21,7 @@ from outrider.engine.tensor_parallel.rank_process import (
 )
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
-from outrider.replica.process_setup import (
-    PlacedActor,
-    advertised,
-    cores_for,
-    log_to,
-    on_passing_thread,
-    step_costs,
-    try_device_kernels,
-    use_threads,
-)
+from outrider.replica import process_setup
 from outrider.settings import blaming
 
 if TYPE_CHECKING:
@@ -43,7 +34,7 @@ if TYPE_CHECKING:
     from outrider.transport.server import RpcServer
 
 
-class ReplicaHost(PlacedActor):
+class ReplicaHost(process_setup.PlacedActor):
     """Serves one replica's service over gRPC. Subclasses build the service."""
 
     def __init__(self) -> None:
@@ -70,19 +61,19 @@ class ReplicaHost(PlacedActor):
         """Loads the model or head, and serves. Returns the address that coordinators call. Raises
         `ConfigError`."""
         role = config.role
-        num_threads = threads_of_a_rank(config, cores_for(role), self._num_neighbours)
-        use_threads(num_threads, config.model_engine)
-        log_to(log_directory, config.log_name, config.log_level)
+        num_threads = threads_of_a_rank(config, process_setup.cores_for(role), self._num_neighbours)
+        process_setup.use_threads(num_threads, config.model_engine)
+        process_setup.log_to(log_directory, config.log_name, config.log_level)
         exports = engine = None
         if config.telemetry:
             from outrider.telemetry.setup import start_exports
 
             exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         if not (isinstance(config, DraftConfig) and config.drafter.kind):
-            engine = await on_passing_thread(
+            engine = await process_setup.on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        service = await on_passing_thread(self._build, engine, config)
+        service = await process_setup.on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
 
@@ -106,8 +97,8 @@ class ReplicaHost(PlacedActor):
         costs = None
         if engine is not None:
             layer = getattr(engine, "draft_layer", None)
-            executor.call(lambda: try_device_kernels(engine, layer))
-            costs = executor.call(lambda: step_costs(engine, config))
+            executor.call(lambda: process_setup.try_device_kernels(engine, layer))
+            costs = executor.call(lambda: process_setup.step_costs(engine, config))
         return self.build(config, executor, engine, costs)
 
     def build(
@@ -168,7 +159,7 @@ class ReplicaHost(PlacedActor):
         await server.set_serving(True)
         health = asyncio.create_task(self._follow_health(service, server))
         self._open.callback(health.cancel)
-        address = advertised(config.host, server.address)
+        address = process_setup.advertised(config.host, server.address)
         await self._announce(service, address, config)
         self._engagement = Engagement(
             address=address, member=config.membership,

@@ -17,15 +17,7 @@ from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnec
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
-from outrider import limits
-from outrider.errors import (
-    ConfigError,
-    DataLoss,
-    InvariantError,
-    OutriderError,
-    SettingError,
-    StoreUnavailable,
-)
+from outrider import errors, limits
 from outrider.sessions.redis_address import RedisAddress
 
 MINIMUM_VERSION = (6, 2)
@@ -95,18 +87,18 @@ def may_be_replaced(error: Exception) -> bool:
     return _REPLACED.search(_named(error)) is not None
 
 
-def to_our_error(error: Exception) -> OutriderError:
+def to_our_error(error: Exception) -> errors.OutriderError:
     """Returns `StoreUnavailable` for a temporary error, `DataLoss` if a key's value has a type that
     Outrider does not write, and `InvariantError` for a wrong command."""
     if isinstance(error, NotReplicated):
-        return StoreUnavailable(f"Redis: {error}; try again")
+        return errors.StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
-        return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
+        return errors.StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
     if _PASSING.search(_named(error)):
-        return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
+        return errors.StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
     if "WRONGTYPE" in str(error):
-        return DataLoss(f"the session in Redis is damaged ({_first_line(error)})")
-    return InvariantError(f"Redis refused a command: {_first_line(error)}")
+        return errors.DataLoss(f"the session in Redis is damaged ({_first_line(error)})")
+    return errors.InvariantError(f"Redis refused a command: {_first_line(error)}")
 
 
 def _named(error: Exception) -> str:
@@ -132,7 +124,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
         "protocol": 2,
     }  # fmt: skip
     if address.ca_file and not url.startswith(("rediss://", "rediss+sentinel://")):
-        raise SettingError(
+        raise errors.SettingError(
             "redis_ca_file", "needs a Redis URL that begins with rediss:// or rediss+sentinel://"
         )
     given = {
@@ -145,7 +137,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
         pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
         # The cause is left out (`from None`), because it may quote the password.
-        raise ConfigError(
+        raise errors.ConfigError(
             f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
             f"rediss://HOST:PORT/DB, unix:///PATH?db=DB, "
             f"redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB], "
@@ -165,7 +157,7 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
             async with calling(client):
                 info = await client.info()
             break
-        except OutriderError as failure:
+        except errors.OutriderError as failure:
             error, wait_ms = failure.__cause__, 0
             line = _first_line(error)
             match error:
@@ -186,7 +178,7 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
                         f"cannot be reached ({line}); start it, or give another with --redis-url"
                     )
             if loop.time() >= began_at + wait_ms / 1000:
-                raise ConfigError(f"{name} {reason}") from error
+                raise errors.ConfigError(f"{name} {reason}") from error
             await asyncio.sleep(_LOADING_POLL_S)
     check_info(name, info)
 
@@ -210,7 +202,7 @@ def check_info(name: str, info: dict[str, Any]) -> None:
     elif info.get("cluster_enabled"):
         reason = "runs in cluster mode, which is not supported; use one server"
     if reason:
-        raise ConfigError(f"{name} {reason}")
+        raise errors.ConfigError(f"{name} {reason}")
 
 
 class Pool(redis.asyncio.BlockingConnectionPool):
@@ -315,7 +307,7 @@ class ScriptRunner:
             sender.add_done_callback(self._senders.discard)
         self._waiting[script].append((call, future))
         answer = await future
-        if isinstance(answer, OutriderError):
+        if isinstance(answer, errors.OutriderError):
             raise answer
         return answer
 
@@ -332,7 +324,7 @@ class ScriptRunner:
                 answers[index] = answer
         answers = [to_our_error(a) if isinstance(a, Exception) else a for a in answers]
         for answer in answers:
-            if isinstance(answer, StoreUnavailable):
+            if isinstance(answer, errors.StoreUnavailable):
                 raise answer
         return answers
 
@@ -350,8 +342,8 @@ class ScriptRunner:
             try:
                 answers = await self.run_all(script, [call for call, _ in batch])
             except Exception as error:  # noqa: BLE001 (passed to all callers)
-                if not isinstance(error, OutriderError):
-                    error = InvariantError(f"a script was not run: {error!r}")
+                if not isinstance(error, errors.OutriderError):
+                    error = errors.InvariantError(f"a script was not run: {error!r}")
                 batch.extend(waiting)
                 waiting.clear()
                 answers = [error] * len(batch)

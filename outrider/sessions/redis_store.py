@@ -40,20 +40,9 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from outrider.sessions import store
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import Call, Script, ScriptRunner, check_server, new_client
-from outrider.sessions.store import (
-    Append,
-    CacheState,
-    Counters,
-    Finish,
-    FinishReason,
-    SessionRecord,
-    SessionStore,
-    contended,
-    not_found,
-    released,
-)
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
@@ -72,7 +61,7 @@ _CANCEL = "cancel:"
 """With this prefix, a session's id in the set `wanted` asks the owner to cancel the session."""
 
 
-class RedisStore(SessionStore):
+class RedisStore(store.SessionStore):
     """A `SessionStore` in one Redis server, opened by `connect`."""
 
     lease_ms = limits.SESSION_LEASE_MS
@@ -99,7 +88,7 @@ class RedisStore(SessionStore):
             raise
         return cls(client, address.key_prefix, wait_replicas)
 
-    async def open(self, session: SessionRecord) -> None:
+    async def open(self, session: store.SessionRecord) -> None:
         opened = (
             session.tenant, session.seed, session.rule, session.parameters, session.prompt_length
         )  # fmt: skip
@@ -113,7 +102,7 @@ class RedisStore(SessionStore):
         if answer == 0:
             raise InvariantError(f"another session has the id {session.session_id}")
 
-    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+    async def append(self, appends: Sequence[store.Append]) -> list[int | OutriderError]:
         calls: list[Call] = []
         for one in appends:
             arguments = (
@@ -137,12 +126,12 @@ class RedisStore(SessionStore):
         await self._scripts.run(_HOLD_LEASE, (self._lease(owner), (0,)))
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        await self._write(_RELEASE, session_id, epoch, owner, released(owner))
+        await self._write(_RELEASE, session_id, epoch, owner, store.released(owner))
 
     async def take_over(
-        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None,
+        self, seen: store.SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
-    ) -> SessionRecord:  # fmt: skip
+    ) -> store.SessionRecord:  # fmt: skip
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
             wanted = f"{_CANCEL}{session_id}" if cancels else session_id
@@ -165,7 +154,7 @@ class RedisStore(SessionStore):
             retry_after_ms=limits.TAKE_OVER_RETRY_MS,
         )
 
-    async def finish(self, finish: Finish) -> int:
+    async def finish(self, finish: store.Finish) -> int:
         return await self._write(
             _FINISH, finish.session_id, finish.epoch, finish.owner,
             self.finished_ttl_ms, -1 if finish.length is None else finish.length,
@@ -173,7 +162,7 @@ class RedisStore(SessionStore):
             "counters", _COUNTERS.dump_json(finish.counters),
         )  # fmt: skip
 
-    async def load(self, session_id: str) -> SessionRecord:
+    async def load(self, session_id: str) -> store.SessionRecord:
         for _ in range(limits.LOAD_TRIES_MAX):
             record = await self._record(session_id, await self._run(_LOAD, session_id))
             if record is not None:
@@ -208,14 +197,14 @@ class RedisStore(SessionStore):
         key = f"{self._key_prefix}lease:{{{owner}}}"
         return key, f"{key}:wanted"
 
-    async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
+    async def _record(self, session_id: str, answer: Sequence[Any]) -> store.SessionRecord | None:
         """Reads the record that an answer of `_LOAD` or `_TAKE_OVER` describes. Returns None if the
         tokens were replaced meanwhile, or if Redis has lost the last tokens."""
         match answer:
             case [b"missing", _]:
-                raise not_found(session_id)
+                raise store.not_found(session_id)
             case [b"changed", _]:
-                raise contended(session_id)
+                raise store.contended(session_id)
         pairs, *extents = answer
         fields: dict[bytes, bytes] = dict(zip(pairs[::2], pairs[1::2], strict=True))
         lineage = [fields.get(b"epoch"), fields.get(b"owner"), fields.get(b"rewrite", b"")]
@@ -228,7 +217,7 @@ class RedisStore(SessionStore):
                 call = (key, string), (start, stop - 1)
                 part = await self._scripts.run(_READ_PART, call)
                 if part[0] == b"missing":
-                    raise not_found(session_id)
+                    raise store.not_found(session_id)
                 if part[:-1] != lineage or len(part[-1]) != stop - start:
                     return None
                 parts.append(part[-1])
@@ -260,11 +249,11 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
 TOKEN_BYTES = 4
 _OPENED = TypeAdapter(tuple[str, int, Rule, str, int])
 """The field `opened`, which never changes: tenant, seed, rule, parameters, prompt length."""
-_CACHES = TypeAdapter(tuple[CacheState, CacheState])
-_COUNTERS = TypeAdapter(Counters)
+_CACHES = TypeAdapter(tuple[store.CacheState, store.CacheState])
+_COUNTERS = TypeAdapter(store.Counters)
 
 
-def _progress(of: SessionRecord | Append) -> list[Field]:
+def _progress(of: store.SessionRecord | store.Append) -> list[Field]:
     return [
         b"prefix_digest", of.prefix_digest,
         b"caches", _CACHES.serializer.to_json((of.draft, of.target)),
@@ -278,7 +267,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
-) -> SessionRecord:
+) -> store.SessionRecord:
     """Decodes a session's hash, tokens and log-probabilities. Raises `DataLoss` if the tokens are
     not complete, or if the form of the data is unknown."""
     try:
@@ -286,11 +275,11 @@ def decode_record(
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
         draft, target = _CACHES.validate_json(fields[b"caches"])
         reason = fields[b"finish_reason"].decode()
-        record = SessionRecord(
+        record = store.SessionRecord(
             session_id, tenant, fields[b"owner"].decode(), seed, rule, parameters, prompt_length,
             token_ids, int(fields[b"prefix_digest"]), int(fields[b"epoch"]), draft, target,
             _COUNTERS.validate_json(fields[b"counters"]), logprobs.decode(),
-            FinishReason(reason) if reason else None,
+            store.FinishReason(reason) if reason else None,
         )  # fmt: skip
     except (KeyError, ValueError, struct.error) as error:
         raise DataLoss(f"session {session_id} is stored in an unknown form: {error}") from error

@@ -112,7 +112,7 @@ class StuckCoordinator:
 async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(InProcessTransport(StuckCoordinator()))
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.client.client.GENERATE_SLACK_S", 0.01)
+        patch.setattr("outrider.client.transport.GENERATE_SLACK_S", 0.01)
         with pytest.raises(DeadlineExceeded):
             await client.complete(GenerateRequest(PROMPT, deadline_ms=10))
     with pytest.raises(DeadlineExceeded):

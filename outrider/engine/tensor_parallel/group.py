@@ -19,14 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outrider.engine.tensor_parallel.rank_rpc import (
-    LOOPBACK,
-    Rendezvous,
-    accept,
-    connect,
-    listen,
-    tune,
-)
+from outrider.engine.tensor_parallel import rank_rpc
 from outrider.engine.tensor_parallel.sharding import Ranks
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.limits import COLLECTIVE_TIMEOUT_S, FRAME_OF_CALLS_BYTES_MAX
@@ -38,7 +31,7 @@ class RankGroup(Ranks):
     """The ranks of one model. A process can be in only one group at a time."""
 
     def __init__(
-        self, rendezvous: Rendezvous, rank: int, device: torch.device, timeout_s: float,
+        self, rendezvous: rank_rpc.Rendezvous, rank: int, device: torch.device, timeout_s: float,
         step_timeout_s: float = COLLECTIVE_TIMEOUT_S, *, in_order: bool = False,
         store_socket: socket.socket | None = None,
     ) -> None:  # fmt: skip
@@ -51,7 +44,7 @@ class RankGroup(Ranks):
         self.size = size = rendezvous.num_ranks
         self._timeout_s, self._num_waits = timeout_s, 0
         self._in_order = in_order and size > 2  # For two ranks the order does not matter.
-        self._is_local = rendezvous.host == LOOPBACK
+        self._is_local = rendezvous.host == rank_rpc.LOOPBACK
         if self._is_local:
             # Without these variables, Gloo and NCCL may listen on addresses that other machines can
             # reach.
@@ -128,7 +121,9 @@ class RankGroup(Ranks):
         return (tensor.cpu() if self._through_cpu else tensor).contiguous()
 
 
-def _store(rendezvous: Rendezvous, timeout_s: float, listening: socket.socket | None = None) -> Any:
+def _store(
+    rendezvous: rank_rpc.Rendezvous, timeout_s: float, listening: socket.socket | None = None
+) -> Any:
     """The table of the ranks' addresses, which the leader serves on the socket `listening`. Any
     process may connect to it, so every key begins with the rendezvous' secret token."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
@@ -143,22 +138,22 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening: socket.socket | 
 
 
 def _connected(
-    store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float
+    store: Any, rendezvous: rank_rpc.Rendezvous, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
     """Connects all ranks to the leader, and on one machine to each other. Returns the connections
     by rank."""
-    if rank != LEADER and rendezvous.host != LOOPBACK:
+    if rank != LEADER and rendezvous.host != rank_rpc.LOOPBACK:
         port = int(store.get(f"port/{LEADER}"))
-        return {LEADER: connect(rendezvous, port, rank, timeout_s)}
-    listening, port = listen(rendezvous.host)
+        return {LEADER: rank_rpc.connect(rendezvous, port, rank, timeout_s)}
+    listening, port = rank_rpc.listen(rendezvous.host)
     with listening:
         store.set(f"port/{rank}", str(port))
         found = {
-            other: connect(rendezvous, int(store.get(f"port/{other}")), rank, timeout_s)
+            other: rank_rpc.connect(rendezvous, int(store.get(f"port/{other}")), rank, timeout_s)
             for other in range(rank)
         }
         later = range(rank + 1, rendezvous.num_ranks)
-        return found | accept(listening, rendezvous.token, later, timeout_s)
+        return found | rank_rpc.accept(listening, rendezvous.token, later, timeout_s)
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
@@ -207,7 +202,7 @@ class Links:
         self._selector = selectors.PollSelector()
         for other, connection in self._connections.items():
             self._selector.register(connection, selectors.EVENT_READ, other)
-            tune(connection)
+            rank_rpc.tune(connection)
             connection.settimeout(timeout_s)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)

@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError, check
-from outrider.models.loading import (
-    LoadOptions,
-    describe,
-    empty_model,
-    open_weights,
-    refusing,
-    stored_names,
-    use_device,
-)
+from outrider.models import loading
 from outrider.models.sources import check_weights
 
 COLWISE = "colwise"
@@ -229,20 +221,20 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def load_shard(
-    path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
+    path: Path, ranks: Ranks, *, key: str, **options: Unpack[loading.LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """Loads this rank's share of the model in `path`, in evaluation mode on the rank's device. Also
     returns a description of the whole model. Raises `ConfigError`. Errors about the number of ranks
     name the setting `key`."""
     name = options.get("name", str(path))
     check_weights(path, name)
-    where = use_device(**options)
-    module = empty_model(path, **options)
+    where = loading.use_device(**options)
+    module = loading.empty_model(path, **options)
     plan = plan_for(module, ranks.size, name, key)
-    info = describe(module, path, **options)
+    info = loading.describe(module, path, **options)
     _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
     shares = _shares(module, plan, ranks)
-    with refusing(f"model {name}:"):
+    with loading.refusing(f"model {name}:"):
         _fill(module, shares, path, name)
     _join_ranks(module, plan, shares, ranks)
     return module.requires_grad_(False).to(where).eval(), info
@@ -253,7 +245,9 @@ def check_shares(
 ) -> None:
     """Raises `ConfigError` about the setting `key` if the model in `path` cannot be divided among
     `size` ranks. Reads only the model's configuration."""
-    module = empty_model(path, name=name, dtype="float32", trust_remote_code=trust_remote_code)
+    module = loading.empty_model(
+        path, name=name, dtype="float32", trust_remote_code=trust_remote_code
+    )
     plan_for(module, size, name, key)
 
 
@@ -262,8 +256,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
     shared: dict[int, list[str]] = {}
     for key, tensor in tensors.items():
         shared.setdefault(id(tensor), []).append(key)
-    with open_weights(path) as files:
-        named = stored_names(module, tensors, files)
+    with loading.open_weights(path) as files:
+        named = loading.stored_names(module, tensors, files)
         for keys in shared.values():
             tensor = tensors[keys[0]]
             stored = next((named[key] for key in keys if key in named), None)
