@@ -137,9 +137,9 @@ class Replica:
     def view(self, plan: str) -> ReplicaView:
         places = tuple(actor.place for actor in self.ranks) if self.address else ()
         return ReplicaView(
-            self.name, self.role, self.address, self.leaves,
-            self.member.plan != plan and not self.on_trial, places, self.found.http_address,
-            self.on_trial,
+            self.name, self.role, self.address, leaves=self.leaves,
+            stale=self.member.plan != plan and not self.on_trial, places=places,
+            http_address=self.found.http_address, on_trial=self.on_trial,
         )  # fmt: skip
 
     async def begin(self, config: object) -> None:

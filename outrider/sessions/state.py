@@ -109,8 +109,8 @@ class Session:
         if self.finish_reason is None:
             raise InvariantError(f"session {record.session_id} ends without a reason")
         return Finish(
-            record.session_id, record.epoch, record.owner, self.length, self.finish_reason,
-            self.counters,
+            session_id=record.session_id, epoch=record.epoch, owner=record.owner,
+            length=self.length, reason=self.finish_reason, counters=self.counters,
         )  # fmt: skip
 
     def acknowledge(self, stored_length: int) -> None:

@@ -16,7 +16,7 @@ from fleet_world import World, resolved
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
 from deploy.fleet import reconciler as module
-from deploy.fleet.reconciler import Reconciler, changed
+from deploy.fleet.reconciler import AWAY_S, SLOW_S, Reconciler, ReconcilerClient, changed
 from deploy.fleet.replica_set import Fleet
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import (
@@ -105,6 +105,17 @@ async def test_a_machine_without_the_password_of_redis_is_told(
 
 
 @pytest.mark.virtual(False)
+@pytest.mark.virtual(False)
+async def test_only_calls_that_may_fetch_a_model_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = AsyncMock()
+    monkeypatch.setattr(module, "find_reconciler", AsyncMock(return_value=found))
+    slow = Reconciler.change, Reconciler.begin_trial
+    for method in (*slow, Reconciler.want, Reconciler.overview):
+        await ReconcilerClient("outrider-d").call(method.__name__)
+        limit_s = SLOW_S if method in slow else AWAY_S
+        found.call.assert_awaited_with(method.__name__, timeout_s=limit_s)
+
+
 async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to later callers, as an error after which they do not call again."""
     found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
