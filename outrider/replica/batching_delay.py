@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
-GAIN = 0.9  # a step waits only if the cycle then takes less than this share of its time
+GAIN = 0.9  # a step waits only if the cycle then takes less than this share of that without waiting
 MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust
 SPREAD = 2.5  # a session is late after its mean gap, this many mean deviations and `SPREAD_S`
 SPREAD_S = 0.0005  # time that allows for jitter of event loops and networks, s
