@@ -104,8 +104,6 @@ async def test_a_machine_without_the_password_of_redis_is_told(
     assert "redis_password: is not known on" in caplog.text
 
 
-@pytest.mark.virtual(False)
-@pytest.mark.virtual(False)
 async def test_only_calls_that_may_fetch_a_model_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     found = AsyncMock()
     monkeypatch.setattr(module, "find_reconciler", AsyncMock(return_value=found))
@@ -116,6 +114,7 @@ async def test_only_calls_that_may_fetch_a_model_are_slow(monkeypatch: pytest.Mo
         found.call.assert_awaited_with(method.__name__, timeout_s=limit_s)
 
 
+@pytest.mark.virtual(False)
 async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to later callers, as an error after which they do not call again."""
     found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
