@@ -1,5 +1,4 @@
-"""Substitutes for the kernels of a CUDA device where there is none: attention that follows the
-definition of a step's tables, and the kernels of draws."""
+"""Substitutes for a CUDA device's kernels: attention by the step's tables, and draws."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -59,9 +59,8 @@ def pace_kernels() -> PaceKernels:
 
 
 def fuse(module: Any) -> ReferenceKernels:
-    """Replaces the module's layers, so that kernels can run them. The kernels compute norms and
-    GELU exactly in float64; the library does not, so its norms and GELU are replaced by exact
-    ones."""
+    """Replaces the module's layers so that kernels can run them. The kernels compute norms and GELU
+    exactly in float64, so the library's are replaced by exact ones."""
     for parent in list(module.modules() if module.dtype == torch.float64 else ()):
         for name, child in list(parent.named_children()):
             kind = type(child).__name__

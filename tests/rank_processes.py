@@ -32,9 +32,8 @@ def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
 
 
 def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) -> None:
-    """A follower that adds its rank to the requested number, as often as a frame says, once all
-    ranks have loaded. It ends with the leader. The exit code is 0 unless it still waited in a
-    step."""
+    """A follower that adds its rank to the requested number, as often as a frame says. The exit
+    code is 0 unless it still waited in a step when the leader ended."""
     import torch
 
     from outrider.engine.tensor_parallel.group import RankGroup

@@ -166,9 +166,8 @@ class RedisServers:
         await _until(lambda: self.primary_address != before)
 
     async def replace(self, address: str) -> None:
-        """Kills the server with this address, and starts another as a replica of the primary that
-        Sentinel names after that. Returns when the new replica follows. Sentinel learns of it
-        within 10 s, by its next query."""
+        """Kills the server with this address, and starts a replica of the primary that Sentinel
+        then names. Returns when it follows. Sentinel learns of it within 10 s."""
         self._known_by[address].kill()
         await self.until_promoted(address)
         del self._known_by[address]

@@ -77,9 +77,8 @@ class SeverableLink(MemoryLink):
         return super().trouble() or ("" if self._unreachable is None else str(self._unreachable))
 
     def sever(self, error: Exception, *, reachable: bool = True) -> None:
-        """Breaks the stream. Messages under way are lost, and if a stream was open, `on_lost` is
-        called in the event loop's next turn. Until `restore`, `send` raises as for an unreachable
-        replica."""
+        """Breaks the stream and loses messages under way. The listener hears it in the event loop's
+        next turn. Until `restore`, `send` raises as for an unreachable replica."""
         self._unreachable = None if reachable else error
         was_open = self._connection is not None
         self._disconnect()

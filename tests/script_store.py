@@ -11,8 +11,7 @@ from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, 
 
 
 class ScriptStore(RedisStore):
-    """It never fails. It can be set back to a snapshot, like a server that lost its last writes.
-    `clock` returns milliseconds of any origin."""
+    """Can be set back to a snapshot, like a server that lost its last writes."""
 
     def __init__(
         self, now_ms: Callable[[], float], data: Callable[[Any], RedisData] = RedisData,

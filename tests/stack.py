@@ -108,8 +108,7 @@ async def running_stack(
     """Runs the services on these engines, and checks and closes everything at the end. `directory`
     is for Redis, `settings` are the coordinator's. A `lookup` is asked before the draft, or drafts
     alone if there is no draft engine (by default with n-grams). A `head` replaces the draft's
-    engine. With a `self_drafter` the draft is not asked. With a `head` or `self_drafter`, the
-    fallback finds almost nothing. `grammars` apply the sessions' constraints."""
+    engine, a `self_drafter` the draft. With either, the fallback finds almost nothing."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(

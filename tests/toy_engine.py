@@ -1,6 +1,5 @@
-"""An engine with few tokens, whose logits are a keyed hash of the prefix. It takes no time and is
-exactly reproducible. It obeys the contract of `Engine`, including eviction, and can be made to
-fail."""
+"""An engine with few tokens, whose logits are a keyed hash of the prefix. It is reproducible, obeys
+the contract of `Engine`, including eviction, and can be made to fail."""
 
 from collections.abc import Callable, Sequence
 

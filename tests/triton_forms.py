@@ -1,6 +1,5 @@
-"""Lists the specialisations in which Triton would compile the attention kernels, without a device.
-A step of an engine on the kernels' tables shows the arguments that the compiler would get; no
-kernel runs."""
+"""Lists the specialisations in which Triton would compile the attention kernels, without a device:
+steps of an engine show the arguments that the compiler would get."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""The distributions of the product's verdicts and draws, before any random number is used or as
-rows of probabilities. Tests compare them with their definitions."""
+"""The product's verdicts and draws as rows of probabilities, before any random number."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A deployment on local Ray with real processes, streams and a real store. Replicas are started,
-ended and killed under load, and no request fails."""
+"""Replicas on local Ray are started, ended and killed under load, and no request fails."""
 
 import asyncio
 import os

@@ -56,12 +56,10 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
 @pytest.mark.parametrize(
     ("kind", "save", "has_draft"),
     [
-        ("eagle3", save_tiny_eagle3, True),
-        ("eagle3", save_tiny_eagle3, False),
-        ("", save_tiny_raw_eagle3, False),
-        ("mtp", None, False),
+        ("eagle3", save_tiny_eagle3, True), ("eagle3", save_tiny_eagle3, False),
+        ("", save_tiny_raw_eagle3, False), ("mtp", None, False),
     ],
-)
+)  # fmt: skip
 async def test_it_writes_what_its_target_writes(
     tmp_path: Path, kind: str, save: Callable[..., Path] | None, has_draft: bool
 ) -> None:
@@ -83,9 +81,7 @@ async def test_it_writes_what_its_target_writes(
         "num_draft_tokens": 2, "hybrid_min_score": 4.0, "hybrid_model_tokens": 2,
     }  # fmt: skip
     module, _ = load_model(target)
-    written = module.generate(  # type: ignore[operator]
-        torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False
-    )
+    written = module.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False)
     request = GenerateRequest(
         PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS, include_rounds=True
     )

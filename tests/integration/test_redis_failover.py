@@ -1,7 +1,5 @@
 """Another server becomes Redis' primary while sessions are opened and extended."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -11,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 import redis
@@ -37,8 +36,7 @@ BACK_S = 10.0
 """Time until commits continue: `DOWN_AFTER_MS`, one or two seconds for Sentinel's election and
 promotion, a timeout and a delay of the committer, and a reserve for busy machines."""
 FOLLOWED_S = 30.0
-"""The same if commits wait for a replica: Sentinel demotes a returning primary only after about 10
-s."""
+"""If commits wait for a replica: Sentinel demotes a returning primary only after about 10 s."""
 LOAD_S = 1.0
 NUM_SESSIONS = 24
 NO_COUNTS = Counters()
@@ -85,7 +83,7 @@ class Load:
         """Sessions that a new primary did not know."""
         self.ended: set[str] = set()
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Self:
         self._running = asyncio.create_task(self._committer.run())
         self._tasks = [asyncio.create_task(self._sessions(i)) for i in range(NUM_SESSIONS)]
         return self
@@ -175,9 +173,8 @@ RARER = [(RedisServers.demote, 0), (pause, 0), (kill, 1), (RedisServers.demote, 
 async def test_commits_go_on_at_the_promoted_replica(
     servers: RedisServers, fault: Callable[[RedisServers], Awaitable[None]], wait_replicas: int
 ) -> None:
-    """Under load, no session is stuck, and shown tokens do not change. Owners send again what the
-    new primary lacks. If commits wait for no replica, a session that the new primary does not know
-    ends as lost, and a finished session may lack its last tokens."""
+    """No session is stuck, and shown tokens do not change. If commits wait for no replica, sessions
+    that the new primary does not know, and last tokens of finished ones, may be lost."""
     within_s = FOLLOWED_S if wait_replicas else BACK_S
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     store = await RedisStore.connect(address, wait_replicas=wait_replicas)

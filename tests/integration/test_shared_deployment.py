@@ -1,5 +1,4 @@
-"""A deployment on local Ray whose target and draft each have two ranks, and whose secrets are in no
-data of Ray and in no list of processes. Ray answers no call without its token."""
+"""A deployment on local Ray of two models of two ranks, whose secrets no other user finds."""
 
 import json
 import os
@@ -34,8 +33,7 @@ END_S = 150.0
 """Ray looks again for a place that it has not found, after longer and longer delays."""
 PASSWORD, KEY = secrets.token_hex(16), f"key-{secrets.token_hex(16)}"
 MARKER = f"marker-{secrets.token_hex(8)}:"
-"""The prefix of Redis' keys. Ray knows it and it is no secret, so a search that cannot find
-anything is noticed."""
+"""The prefix of Redis' keys. Ray knows it, so a search that cannot find anything is noticed."""
 PART_BYTES = 2**24
 
 pytestmark = [
@@ -103,9 +101,7 @@ async def test_shared_models_write_what_the_whole_target_writes(
     shared: Deployment, models: Path
 ) -> None:
     module, _ = load_model(models / "target")
-    written = module.generate(  # type: ignore[operator]
-        torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False
-    )
+    written = module.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False)
     expected = tuple(written[0, len(PROMPT) :].tolist())
     for num_draft_tokens in (0, 4):
         assert await _greedy(shared, num_draft_tokens) == expected

@@ -119,8 +119,7 @@ async def test_what_is_shown_is_what_grpc_answers(
 
 
 async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
-    """The prompt has the focus. Tab goes through the visible fields in order, Ctrl-Enter sends,
-    arrows go through the tokens, and Escape ends a request and its session."""
+    """The prompt has the focus. Tab, arrows, Ctrl-Enter and Escape do what users expect."""
     assert await window.run(FOCUSED) == "prompt"
     await window.press("the sea")
     order = []

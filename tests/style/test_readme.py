@@ -33,8 +33,7 @@ def test_the_python_examples_compile(page: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
-    """Relative links exist, and so do paths in backticks that look like paths of this project. For
-    a Python file, the end of the path suffices."""
+    """Relative links exist, and so do paths of this project in backticks, or ends of them."""
     text = document.read_text("utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:

@@ -1,6 +1,5 @@
 """What `outrider/engine/vllm_engine.py` imports from vLLM exists in the installed release and in
-the next one. `make test-vllm` unpacks the wheel of the next release into NEXT_VLLM and does not run
-it."""
+the next one, whose wheel `make test-vllm` unpacks into NEXT_VLLM."""
 
 import ast
 import importlib.util

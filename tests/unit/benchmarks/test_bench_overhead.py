@@ -1,5 +1,4 @@
-"""`bench overhead`: figures are compared with hand calculations, and each part has a small run.
-Also the processes of benchmarks, and services that answer late."""
+"""`bench overhead`: figures, and a small run of each part; processes of benchmarks."""
 
 import asyncio
 from types import SimpleNamespace

@@ -28,8 +28,7 @@ NUMBER = 20_000
 @pytest.mark.parametrize(("burstiness", "tail"), [(0.25, 24.0), (4.0, 1.5)])
 def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tail: float) -> None:
     """A Gamma distribution of shape k and mean 1/R has variance 1 / (k R^2) and excess kurtosis 6 /
-    k. The bounds are 5 standard errors, so a correct function fails by chance with probability
-    6e-7."""
+    k. The bounds are 5 standard errors: a correct function fails with probability 6e-7."""
     rate = 8.0
     times = [0.0, *islice(arrival_times(rate, burstiness), NUMBER)]
     found = np.array([after - before for before, after in pairwise(times)])
