@@ -64,14 +64,19 @@ class ChatLogprobs(Schema):
     refusal: None
 
 
+class FunctionCall(Schema):
+    name: str = ""
+    """In a stream, only the first part of a call has the name and the id."""
+    arguments: str
+    """JSON as the model wrote it. It may be invalid."""
+
+
 class ToolCall(Schema):
     index: int = 0
     """In a stream, the number of the call to which this part belongs."""
     id: str = ""
     type: Literal["function"] = "function"
-    function: dict[Literal["name", "arguments"], str]
-    """In a stream, only the first part of a call has the name and the id. The arguments are JSON as
-    the model wrote it, and may be invalid."""
+    function: FunctionCall
 
 
 class AssistantMessage(Schema):
@@ -136,6 +141,12 @@ class Completion(Chunk):
     choices: list[CompletionChoice]
 
 
+class ResponseUsage(Schema):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
 class ResponseObject(Schema):
     """OpenAI's response object. Fields that are not listed here repeat fields of the request."""
 
@@ -147,8 +158,7 @@ class ResponseObject(Schema):
     output: list[dict[str, Any]]
     """Messages, reasoning, and calls of functions."""
     error: dict[str, Any] | None
-    usage: dict[str, Any] | None
-    """Has input_tokens, output_tokens and total_tokens."""
+    usage: ResponseUsage | None
     stop_reason: str | int | None = None
     metrics: AnswerMetrics | None = None
 

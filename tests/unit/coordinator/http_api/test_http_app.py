@@ -122,7 +122,8 @@ async def test_trouble_is_told_with_status_503() -> None:
 
 
 def test_the_document_tells_what_may_come() -> None:
-    paths = Front(Service()).app.openapi()["paths"]
+    document = Front(Service()).app.openapi()
+    paths, schemas = document["paths"], document["components"]["schemas"]
     for path, operations in paths.items():
         for operation in operations.values():
             responses = operation["responses"]
@@ -132,6 +133,9 @@ def test_the_document_tells_what_may_come() -> None:
     assert {*paths["/metrics"]["get"]["responses"]["200"]["content"]} == {"text/plain"}
     assert "started" in paths["/api/generate"]["post"]["responses"]["200"]["description"]
     assert not any(path == "/" or path.startswith("/page") for path in paths)
+    # Clients that are generated from the document have a class for each of these.
+    assert schemas["FunctionCall"]["properties"].keys() == {"name", "arguments"}
+    assert schemas["ResponseUsage"]["required"] == ["input_tokens", "output_tokens", "total_tokens"]
 
 
 @pytest.mark.parametrize(
