@@ -142,13 +142,13 @@ class Forwarded(LiveResponse):
                     return answer
                 if answer.headers.get("x-should-retry") == "false":
                     return answer
-                failure = f"status {answer.status_code}"
+                failure: object = f"status {answer.status_code}"
             except (httpx2.TransportError, StreamBroken) as error:
-                failure, avoided_s = str(error), AVOIDED_S
+                failure, avoided_s = error, AVOIDED_S
                 pool.renew()
                 if isinstance(error, _BROKEN) and now() > asked_at + WORKED_S:
                     failing_since, self._num_failures = math.inf, 0
-            _log.info("%s failed to answer %s: %s", url, self._target.decode(), failure)
+            _log.info("%s failed to answer %s: %r", url, self._target.decode(), failure)
             wait_s = backoff(*_WAIT_S, self._num_failures, random)
             self._num_failures += 1
             failing_since = min(failing_since, now())
