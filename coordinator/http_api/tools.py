@@ -67,6 +67,8 @@ class CallFormat(NamedTuple):
     begins_with_calls: bool = False
     """Whether a call at the beginning of the text needs no mark. A JSON object whose `name` is not
     the name of a tool is then content."""
+    separators: tuple[str, ...] = ()
+    """Other texts within calls. Outside of calls, they are content."""
 
 
 CALL_FORMATS = {
@@ -85,12 +87,13 @@ CALL_FORMATS = {
     "deepseek": CallFormat(
         (
             "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>",
+            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
         ),
         re.compile(
             r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{}<`]+?)\s*"
             r"(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
         ),
+        separators=("<｜tool▁sep｜>",),
     ),
     "none": CallFormat(),
 }  # fmt: skip
@@ -109,6 +112,7 @@ class AnswerForm:
     calls: str = ""
     """A key of `CALL_FORMATS`, `LIST` or `ARGUMENTS`. Empty = no calls."""
     names: Sequence[str] = ()
+    """The tools that may be called."""
     several: bool = True
     """Whether the answer may have more than one call. If not, the second call and all text after
     it are dropped."""
@@ -118,12 +122,14 @@ class AnswerForm:
 
     @property
     def format(self) -> CallFormat:
-        return CALL_FORMATS.get(self.calls, CALL_FORMATS["none"])
+        is_plain = self.calls in ("", LIST, ARGUMENTS)
+        return CALL_FORMATS["none" if is_plain else self.calls]
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Texts that must be in the answer's text even if they are special tokens."""
-        return self.format.marks + (() if self.opens is None else _THINK)
+        reasoning = () if self.opens is None else _THINK
+        return self.format.marks + self.format.separators + reasoning
 
     def to_json(self) -> str:
         """Empty text stands for `PLAIN`."""
@@ -145,7 +151,7 @@ class Part(NamedTuple):
 class Reader:
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
-        self._marks, self._named_head, self._begins_with_calls = form.format
+        self._marks, self._named_head, self._begins_with_calls, _ = form.format
         self._num_calls = 0
         self._is_extra = False
         """Whether text is dropped, because a second call has begun and only one is allowed."""

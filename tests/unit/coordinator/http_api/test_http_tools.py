@@ -158,7 +158,8 @@ F: Parts = [("name", "f"), ("arguments", '{"a": 1}')]
 G: Parts = [("name", "g"), ("arguments", "{}")]
 OK: Parts = [("content", "ok")]
 LISTED = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
-CALL, _, END, BEGIN, ALL_END, SEP = CALL_FORMATS["deepseek"].marks
+CALL, _, END, BEGIN, ALL_END = CALL_FORMATS["deepseek"].marks
+[SEP] = CALL_FORMATS["deepseek"].separators
 BLOCK = f'{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}'
 HERMES, LLAMA, MISTRAL, DEEPSEEK = (
     AnswerForm(calls, ["f", "g"]) for calls in ("hermes", "llama3", "mistral", "deepseek")
@@ -206,6 +207,7 @@ TEXTS: list[tuple[AnswerForm, str, Parts]] = [
     (DEEPSEEK, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
     (DEEPSEEK, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
      [("content", "Now."), *F, *G]),
+    (DEEPSEEK, f"{CALL}function{SEP}oops", [("content", f"{CALL}function{SEP}oops")]),
     # Qwen3 and DeepSeek R1
     (replace(HERMES, opens=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
      '{"name": "f", "arguments": {"a": 1}}</tool_call>',
@@ -302,13 +304,16 @@ def test_the_template_says_how_calls_are_written(mark: str, calls: str | None) -
         fitted = chat(ChatFormats(text_of(TOLD + mark), "none"), tools=BOTH)
     else:
         fitted = chat(formats, tools=BOTH)
-        assert fitted.requests[0].shown_tokens == CALL_FORMATS[calls].marks
+        assert fitted.requests[0].shown_tokens == AnswerForm(calls).shown_tokens
+        assert (SEP in fitted.requests[0].shown_tokens) == (calls == "deepseek")
     assert fitted.form == AnswerForm(calls or "none", ["clock", "weather"])
     assert AnswerForm(**json.loads(fitted.requests[0].answer_form)) == fitted.form
     held = chat(formats, tools=BOTH, tool_choice="required")
     assert held.form.calls == LIST
     assert held.requests[0].shown_tokens == ()
     assert chat(formats).form == PLAIN
+    with pytest.raises(KeyError):
+        Reader(AnswerForm("unknown"))
 
 
 def test_ids_of_calls_fit_every_chat_template() -> None:
