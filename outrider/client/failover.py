@@ -270,8 +270,8 @@ class Tries:
             if digest is not None:
                 digest = reduce(extend_digest, event.token_ids, digest)
             num_tokens = event.first_index + len(event.token_ids)
-            self.received = ResumeRequest(
-                known.session_id, num_tokens, characters, known.deadline_ms, digest
+            self.received = replace(
+                known, num_tokens=num_tokens, num_characters=characters, tokens_digest=digest
             )
         return True
 

@@ -116,10 +116,12 @@ class CompletionBuilder:
         match self._events:
             case [Started() as started, *_, Finished() as finished]:
                 return Completion(
-                    started.session_id, started.model, started.seed, started.rule, self.text,
-                    self._joined("token_ids"), self._joined("origins"), self._joined("logprobs"),
-                    tuple(one for one in self._events if isinstance(one, RoundReport)),
-                    finished.finish_reason, finished.usage, finished.metrics,
+                    session_id=started.session_id, model=started.model, seed=started.seed,
+                    rule=started.rule, text=self.text, token_ids=self._joined("token_ids"),
+                    origins=self._joined("origins"), logprobs=self._joined("logprobs"),
+                    rounds=tuple(one for one in self._events if isinstance(one, RoundReport)),
+                    finish_reason=finished.finish_reason, usage=finished.usage,
+                    metrics=finished.metrics,
                 )  # fmt: skip
         raise errors.Unavailable("the stream ended before its last event")
 

@@ -166,7 +166,7 @@ class Followed:
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         tokens = (*self.committed, *drafted)
-        if self.matcher.stand(self.length, tokens, len(drafted) > 0) < len(tokens):
+        if self.matcher.stand(self.length, tokens, is_ahead=len(drafted) > 0) < len(tokens):
             return None
         return self.matcher.mask()
 
