@@ -356,8 +356,8 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends one request after the other. The first prompt is short, to prefill not all at
-        once."""
+        """Sends one request after the other. The first prompt is short, because otherwise the
+        warm-up would be spent on prefills."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
