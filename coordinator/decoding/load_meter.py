@@ -25,6 +25,8 @@ class LoadMeter:
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
         """Number of measurements since the last delay of at most `LOOP_LAG_MS_MAX`."""
+        self.lag_ms = 0.0
+        """Mean delay of the event loop. Any thread may read this, but not `figures`."""
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
         """Counts a round that added `num_tokens` tokens, including `num_accepted` draft tokens."""
@@ -46,11 +48,8 @@ class LoadMeter:
             now = self._clock()
             lag_s, cpu_s = now - due, time.process_time() - cpu_s
             self._sums.add(now, {"looks": 1, "lag_s": min(lag_s, _LAG_S_MAX), "cpu_s": cpu_s})
+            self.lag_ms = 1e3 * (self._sums.mean(now, "lag_s", "looks") or 0.0)
             self._num_late = self._num_late + 1 if 1e3 * lag_s > LOOP_LAG_MS_MAX else 0
-
-    @property
-    def lag_ms(self) -> float:
-        return 1e3 * (self._sums.mean(self._clock(), "lag_s", "looks") or 0.0)
 
     @property
     def figures(self) -> Figures:

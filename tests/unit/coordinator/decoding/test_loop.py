@@ -78,6 +78,13 @@ async def test_figures_of_rounds_with_a_draft() -> None:
     assert meter.figures.draft_waits is None
 
 
+async def test_the_lag_is_read_without_the_sums_of_the_event_loop() -> None:
+    """Exporters read it on their threads, while the event loop counts rounds."""
+    meter: Any = LoadMeter()
+    meter._sums = None
+    assert meter.lag_ms == 0.0
+
+
 async def test_look_ups_count_for_acceptance_only() -> None:
     meter = LoadMeter()
     meter.decided(Drafted(TOKENS, "local", 0.001, 4), num_accepted=2, num_tokens=3)
