@@ -200,14 +200,9 @@ def outcome_of(
 
 
 def proposal_of_head(
-    logits_after: Callable[[Sequence[int]], Any],
-    tokens: Sequence[int],
-    prompt_length: int,
-    noise: RoundNoise,
-    sampling: SamplingParams,
-    num: int,
-    head_ids: Sequence[int],
-) -> Proposal:
+    logits_after: Callable[[Sequence[int]], Any], tokens: Sequence[int], prompt_length: int,
+    noise: RoundNoise, sampling: SamplingParams, num: int, head_ids: Sequence[int],
+) -> Proposal:  # fmt: skip
     """Draws one token after another from logits [1, N] over the token ids `head_ids`."""
     text, q = [*tokens], []
     for depth in range(num):

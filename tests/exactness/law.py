@@ -23,12 +23,9 @@ def no_mask(prefix: tuple[int, ...]) -> None:
 
 
 def completion_law(
-    module: Any,
-    prompt: Sequence[int],
-    length: int,
-    params: SamplingParams,
+    module: Any, prompt: Sequence[int], length: int, params: SamplingParams,
     mask: Callable[[tuple[int, ...]], Any] = no_mask,
-) -> dict[tuple[int, ...], float]:
+) -> dict[tuple[int, ...], float]:  # fmt: skip
     """Probability of every completion of `length` tokens: the model's dense forward pass over every
     prefix, then the `mask`, then the sampling transforms."""
     law: dict[tuple[int, ...], float] = {(): 1.0}

@@ -61,12 +61,9 @@ async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
 
 
 async def check_tokens(
-    stack: Stack,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    num_alone: int,
+    stack: Stack, prompts: Sequence[Prompt], num_tokens: int, num_alone: int,
     temperature: float = 1.0,
-) -> None:
+) -> None:  # fmt: skip
     """Runs K = 0 alone for every prompt, the other K alone for some prompts, then all at once."""
     expected = []
 

@@ -316,14 +316,10 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     async def one(number: int) -> tuple[int, ...]:
         nonlocal num_accepted
         request = GenerateRequest(
-            PROMPT,
-            sampling=PARAMS[cell.params],
-            max_tokens=cell.max_tokens,
-            seed=SEED + number,
-            rule=cell.rule,
-            num_draft_tokens=cell.num_draft_tokens,
+            PROMPT, sampling=PARAMS[cell.params], max_tokens=cell.max_tokens, seed=SEED + number,
+            rule=cell.rule, num_draft_tokens=cell.num_draft_tokens,
             constraint=CONSTRAINT if cell.grammar else None,
-        )
+        )  # fmt: skip
         builder = CompletionBuilder()
         async with gate:
             async for event in stack.coordinator.generate(request):

@@ -24,15 +24,9 @@ PLAIN = SamplingParams(temperature=0.9)
 
 
 def item(
-    tokens: Sequence[int],
-    base_length: int = 0,
-    *,
-    rule: Rule = Rule.TOKEN,
-    count: int = 3,
-    look_ahead: int = 8,
-    held: tuple[int, ...] | None = None,
-    **head: Any,
-) -> DraftItem:
+    tokens: Sequence[int], base_length: int = 0, *, rule: Rule = Rule.TOKEN, count: int = 3,
+    look_ahead: int = 8, held: tuple[int, ...] | None = None, **head: Any,
+) -> DraftItem:  # fmt: skip
     sampling = head.pop("sampling", GREEDY if rule is Rule.GREEDY else PLAIN)
     made = make_head(tokens, base_length, rule=rule, sampling=sampling, **head)
     return DraftItem(made, count, look_ahead, held)

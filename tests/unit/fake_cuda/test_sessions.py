@@ -91,13 +91,9 @@ Case = Callable[[int], Callable[[], object]]
 
 
 def verdicts(
-    rule: Rule,
-    sampling: SamplingParams,
-    prefix: tuple[int, ...] = PREFIX,
-    drafted: tuple[int, ...] = DRAFTED,
-    kind: str = "",
-    **more: Any,
-) -> Case:
+    rule: Rule, sampling: SamplingParams, prefix: tuple[int, ...] = PREFIX,
+    drafted: tuple[int, ...] = DRAFTED, kind: str = "", **more: Any,
+) -> Case:  # fmt: skip
     """`more` is told of each item, and of its head a constraint."""
     about = {"constraint": more.pop("constraint", None), "prompt_length": 2}
 
@@ -130,13 +126,9 @@ def constrained(case: Callable[..., Case], rule: Rule, **more: bool) -> Case:
 
 
 def drafts(
-    rule: Rule,
-    *samplings: SamplingParams,
-    prefix: tuple[int, ...] = PREFIX,
-    kind: str = "",
-    constraint: Any = None,
-    is_mixed: bool = False,
-) -> Case:
+    rule: Rule, *samplings: SamplingParams, prefix: tuple[int, ...] = PREFIX, kind: str = "",
+    constraint: Any = None, is_mixed: bool = False,
+) -> Case:  # fmt: skip
     """Two tokens for each session, with these parameters in turns; `is_mixed`: each second one has
     no constraint."""
 

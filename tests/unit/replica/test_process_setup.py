@@ -261,12 +261,9 @@ def test_what_vllm_cannot_run_is_refused_by_name(
     ],
 )
 def test_vllm_is_chosen_on_cuda_where_it_is_installed(
-    expected: bool,
-    version: str | None,
-    has_cuda: bool,
-    settings: dict[str, Any],
+    expected: bool, version: str | None, has_cuda: bool, settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert runs_on_vllm(TargetConfig(**settings)) is expected

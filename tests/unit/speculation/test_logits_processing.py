@@ -137,12 +137,9 @@ def test_the_hardest_parameters_stay_numbers():
     logits = torch.tensor([[3e4, -3e4, 0.0, -INF]])
     for penalty in (1e-308, 5e-324, 10.0):
         params = SamplingParams(
-            temperature=1.1e-5,
-            repetition_penalty=penalty,
-            presence_penalty=-2.0,
-            frequency_penalty=2.0,
-            logit_bias=((0, -100.0), (1, 100.0)),
-        )
+            temperature=1.1e-5, repetition_penalty=penalty, presence_penalty=-2.0,
+            frequency_penalty=2.0, logit_bias=((0, -100.0), (1, 100.0)),
+        )  # fmt: skip
         result = target_probabilities(logits, params, TokenHistory([0, 1, 2, 3], [0, 0, 1]))
         assert result.sum().item() == pytest.approx(1.0)
         assert result[0, 3] == 0

@@ -27,16 +27,13 @@ from outrider.speculation.verification import Question, verdicts_from_logits  # 
 DEVICE = "cuda" if ON_CUDA else "cpu"
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = (
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.5, top_k=5),
-    SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
+    SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=5), SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
     SamplingParams(top_p=1e-9),
     SamplingParams(repetition_penalty=1.3, logit_bias=((3, 4.0), (4_000, 1.0))),
-    SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, top_p=0.9),
-    GREEDY,
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, top_p=0.9), GREEDY,
     replace(GREEDY, repetition_penalty=1.3, frequency_penalty=2.0, logit_bias=((5, 6.0),)),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +55,9 @@ def on_cpu(question: Question) -> Question:
 
 
 def question(
-    rule: Rule,
-    params: SamplingParams,
-    num: int = 4,
-    seed: int = 1,
-    logits: torch.Tensor | None = None,
-    is_masked: bool = False,
-) -> Question:
+    rule: Rule, params: SamplingParams, num: int = 4, seed: int = 1,
+    logits: torch.Tensor | None = None, is_masked: bool = False,
+) -> Question:  # fmt: skip
     """For random logits and a slightly flatter draft. Masks forbid half of the tokens, except in
     the second row, and all tokens beyond a limit."""
     generator = torch.Generator().manual_seed(seed)

@@ -103,27 +103,21 @@ def rows_of_logits(draw_from, num_rows):
 
 
 PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    top_p=st.sampled_from([1.0, 0.95, 0.6, 1e-9]),
-    top_k=st.sampled_from([0, 1, 5, 70]),
-    min_p=st.sampled_from([0.0, 0.013, 0.37]),
-    presence_penalty=st.sampled_from([0.0, 0.5]),
+    SamplingParams, temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.95, 0.6, 1e-9]), top_k=st.sampled_from([0, 1, 5, 70]),
+    min_p=st.sampled_from([0.0, 0.013, 0.37]), presence_penalty=st.sampled_from([0.0, 0.5]),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     logit_bias=st.sampled_from([(), ((0, 1.5), (9, -100.0))]),
-)
+)  # fmt: skip
 HISTORY = TokenHistory(prompt_ids=[0, 3], output_ids=[5, 5, 1], drafted_ids=[2, 0, 4])
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    logits=rows_of_logits(4),
-    params=PARAMS,
-    rule=st.sampled_from([Rule.TOKEN, Rule.BLOCK, Rule.COUPLED]),
-    seed=st.integers(0, 2**64 - 1),
-    num_draft_tokens=st.integers(0, 3),
-    one_hot=st.booleans(),
-)
+    logits=rows_of_logits(4), params=PARAMS,
+    rule=st.sampled_from([Rule.TOKEN, Rule.BLOCK, Rule.COUPLED]), seed=st.integers(0, 2**64 - 1),
+    num_draft_tokens=st.integers(0, 3), one_hot=st.booleans(),
+)  # fmt: skip
 def test_a_fused_verdict_is_the_verdict_on_full_rows(
     logits, params, rule, seed, num_draft_tokens, one_hot
 ):

@@ -210,12 +210,9 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
     outlet.send([again])
     await asyncio.sleep(1)
     assert sent == [
-        (0.01, ["second's"]),
-        (HELD_S, ["first", "second"]),
-        (1.0, ["third", "fourth"]),
-        (1.0, ["fifth"]),
-        (1.0 + HELD_S, ["third's"]),
-    ]
+        (0.01, ["second's"]), (HELD_S, ["first", "second"]), (1.0, ["third", "fourth"]),
+        (1.0, ["fifth"]), (1.0 + HELD_S, ["third's"]),
+    ]  # fmt: skip
 
 
 async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replica) -> None:

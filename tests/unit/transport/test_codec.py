@@ -99,23 +99,15 @@ def heads(draw: st.DrawFn) -> RoundHead:
     sampling = draw(SAMPLINGS)
     constraint = draw(st.sampled_from(CONSTRAINTS))
     return RoundHead(
-        session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")),
-        tenant=draw(st.text(max_size=9)),
-        epoch=draw(st.integers(1, 2**32 - 1)),
-        round=draw(U32),
-        base_length=base_length,
-        prefix_digest=draw(U64),
-        append=append,
+        session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")), tenant=draw(st.text(max_size=9)),
+        epoch=draw(st.integers(1, 2**32 - 1)), round=draw(U32), base_length=base_length,
+        prefix_digest=draw(U64), append=append,
         prompt_length=draw(st.integers(1, base_length + len(append))),
-        rule=draw(st.sampled_from(list(Rule))),
-        seed=draw(U64),
-        sampling=sampling,
-        sampling_hash=sampling.hash(),
-        deadline_ms=draw(st.integers(0, DEADLINE_MS_MAX)),
-        traceparent=draw(st.text(max_size=9)),
-        constraint=constraint,
+        rule=draw(st.sampled_from(list(Rule))), seed=draw(U64), sampling=sampling,
+        sampling_hash=sampling.hash(), deadline_ms=draw(st.integers(0, DEADLINE_MS_MAX)),
+        traceparent=draw(st.text(max_size=9)), constraint=constraint,
         constraint_hash=b"" if constraint is None else constraint.digest(),
-    )
+    )  # fmt: skip
 
 
 @st.composite
@@ -125,16 +117,11 @@ def proposals(draw: st.DrawFn) -> SealedProposal:
 
 
 VERIFY_ITEMS = st.builds(
-    VerifyItem,
-    heads(),
-    proposals(),
-    st.integers(0, RUN_AHEAD_ROUNDS_MAX),
-    st.none() | st.integers(0, LOGPROBS_MAX),
-    st.integers(0, NUM_DRAFT_TOKENS_MAX),
-    st.none() | st.integers(0, SESSION_TOKENS_MAX),
-    st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
+    VerifyItem, heads(), proposals(), st.integers(0, RUN_AHEAD_ROUNDS_MAX),
+    st.none() | st.integers(0, LOGPROBS_MAX), st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    st.none() | st.integers(0, SESSION_TOKENS_MAX), st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
     st.booleans(),
-)
+)  # fmt: skip
 FEATURES = st.none() | st.builds(Features, U32, st.just(3), st.sampled_from([bytes(6), bytes(12)]))
 LOGPROBS = st.builds(
     PositionLogprobs,
@@ -151,20 +138,11 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
     following = draw(proposals())
     return VerdictReply(
-        draw(KEYS),
-        Verdict(accept, correction),
-        draw(U32),
-        tuple(draw(LOGPROBS) for _ in range(size)),
-        draw(FLOAT32),
-        draw(FLOAT32),
-        following,
-        draw(U32) if following else 0,
-        draw(FLOAT32),
-        draw(FLOAT32),
-        draw(st.booleans()),
-        draw(FEATURES),
-        draw(st.none() | st.just(AuditSums(num_draft_tokens, entropy=1.5))),
-    )
+        draw(KEYS), Verdict(accept, correction), draw(U32),
+        tuple(draw(LOGPROBS) for _ in range(size)), draw(FLOAT32), draw(FLOAT32), following,
+        draw(U32) if following else 0, draw(FLOAT32), draw(FLOAT32), draw(st.booleans()),
+        draw(FEATURES), draw(st.none() | st.just(AuditSums(num_draft_tokens, entropy=1.5))),
+    )  # fmt: skip
 
 
 @given(VERIFY_ITEMS)

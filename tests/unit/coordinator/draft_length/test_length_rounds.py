@@ -64,14 +64,9 @@ class Overheard(MemoryLink):
 
 
 async def generate(
-    rule: Rule,
-    num_draft_tokens: int,
-    draft_step_s: float,
-    draft_salt: int,
-    *,
-    lookup: SuffixDrafter | None = None,
-    **settings: Any,
-) -> Played:
+    rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt: int, *,
+    lookup: SuffixDrafter | None = None, **settings: Any,
+) -> Played:  # fmt: skip
     """Runs one request. The draft equals the target if its salt is 1. With `lookup` there is
     none."""
     found = Played()

@@ -102,14 +102,9 @@ class Coordinator(Bench):
         self.shared = store
 
     async def call(
-        self,
-        path: str,
-        body: Any = None,
-        headers: Mapping[str, str] = {},
-        leaves_after: int = 10_000,
-        dies: bool = False,
-        stays: bool = False,
-    ) -> tuple[int, dict[str, str], bytes]:
+        self, path: str, body: Any = None, headers: Mapping[str, str] = {},
+        leaves_after: int = 10_000, dies: bool = False, stays: bool = False,
+    ) -> tuple[int, dict[str, str], bytes]:  # fmt: skip
         """Status, headers and content of a call. After some number of parts the client disconnects,
         or only stops reading if it `stays`. The coordinator may die then."""
         parts = list[bytes]()
