@@ -5,21 +5,14 @@ import asyncio
 import sys
 from typing import Literal
 
-from agents import (
-    Agent,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+import agents
 from openai import AsyncOpenAI
 
 QUESTION = "Will I need an umbrella in Oslo?"
 calls: list[str] = []
 
 
-@function_tool
+@agents.function_tool
 def weather(city: Literal["Oslo", "Rome"]) -> str:
     """Returns the weather of a city."""
     calls.append(city)
@@ -27,19 +20,19 @@ def weather(city: Literal["Oslo", "Rome"]) -> str:
 
 
 async def main(url: str, model: str) -> int:
-    set_tracing_disabled(True)
+    agents.set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-    agent = Agent(
+    agent = agents.Agent(
         name="forecaster",
         instructions="Answer in one short sentence.",
         tools=[weather],
-        model=OpenAIChatCompletionsModel(model=model, openai_client=client),
-        model_settings=ModelSettings(
+        model=agents.OpenAIChatCompletionsModel(model=model, openai_client=client),
+        model_settings=agents.ModelSettings(
             tool_choice="required", parallel_tool_calls=False, temperature=0.0, max_tokens=64
         ),
     )
-    whole = await Runner.run(agent, QUESTION, max_turns=4)
-    streamed = Runner.run_streamed(agent, QUESTION, max_turns=4)
+    whole = await agents.Runner.run(agent, QUESTION, max_turns=4)
+    streamed = agents.Runner.run_streamed(agent, QUESTION, max_turns=4)
     async for _ in streamed.stream_events():
         pass
     for result in (whole, streamed):

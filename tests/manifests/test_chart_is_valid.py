@@ -11,20 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.manifests.rendering import (
-    EVERY_OPTION,
-    OWN_REDIS,
-    VARIANTS,
-    Manifest,
-    configuration,
-    of_kind,
-    pods,
-    ray_cluster,
-    refusal,
-    render,
-    render_variant,
-    settings,
-)
+from tests.manifests import rendering
 from tests.manifests.settings_schema import CHART, SCHEMA, with_settings
 
 KUBERNETES: Final = "1.31"
@@ -32,7 +19,7 @@ CRD: Final = Path("kuberay") / "ray.io_rayclusters.yaml.gz"
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def check(manifest: Manifest) -> None:
+def check(manifest: rendering.Manifest) -> None:
     """Raises an error if an object of Kubernetes' own kinds is not valid."""
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
@@ -59,19 +46,19 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rendering.VARIANTS)
 def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_path: Path) -> None:
     """Objects are valid by the schemas of Kubernetes and KubeRay, and have no unknown field. The
     ConfigMap has a configuration that `outrider serve` accepts."""
-    manifests = render_variant(variant)
+    manifests = rendering.render_variant(variant)
     for manifest in manifests:
         if manifest["kind"] != "RayCluster":
             check(manifest)
-    ray_clusters(test_data / CRD).validate(ray_cluster(manifests))
-    for template in pods(manifests).values():
+    ray_clusters(test_data / CRD).validate(rendering.ray_cluster(manifests))
+    for template in rendering.pods(manifests).values():
         metadata = {**template["metadata"], "name": "pod"}
         check({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
-    config = configuration(manifests, tmp_path)
+    config = rendering.configuration(manifests, tmp_path)
     assert (config.coordinator.grpc_port, config.coordinator.port) == (50051, 8000)
     assert config.coordinator.redis.url
     for service in (config.target, config.draft, config.coordinator):
@@ -92,11 +79,11 @@ def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_
     ],
 )
 def test_a_slip_in_the_values_is_told(value: str, words: str) -> None:
-    assert words in refusal(*value.split())
+    assert words in rendering.refusal(*value.split())
 
 
 def test_values_reach_the_configuration(tmp_path: Path) -> None:
-    config = configuration(render([EVERY_OPTION]), tmp_path)
+    config = rendering.configuration(rendering.render([rendering.EVERY_OPTION]), tmp_path)
     assert (config.num_targets, config.num_drafts, config.num_coordinators) == (2, 4, 3)
     assert config.target.model == "meta-models/large"
     assert (config.target.tensor_parallel_size, config.target.num_gpus) == (2, 1)
@@ -107,19 +94,19 @@ def test_values_reach_the_configuration(tmp_path: Path) -> None:
     assert config.coordinator.redis.ca_file == "/etc/outrider/redis/ca.pem"
     assert config.coordinator.telemetry == "otlp=http://collector.monitoring:4317,prometheus=9464"
     assert config.stop_timeout_s == 60
-    manifests = render([EVERY_OPTION], OWN_REDIS)
-    values = settings(manifests)
+    manifests = rendering.render([rendering.EVERY_OPTION], rendering.OWN_REDIS)
+    values = rendering.settings(manifests)
     assert values["redis_url"] == "redis://speculation-redis:6379/0"
-    assert "speculation-redis" in of_kind(manifests, "Service")
+    assert "speculation-redis" in rendering.of_kind(manifests, "Service")
     assert not {"redis_ca_file", "redis_username"} & values.keys()
 
 
 def test_no_secret_is_in_a_config_map() -> None:
-    manifests = render((), ["redis.auth.password=ahoy-captain"])
+    manifests = rendering.render((), ["redis.auth.password=ahoy-captain"])
     for manifest in manifests:
         if manifest["kind"] != "Secret":
             assert "ahoy-captain" not in yaml.safe_dump(manifest)
-    secret = of_kind(manifests, "Secret")["rel-outrider-redis"]
+    secret = rendering.of_kind(manifests, "Secret")["rel-outrider-redis"]
     assert secret["stringData"] == {"redis-password": "ahoy-captain"}
 
 

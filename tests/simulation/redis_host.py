@@ -21,17 +21,9 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX, RedisAddress
 from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore, encode_tokens
 from outrider.sessions.store import FinishReason
+from tests.simulation import redis_data
 from tests.simulation.network import Network
 from tests.simulation.processes import Process, current, wall_clock_s
-from tests.simulation.redis_data import (
-    Command,
-    RedisData,
-    Reply,
-    ReplyError,
-    Snapshot,
-    Status,
-    packed,
-)
 
 ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
 DEPLOYMENT = "d"
@@ -41,15 +33,15 @@ _SESSION = f"{DEFAULT_KEY_PREFIX}session:".encode()
 class RedisServer:
     """One server: a process and its data."""
 
-    def __init__(self, history: History, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, history: History, snapshot: redis_data.Snapshot | None = None) -> None:
         self.process = Process("redis")
-        self.data = RedisData(lambda: wall_clock_s(self.process) * 1e3)
+        self.data = redis_data.RedisData(lambda: wall_clock_s(self.process) * 1e3)
         self.connections: list[SimulatedConnection] = []
         self._history = history
         if snapshot is not None:
             self.data.restore(snapshot)
 
-    def execute(self, command: Command) -> Reply:
+    def execute(self, command: redis_data.Command) -> redis_data.Reply:
         """The answer to one command. Raises `ReplyError`."""
         name = command[0].upper()
         if name == b"EVALSHA":
@@ -63,14 +55,16 @@ class RedisServer:
             return self.data.load_script(command[2])
         return self.data.run(command)
 
-    def execute_for(self, client: Process, commands: Sequence[Command]) -> list[Reply]:
+    def execute_for(
+        self, client: Process, commands: Sequence[redis_data.Command]
+    ) -> list[redis_data.Reply]:
         """The answers to a process's commands, errors included."""
-        replies: list[Reply] = []
-        queued: list[Reply] | None = None
+        replies: list[redis_data.Reply] = []
+        queued: list[redis_data.Reply] | None = None
         for command in commands:
             if command[0] == b"MULTI":
                 queued = []
-                replies.append(Status(b"OK"))
+                replies.append(redis_data.Status(b"OK"))
             elif command[0] == b"EXEC":
                 replies.append(queued)
                 queued = None
@@ -80,13 +74,13 @@ class RedisServer:
                     replies.append(reply)
                 else:
                     queued.append(reply)
-                    replies.append(Status(b"QUEUED"))
+                    replies.append(redis_data.Status(b"QUEUED"))
         return replies
 
-    def _answer(self, command: Command) -> Reply:
+    def _answer(self, command: redis_data.Command) -> redis_data.Reply:
         try:
             return self.execute(command)
-        except ReplyError as error:
+        except redis_data.ReplyError as error:
             return error
 
     def die(self) -> None:
@@ -105,7 +99,7 @@ class SimulatedConnection(AbstractConnection):
         self._may_fail = may_fail
         self._server: RedisServer | None = None
         self._process: Process | None = None
-        self._replies: deque[Reply] = deque()
+        self._replies: deque[redis_data.Reply] = deque()
         self._number = 0
         """Number of the connection; increased with each close."""
         self._waiter: asyncio.Future[None] | None = None
@@ -164,7 +158,7 @@ class SimulatedConnection(AbstractConnection):
         return self.pack_commands([args])
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[Any]:
-        return [packed(command) for command in commands]
+        return [redis_data.packed(command) for command in commands]
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         if isinstance(command, bytes):
@@ -183,7 +177,7 @@ class SimulatedConnection(AbstractConnection):
 
         self._network.carry(server.process, arrive, payload=command)
 
-    def _receive(self, number: int, replies: list[Reply]) -> None:
+    def _receive(self, number: int, replies: list[redis_data.Reply]) -> None:
         if number != self._number:
             return
         if self._may_fail and self._network.adversary.call_fails():
@@ -215,19 +209,19 @@ class SimulatedConnection(AbstractConnection):
             raise reply
         return reply
 
-    def _unpacked(self, reply: Reply) -> Any:
-        if isinstance(reply, ReplyError):
+    def _unpacked(self, reply: redis_data.Reply) -> Any:
+        if isinstance(reply, redis_data.ReplyError):
             return self._parser.parse_error(str(reply))
-        if isinstance(reply, Status):
+        if isinstance(reply, redis_data.Status):
             return bytes(reply)
         if isinstance(reply, list):
             return [self._unpacked(one) for one in reply]
         return reply
 
 
-def unpacked(data: bytes) -> list[Command]:
+def unpacked(data: bytes) -> list[redis_data.Command]:
     """Parses commands of `ScriptRunner`."""
-    commands, at = list[Command](), 0
+    commands, at = list[redis_data.Command](), 0
     while at < len(data):
         end = data.index(b"\r\n", at)
         words, left, at = list[bytes](), int(data[at + 1 : end]), end + 2
@@ -254,7 +248,7 @@ class History:
         self.on_last_token: Callable[[str], object] | None = None
         """If set, called with the owner when a session's last token is stored."""
 
-    def look(self, data: RedisData, keys: Iterable[bytes]) -> None:
+    def look(self, data: redis_data.RedisData, keys: Iterable[bytes]) -> None:
         for key in keys:
             if _is_session(key):
                 fields = data.get(key)
@@ -337,12 +331,12 @@ class Redis:
         self.history.num_losses += 1
         self.primary.data.run((b"FLUSHALL",))
 
-    def start_again(self, snapshot: Snapshot) -> None:
+    def start_again(self, snapshot: redis_data.Snapshot) -> None:
         """Starts a server from a snapshot, after the former one died."""
         self.history.num_losses += 1
         self.primary = RedisServer(self.history, snapshot)
 
-    def split(self, snapshot: Snapshot, misled: Iterable[str]) -> None:
+    def split(self, snapshot: redis_data.Snapshot, misled: Iterable[str]) -> None:
         """Another server becomes the primary, with its copy; processes with these names stay with
         the former one, which continues."""
         self.history.num_losses += 1

@@ -1,19 +1,9 @@
 """Every rule by full enumeration: no samples, no thresholds, equality to 1e-12."""
 
+import core_toys
 import numpy as np
 import pytest
 import torch
-from core_toys import (
-    EXACT,
-    RATIO_RULES,
-    ToyPair,
-    assert_exact,
-    flat_pair,
-    make_pair,
-    random_pair,
-    round_law,
-    stopping_rule,
-)
 from verdict_laws import score
 
 from outrider.speculation.gumbel_max import race
@@ -33,14 +23,14 @@ CELLS = [
 def test_ratio_rules(vocab_size, k, seed):
     """Some rows have zeros or ties, some are equal, disjoint or one-hot. Block accepts at least as
     many tokens as token."""
-    pair = random_pair(vocab_size, seed)
-    accepted = [assert_exact(pair, rule, k) for rule in RATIO_RULES]
-    assert accepted[1] >= accepted[0] - EXACT
+    pair = core_toys.random_pair(vocab_size, seed)
+    accepted = [core_toys.assert_exact(pair, rule, k) for rule in core_toys.RATIO_RULES]
+    assert accepted[1] >= accepted[0] - core_toys.EXACT
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_own_draw_rules_accept_the_targets_own_tokens(rule):
-    pair = random_pair(4, 5)
+    pair = core_toys.random_pair(4, 5)
     accepted = set()
     for seed, (token_ids, states) in enumerate(zip(*pair.paths(2), strict=True)):
         rows, noise = pair.p[states], RoundNoise(seed, rule, 7)
@@ -57,44 +47,44 @@ def test_own_draw_rules_accept_the_targets_own_tokens(rule):
 
 
 @pytest.mark.parametrize(("vocab_size", "k"), [(3, 1), (3, 2), (3, 3), (4, 2)])
-@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("rule", core_toys.RATIO_RULES)
 def test_stopping_before_a_draw(rule, vocab_size, k):
     """Whether to draw again depends on the tokens drawn before, in several ways. The numbers of
     accepted tokens differ, so the drafts do stop."""
     accepted = set()
     for seed in range(8):
-        pair = random_pair(vocab_size, seed % 3)
-        law, num = round_law(pair, rule, k, goes_on=stopping_rule(seed))
-        np.testing.assert_allclose(law, pair.law(k + 1), atol=EXACT)
+        pair = core_toys.random_pair(vocab_size, seed % 3)
+        law, num = core_toys.round_law(pair, rule, k, goes_on=core_toys.stopping_rule(seed))
+        np.testing.assert_allclose(law, pair.law(k + 1), atol=core_toys.EXACT)
         accepted.add(num)
     assert len(accepted) > 4
 
 
 def test_the_example_of_the_block_paper():
     """Sun et al.: Ms = (2/3, 1/3), Mb = (1/3, 2/3), K = 2. 10/9 accepted tokens become 11/9."""
-    pair = flat_pair([1.0, 2.0], [2.0, 1.0])
-    pair = ToyPair(pair.p, pair.q, pair.q, pair.step)  # thirds are no counts of 2^16
-    assert assert_exact(pair, Rule.TOKEN, 2) == pytest.approx(10 / 9, abs=EXACT)
-    assert assert_exact(pair, Rule.BLOCK, 2) == pytest.approx(11 / 9, abs=EXACT)
+    pair = core_toys.flat_pair([1.0, 2.0], [2.0, 1.0])
+    pair = core_toys.ToyPair(pair.p, pair.q, pair.q, pair.step)  # thirds are no counts of 2^16
+    assert core_toys.assert_exact(pair, Rule.TOKEN, 2) == pytest.approx(10 / 9, abs=core_toys.EXACT)
+    assert core_toys.assert_exact(pair, Rule.BLOCK, 2) == pytest.approx(11 / 9, abs=core_toys.EXACT)
 
 
-@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("rule", core_toys.RATIO_RULES)
 @pytest.mark.parametrize("entries_max", [1, 2, 3])
 def test_truncated_drafts(rule, entries_max):
     """Drafts are drawn from the truncated q that is sent, so few entries change no law."""
-    pair = random_pair(6, 4)
-    assert_exact(make_pair(pair.p, pair.q, entries_max), rule, 2)
+    pair = core_toys.random_pair(6, 4)
+    core_toys.assert_exact(core_toys.make_pair(pair.p, pair.q, entries_max), rule, 2)
 
 
-@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("rule", core_toys.RATIO_RULES)
 @pytest.mark.parametrize("draft_vocab", [4, 7])
 def test_vocabularies_of_different_width(rule, draft_vocab):
     """A wider draft vocabulary proposes tokens that do not exist; a narrower one never proposes the
     last tokens. Both are exact."""
-    narrow = random_pair(5, 6)
+    narrow = core_toys.random_pair(5, 6)
     random = np.random.default_rng(3)
     mass = torch.from_numpy(random.multinomial(2**16, np.ones(draft_vocab) / draft_vocab,
                                                (1, len(narrow.p))) / 2**16)  # fmt: skip
     step = torch.zeros(len(narrow.p), max(5, draft_vocab), dtype=torch.int64)
     step[:, :5] = narrow.step
-    assert_exact(ToyPair(narrow.p, mass, mass, step), rule, 2)
+    core_toys.assert_exact(core_toys.ToyPair(narrow.p, mass, mass, step), rule, 2)

@@ -13,15 +13,7 @@ import pytest
 from test_client import FINISHED, FIRST, ID, SECOND, STARTED, ScriptedServicer, serve
 
 from outrider import errors
-from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient
-from outrider.client.failover import (
-    AVOIDED_S,
-    GONE_MAX,
-    LOOK_S,
-    EndpointPool,
-    ResumingTransport,
-    Tries,
-)
+from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient, failover
 from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event
 from outrider.tokens import TokenSequence
@@ -64,11 +56,11 @@ class Scripted:
         self.closed = True
 
 
-def resuming(each: Sequence[Any], resume_timeout_s: float = 15.0) -> ResumingTransport:
+def resuming(each: Sequence[Any], resume_timeout_s: float = 15.0) -> failover.ResumingTransport:
     names = ",".join(map(str, range(len(each))))
     clock = asyncio.get_running_loop().time
-    pool = EndpointPool(names, lambda name: each[int(name)], clock, first=0)
-    return ResumingTransport(pool, resume_timeout_s, random=lambda: 0.5)
+    pool = failover.EndpointPool(names, lambda name: each[int(name)], clock, first=0)
+    return failover.ResumingTransport(pool, resume_timeout_s, random=lambda: 0.5)
 
 
 async def heard(*each: Scripted, resume_timeout_s: float = 15.0) -> tuple[list[Event], float]:
@@ -216,7 +208,7 @@ class Names:
 
 def pool(names: Any, now: list[float], first: int | None = 0) -> Any:
     """Endpoints are addresses in capitals instead of connections."""
-    return EndpointPool(names, str.upper, lambda: now[0], first)
+    return failover.EndpointPool(names, str.upper, lambda: now[0], first)
 
 
 def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
@@ -224,7 +216,7 @@ def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
     for _ in range(500):
         left_ms = drawn.randint(1, 2000)
         now[0] = 2.0 - left_ms / 1e3
-        tries = Tries(pool("a", now), 60.0, drawn.random)
+        tries = failover.Tries(pool("a", now), 60.0, drawn.random)
         tries.note(STARTED)
         tries.after(None, BROKEN, 1e9)
         _, wait_s = tries.after(None, errors.Unavailable("leased", left_ms), 1e9)
@@ -241,17 +233,17 @@ def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFix
     assert found.each == ["A", "B"]
     assert found.renew() == []  # It was called just now.
     for each in (["B", "C"], ["B", "C"], ["B", "C"], ["C"]):
-        now[0] += LOOK_S
+        now[0] += failover.LOOK_S
         found.renew()
         assert found.each == each
     assert found.all == ["A", "B", "C"]
     assert len(caplog.records) == 1
     closed: list[str] = []
     found = pool(lambda: f"n{now[0]:.0f}", now)
-    for _ in range(GONE_MAX + 3):
+    for _ in range(failover.GONE_MAX + 3):
         now[0] += 1
         closed += found.renew()
-    assert (len(closed), len(found.all)) == (3, 1 + GONE_MAX)
+    assert (len(closed), len(found.all)) == (3, 1 + failover.GONE_MAX)
 
 
 def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +255,7 @@ def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [turns.begin() for _ in range(2)] == ["C", "C"]
     now[0] = 0.5
     assert {turns.begin() for _ in range(4)} == {"A", "C"}
-    now[0] = AVOIDED_S
+    now[0] = failover.AVOIDED_S
     assert {turns.begin() for _ in range(3)} == {"A", "B", "C"}
     for tried in "ABC":
         turns.after(tried)
@@ -287,7 +279,9 @@ async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, ea
     new = Scripted((STARTED, SECOND, FINISHED) if begun else WHOLE)
     found = {name: Scripted(*script) for name, script in each.items()} | {"new": new}
     clock = asyncio.get_running_loop().time
-    transport = ResumingTransport(EndpointPool(Names(*named), found.__getitem__, clock))
+    transport = failover.ResumingTransport(
+        failover.EndpointPool(Names(*named), found.__getitem__, clock)
+    )
     await asyncio.sleep(1.0)
     assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]
     await transport.close()
@@ -298,8 +292,8 @@ async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, ea
 async def test_waits_begin_short_however_many_coordinators_there_are(num_coordinators: int) -> None:
     each = [Scripted((BROKEN,), (BROKEN,), WHOLE) for _ in range(num_coordinators)]
     clock, names = asyncio.get_running_loop().time, ",".join(map(str, range(num_coordinators)))
-    endpoints = EndpointPool(lambda: names, lambda name: each[int(name)], clock)
-    transport = ResumingTransport(endpoints, random=lambda: 0.0)
+    endpoints = failover.EndpointPool(lambda: names, lambda name: each[int(name)], clock)
+    transport = failover.ResumingTransport(endpoints, random=lambda: 0.0)
     assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]
     assert clock() == pytest.approx(0.025 + 0.05)
 
@@ -366,7 +360,7 @@ def test_threads_may_read_a_pool_whose_coordinators_are_replaced(
 ) -> None:
     monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
     numbers = iter(range(10**9))
-    found = EndpointPool(lambda: ",".join(f"{next(numbers)}" for _ in range(50)), str)
+    found = failover.EndpointPool(lambda: ",".join(f"{next(numbers)}" for _ in range(50)), str)
     raised = list[Exception]()
 
     def read() -> None:

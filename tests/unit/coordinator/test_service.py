@@ -29,19 +29,10 @@ from toy_engine import ToyEngine, toy_logits
 from coordinator.decoding import load_meter
 from coordinator.decoding.loop import COMMIT_GRACE_S
 from coordinator.service import LOOK_PERIOD_S, TROUBLE_S
+from outrider import errors
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    InvariantError,
-    LinkLost,
-    NotFound,
-    Overloaded,
-    StoreUnavailable,
-    Unavailable,
-)
 from outrider.messages import ProposalReply
 from outrider.request import Finished, GenerateRequest, PromptTokens, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
@@ -85,7 +76,7 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
         await asyncio.sleep(2)
         assert isinstance((await b.events(REQUEST))[-1], Finished)
         await asyncio.sleep(4)
-        with pytest.raises(Overloaded, match=r"is \d{3} ms late"):
+        with pytest.raises(errors.Overloaded, match=r"is \d{3} ms late"):
             await b.events(REQUEST)
         assert (b.service.figures.loop_lag_ms or 0) > 300
         timer.cancel()
@@ -94,7 +85,9 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
         assert b.service.figures.busy == pytest.approx(0.4, rel=0.15)
 
 
-@pytest.mark.parametrize(("num_shown", "error"), [(1, StoreUnavailable), (0, DeadlineExceeded)])
+@pytest.mark.parametrize(
+    ("num_shown", "error"), [(1, errors.StoreUnavailable), (0, errors.DeadlineExceeded)]
+)
 async def test_commits_may_take_a_grace_beyond_the_deadline(
     num_shown: int, error: type[Exception]
 ) -> None:
@@ -130,7 +123,7 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
         if what == "store":
             b.store.load = failing(b.store.load, start + silent_s)
         else:
-            b.target_link.sever(LinkLost("gone"), reachable=False)
+            b.target_link.sever(errors.LinkLost("gone"), reachable=False)
             loop.call_later(silent_s, b.target_link.restore)
         found = set[str]()
         while loop.time() < start + silent_s:
@@ -176,7 +169,7 @@ async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
         start = loop.time()
         assert start >= 5.0
         b.store.finish = failing(finish, until=1e9)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(errors.StoreUnavailable):
             await b.events(GenerateRequest((1,), max_tokens=2, deadline_ms=3_000))
         assert 3.0 <= loop.time() - start <= 10.0
 
@@ -198,7 +191,7 @@ def noted_openings(b: Bench, then: Callable[[int], Awaitable[None]]) -> list[str
 async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
     async with bench() as b:
         opened = noted_openings(b, lambda _: asyncio.sleep(0.5))
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await b.events(replace(REQUEST, deadline_ms=100))
         waiting = asyncio.create_task(b.events())
         await asyncio.sleep(0.1)
@@ -213,7 +206,7 @@ async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_
 async def test_a_session_is_opened_at_the_second_try() -> None:
     async def silent_once(number: int) -> None:
         if number == 1:
-            raise StoreUnavailable("no answer")
+            raise errors.StoreUnavailable("no answer")
 
     async with bench() as b:
         opened = noted_openings(b, silent_once)
@@ -231,7 +224,7 @@ async def test_a_running_session_is_cancelled_once_even_without_the_store() -> N
         async for event in b.service.generate(REQUEST):
             if isinstance(event, Started):
                 session_id = event.session_id
-                with pytest.raises(NotFound):
+                with pytest.raises(errors.NotFound):
                     await b.service.cancel(session_id, tenant="another")
                 b.store.load = failing(load, until=1e9)
             if isinstance(event, Tokens):
@@ -250,10 +243,10 @@ async def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
     async with bench(text=SlowText(0.5), max_sessions=1) as b:
         first = asyncio.create_task(b.events(GenerateRequest("abcd", max_tokens=1)))
         await asyncio.sleep(0.1)
-        with pytest.raises(Overloaded):
+        with pytest.raises(errors.Overloaded):
             await b.events(GenerateRequest("abcd", max_tokens=1))
         assert isinstance((await first)[-1], Finished)
-        with pytest.raises(DeadlineExceeded, match="deadline_ms"):
+        with pytest.raises(errors.DeadlineExceeded, match="deadline_ms"):
             await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))
 
 
@@ -264,14 +257,16 @@ async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> N
             if isinstance(event, Tokens):
                 break
         made.store.restore(({}, {}))
-        with pytest.raises(DataLoss, match="not stored any more"):
+        with pytest.raises(errors.DataLoss, match="not stored any more"):
             async for _ in events:
                 pass
 
 
 async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
     async with bench() as b:
-        b.store.hold_lease = AsyncMock(side_effect=InvariantError("the lease's key is damaged"))
+        b.store.hold_lease = AsyncMock(
+            side_effect=errors.InvariantError("the lease's key is damaged")
+        )
         request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
         assert isinstance((await b.events(request))[-1], Finished)
         await asyncio.sleep(2.0)
@@ -283,12 +278,12 @@ async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() ->
     b = Bench()
     await b.service.start()
     b.store.append = AsyncMock(side_effect=RuntimeError("a bug"))
-    with pytest.raises(Unavailable):
+    with pytest.raises(errors.Unavailable):
         await b.events()
     assert b.service.failed
     assert b.service.trouble
     stored = await b.store.records()
-    with pytest.raises(Unavailable, match="shutting down"):
+    with pytest.raises(errors.Unavailable, match="shutting down"):
         await b.events()
     assert await b.store.records() == stored
     await b.target.close()
@@ -332,7 +327,7 @@ async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: in
 async def test_a_prompt_is_scored_within_the_deadline() -> None:
     async with bench(target=target_service(ToyEngine(pass_s=0.05))) as b:
         request = replace(REQUEST, prompt=SCORED, prompt_logprobs=0, max_tokens=0, deadline_ms=15)
-        with pytest.raises(DeadlineExceeded, match="before the prompt was scored"):
+        with pytest.raises(errors.DeadlineExceeded, match="before the prompt was scored"):
             await b.events(request)
 
 
@@ -447,7 +442,7 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         assert sums.new.num_rounds > 0
         running = asyncio.create_task(b.events(request))
         await asyncio.sleep(5 * STEP_S)
-        link.sever(LinkLost("down"), reachable=False)
+        link.sever(errors.LinkLost("down"), reachable=False)
         assert tokens_of(await running) == text
         await asyncio.sleep(1)
         assert b.service.trial_sums.old.num_rounds == 0

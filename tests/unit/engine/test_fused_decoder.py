@@ -11,13 +11,7 @@ from reference_kernels import ReferenceKernels, ReferenceLayers
 
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence, HeldStep
-from outrider.engine.cpu.fused_decoder import (
-    SPAN_TOKENS_MAX,
-    CannotFuse,
-    FusedDecoder,
-    FusedSteps,
-    find_span_tokens,
-)
+from outrider.engine.cpu import fused_decoder
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import KVCache, LayerShape
@@ -27,10 +21,12 @@ from outrider.models.module_replacement import speed_up
 MAX_MODEL_LEN = 256
 
 
-def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
+def decoder_of(kernels: Any, family: str, **changes: Any) -> fused_decoder.FusedDecoder:
     module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN, **changes), dtype=kernels.dtype)
     speed_up(module, kernels=kernels)
-    return FusedDecoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
+    return fused_decoder.FusedDecoder(
+        module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +45,7 @@ def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
     ],
 )
 def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(CannotFuse, match=reason):
+    with pytest.raises(fused_decoder.CannotFuse, match=reason):
         decoder_of(ReferenceKernels(torch.float32), family, **changes)
 
 
@@ -66,7 +62,7 @@ def test_rows_that_depend_on_others_are_found(operator: str) -> None:
 
     layers = type("Dependent", (ReferenceLayers,), {operator: dependent})
     decoder = decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")
-    assert find_span_tokens(decoder, MAX_MODEL_LEN, [1]) is None
+    assert fused_decoder.find_span_tokens(decoder, MAX_MODEL_LEN, [1]) is None
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +81,7 @@ def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def outputs(steps: FusedSteps) -> list[torch.Tensor]:
+def outputs(steps: fused_decoder.FusedSteps) -> list[torch.Tensor]:
     """Outputs of steps of one and of two sequences, most of them of different lengths, some of them
     longer than a span."""
     first, second = [3, 1, 5], [0, 4, 2]
@@ -97,7 +93,7 @@ def outputs(steps: FusedSteps) -> list[torch.Tensor]:
         [held("a", 20, 0, first), held("b", 30, 0, second)],
         [held("a", 5, 20, first)],
         [held("a", 1, 25, first), held("b", 1, 30, second)],
-        [held("a", 3, 26, first), held("b", 1 + SPAN_TOKENS_MAX, 31, second)],
+        [held("a", 3, 26, first), held("b", 1 + fused_decoder.SPAN_TOKENS_MAX, 31, second)],
     ]
     return [steps.run(HeldStep(sequences, PAGE_SIZE)) for sequences in run]
 
@@ -108,7 +104,7 @@ def test_one_call_of_torchscript_is_what_operators_make_one_by_one(family: str) 
     decoder = decoder_of(pace_kernels(), family, **WIDE)
     shape = LayerShape(1, 64, 64, torch.bfloat16, torch.device("cpu"))
     caches = KVCache([shape] * len(decoder.layers.weights), 8, PAGE_SIZE, is_blocked=True).layers
-    steps = FusedSteps(decoder, caches)
+    steps = fused_decoder.FusedSteps(decoder, caches)
     at_once = outputs(steps)
     written = [torch.cat([cache.keys, cache.values]) for cache in caches]
     assert [row.isfinite().all() for row in at_once] == [True] * 4

@@ -3,17 +3,8 @@ discarded."""
 
 import random
 
+import constrained
 import pytest
-from constrained import (
-    CONSTRAINTS,
-    allowed_ids,
-    eos,
-    fresh_mask,
-    grammar,
-    grammars,
-    hf_tokenizer,
-    tokens,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,48 +15,48 @@ from outrider.grammar.matcher import Matchers, PrefixMatcher
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, TOO_SLOW_S
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("name", constrained.CONSTRAINTS)
 @given(seed=st.integers(0, 2**32), steps=st.lists(st.integers(-6, 6), min_size=1, max_size=12))
 @settings(max_examples=40, deadline=None)
 def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
     name: str, seed: int, steps: list[int]
 ) -> None:
     chosen = random.Random(seed)
-    matcher, token_ids = PrefixMatcher(grammar(name), grammars()), []
+    matcher, token_ids = PrefixMatcher(constrained.grammar(name), constrained.grammars()), []
     for step in steps:
         if step < 0:
             token_ids = token_ids[: max(0, len(token_ids) + step)]
             assert matcher.stand(0, token_ids) == len(token_ids)
         else:
-            walk = PrefixMatcher(grammar(name), grammars())
+            walk = PrefixMatcher(constrained.grammar(name), constrained.grammars())
             walk.stand(0, token_ids)
             longer = list(token_ids)
             for _ in range(step):
-                longer.append(chosen.choice(allowed_ids(walk)))
+                longer.append(chosen.choice(constrained.allowed_ids(walk)))
                 assert walk.stand(len(longer) - 1, longer[-1:]) == 1
             known = chosen.randint(0, len(token_ids))
             # A token that no mask has may spell a part of what is allowed, and is consumed then.
-            some = chosen.sample(range(len(hf_tokenizer())), 50)
+            some = chosen.sample(range(len(constrained.hf_tokenizer())), 50)
             tried = [*longer, next(v for v in some if walk.stand(len(longer), [v]) == 0)]
             assert matcher.stand(known, tried[known:]) == len(longer) - known
             token_ids = longer
-        assert allowed_ids(matcher) == fresh_mask(name, token_ids)
+        assert constrained.allowed_ids(matcher) == constrained.fresh_mask(name, token_ids)
 
 
 def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_follows() -> None:
-    matcher = PrefixMatcher(grammar("choice"), grammars())
-    brown = hf_tokenizer().encode("brown")
-    assert eos() not in allowed_ids(matcher)
-    assert matcher.stand(0, [*brown[:-1], eos()]) == len(brown) - 1
+    matcher = PrefixMatcher(constrained.grammar("choice"), constrained.grammars())
+    brown = constrained.hf_tokenizer().encode("brown")
+    assert constrained.eos() not in constrained.allowed_ids(matcher)
+    assert matcher.stand(0, [*brown[:-1], constrained.eos()]) == len(brown) - 1
     matcher.stand(0, brown)
-    assert eos() in allowed_ids(matcher)
-    assert len(allowed_ids(matcher)) > 1  # " fox" may still come
-    assert matcher.stand(0, [*brown, eos(), eos()]) == len(brown) + 2
-    assert allowed_ids(matcher) == [eos()]
+    assert constrained.eos() in constrained.allowed_ids(matcher)
+    assert len(constrained.allowed_ids(matcher)) > 1  # " fox" may still come
+    assert matcher.stand(0, [*brown, constrained.eos(), constrained.eos()]) == len(brown) + 2
+    assert constrained.allowed_ids(matcher) == [constrained.eos()]
     assert matcher.mask().is_over
-    whole = hf_tokenizer().encode("brown fox")
+    whole = constrained.hf_tokenizer().encode("brown fox")
     matcher.stand(0, whole)
-    assert allowed_ids(matcher) == [eos()]
+    assert constrained.allowed_ids(matcher) == [constrained.eos()]
     assert not matcher.mask().is_over
 
 
@@ -73,8 +64,8 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.limits.MATCHERS_MAX", 1)
-    matchers, schema = Matchers(grammars()), grammar("schema")
-    ids = hf_tokenizer().encode('{"name":"x","tags":["bb"')
+    matchers, schema = Matchers(constrained.grammars()), constrained.grammar("schema")
+    ids = constrained.hf_tokenizer().encode('{"name":"x","tags":["bb"')
     first = matchers.follow("a", schema, ids[:5])
     drafted = ids[5:8]
     mask = first.after(drafted)
@@ -87,7 +78,7 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     assert (mask.bits == there.bits).all()
     ahead = matchers.follow("a", schema, ids[:3]).behind(ids[3:6])
     assert (ahead.after(ids[6:8]).bits == mask.bits).all()  # type: ignore[union-attr]
-    assert ahead.after([eos()]) is None
+    assert ahead.after([constrained.eos()]) is None
     matchers.release("a")
     assert len(matchers._matchers) == 0
 
@@ -98,22 +89,22 @@ MANY_STATES = Constraint.of_regex("[a-d]*a[a-d]{15}")
 def with_states(lexer_states_max: int) -> Grammars:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("outrider.limits.LEXER_STATES_MAX", lexer_states_max)
-        limited = GrammarTokenizer(hf_tokenizer(), (eos(),))
+        limited = GrammarTokenizer(constrained.hf_tokenizer(), (constrained.eos(),))
     return Grammars(lambda: limited)
 
 
 def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
     chosen = random.Random(2)
-    known, letters = with_states(300), [hf_tokenizer().encode(c)[0] for c in "abcd"]
+    known, letters = with_states(300), [constrained.hf_tokenizer().encode(c)[0] for c in "abcd"]
     first = known.get(MANY_STATES)
-    roomy = tokens().compile(MANY_STATES)
+    roomy = constrained.tokens().compile(MANY_STATES)
     matchers = Matchers(known)
     written: list[list[int]] = [[] for _ in range(40)]
     for _ in range(14):
         for session, token_ids in enumerate(written):
             followed = matchers.follow(str(session), first, token_ids)
             mask = followed.after(())
-            alone = PrefixMatcher(roomy, grammars())
+            alone = PrefixMatcher(roomy, constrained.grammars())
             assert alone.stand(0, token_ids) == len(token_ids)
             assert mask is not None
             assert (mask.bits == alone.mask().bits).all()
@@ -125,7 +116,9 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
 
 def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -> None:
     known = with_states(60)
-    letters = hf_tokenizer().encode("abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba")
+    letters = constrained.hf_tokenizer().encode(
+        "abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba"
+    )
     for _ in range(3):
         with pytest.raises(
             Incompatible, match=r"regex: cannot be followed after \d+ tokens: .*many"
@@ -139,10 +132,10 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -
 def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) -> None:
     """A grammar is too slow if a mask, or the consumption of this many tokens, takes too long."""
     seconds = [0.0, 0.0]
-    known = grammars()
+    known = constrained.grammars()
     known.clock, known.now = lambda: seconds[0], lambda: seconds[1]
     constraint = Constraint.of_regex("[a-z]+")
-    letters = hf_tokenizer().encode("a")[:1] * num_tokens
+    letters = constrained.hf_tokenizer().encode("a")[:1] * num_tokens
     compiled = known.get(constraint)
     followed = Matchers(known).follow("quick", compiled, letters)
     assert followed.after(()) is not None
@@ -168,7 +161,7 @@ def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) ->
 def test_a_grammar_that_is_slow_after_draft_tokens_is_not_refused() -> None:
     """Draft tokens must not change whether a session fails."""
     seconds = [0.0]
-    known, letter = grammars(), hf_tokenizer().encode("a")[:1]
+    known, letter = constrained.grammars(), constrained.hf_tokenizer().encode("a")[:1]
     constraint = Constraint.of_regex("[a-z]+")
     compiled, matchers = known.get(constraint), Matchers(known)
     known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)

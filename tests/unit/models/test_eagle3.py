@@ -13,14 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.eagle3 import (
-    Eagle3Config,
-    Eagle3Head,
-    Eagle3LayerConfig,
-    LoadedEagle3,
-    load_eagle3,
-    save_speculators,
-)
+from outrider.models import eagle3
 from outrider.models.student import target_ends
 
 VOCAB = 32
@@ -34,36 +27,36 @@ def target() -> Any:
     return tiny_module(tiny_config("llama", VOCAB, num_hidden_layers=8))
 
 
-def tiny_head(target: Any, **changes: Any) -> Eagle3Head:
+def tiny_head(target: Any, **changes: Any) -> eagle3.Eagle3Head:
     """A random head with another width than its target's, and grouped heads."""
     layer = {
         "vocab_size": VOCAB, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "intermediate_size": 40, "rms_norm_eps": EPS, "rope_theta": THETA,
         "max_position_embeddings": 16,
     } | changes.pop("layer", {})  # fmt: skip
-    config = Eagle3Config(
-        layer=Eagle3LayerConfig(**layer), draft_vocab_size=len(DRAFT_IDS),
+    config = eagle3.Eagle3Config(
+        layer=eagle3.Eagle3LayerConfig(**layer), draft_vocab_size=len(DRAFT_IDS),
         layer_ids=changes.pop("layer_ids", (0, 2, 5)), target_width=target.config.hidden_size,
         **changes,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        head = Eagle3Head(config).requires_grad_(False).eval()
+        head = eagle3.Eagle3Head(config).requires_grad_(False).eval()
         for parameter in head.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
     return head
 
 
-def save(directory: Path, head: Eagle3Head, token_ids: Sequence[int] = DRAFT_IDS) -> Path:
-    save_speculators(
+def save(directory: Path, head: eagle3.Eagle3Head, token_ids: Sequence[int] = DRAFT_IDS) -> Path:
+    eagle3.save_speculators(
         directory, head, token_ids, target_name="tiny", architectures=["LlamaForCausalLM"],
         num_draft_tokens=3,
     )  # fmt: skip
     return directory
 
 
-def load(directory: Path, target: Any) -> LoadedEagle3:
-    return load_eagle3(directory, target, name="HEAD", target_name="TARGET")
+def load(directory: Path, target: Any) -> eagle3.LoadedEagle3:
+    return eagle3.load_eagle3(directory, target, name="HEAD", target_name="TARGET")
 
 
 def norm(rows: Tensor, weight: Tensor) -> Tensor:
@@ -78,7 +71,7 @@ def turned(vector: Tensor, position: int) -> Tensor:
     return torch.cat([turned.real, turned.imag])
 
 
-def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]]) -> Tensor:
+def hidden_by_definition(head: eagle3.Eagle3Head, pairs: list[tuple[Tensor, int, int]]) -> Tensor:
     """h of the last of the (feature, token, position), which attends to all of them."""
     config, weights = head.config, dict(head.named_parameters())
 
@@ -272,7 +265,7 @@ def test_ends_of_a_quantised_target_are_read_from_its_files(target: Any, tmp_pat
         tensors = {key: values for key, values in (stored | changed).items() if values is not None}
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
         ends = target_ends(place, drafter="HEAD", name="TARGET")
-        return load_eagle3(head, ends, name="HEAD", target_name="TARGET").module
+        return eagle3.load_eagle3(head, ends, name="HEAD", target_name="TARGET").module
 
     found = read()
     assert torch.equal(found.embed_tokens.weight, stored["model.embed_tokens.weight"])

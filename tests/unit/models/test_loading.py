@@ -16,13 +16,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
-from outrider.models import loading, sources
-from outrider.models.fingerprint import (
-    TokenizerTable,
-    compare_tokenizers,
-    tokenizer_fingerprint,
-    weights_fingerprint,
-)
+from outrider.models import fingerprint, loading, sources
 from outrider.models.loading import check_same_tokenizer, load_model, load_tokenizer
 from outrider.models.sources import DEMO_DISTRIBUTION, converted, resolve_model
 
@@ -91,7 +85,7 @@ def test_load_model_tells_what_it_is(spoken: Path) -> None:
     assert info.eos_token_ids == (0,)  # the tokenizer's <|end|>
     assert not module.training
     assert not any(p.requires_grad for p in module.parameters())
-    assert info.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(spoken))
+    assert info.tokenizer_fingerprint == fingerprint.tokenizer_fingerprint(load_tokenizer(spoken))
 
 
 def test_a_length_that_the_model_does_not_allow_is_named(tiny: Path) -> None:
@@ -152,14 +146,14 @@ def test_quantised_weights_are_loaded_where_they_stay(
 def test_weights_fingerprints_tell_models_apart(tiny: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)
-    assert weights_fingerprint(copy) == weights_fingerprint(tiny)
+    assert fingerprint.weights_fingerprint(copy) == fingerprint.weights_fingerprint(tiny)
     other = save_tiny_model(tmp_path / "other", seed=1, eos_token_id=3)
-    assert weights_fingerprint(other) != weights_fingerprint(tiny)
+    assert fingerprint.weights_fingerprint(other) != fingerprint.weights_fingerprint(tiny)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"_name_or_path": "elsewhere"}))
-    assert weights_fingerprint(copy) == weights_fingerprint(tiny)
+    assert fingerprint.weights_fingerprint(copy) == fingerprint.weights_fingerprint(tiny)
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert weights_fingerprint(copy) != weights_fingerprint(tiny)
+    assert fingerprint.weights_fingerprint(copy) != fingerprint.weights_fingerprint(tiny)
 
 
 def test_a_broken_file_is_one_clear_error(tiny: Path, tmp_path: Path) -> None:
@@ -177,7 +171,7 @@ def test_a_broken_file_is_one_clear_error(tiny: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "lacking", device="cpu")
 
 
-def table(*tokens: str, merges: tuple[str, ...] = ()) -> TokenizerTable:
+def table(*tokens: str, merges: tuple[str, ...] = ()) -> fingerprint.TokenizerTable:
     table = {f"id {token_id}": token for token_id, token in enumerate(tokens)}
     return table | {f"merge {rank}": pair for rank, pair in enumerate(merges)}
 
@@ -195,10 +189,12 @@ def table(*tokens: str, merges: tuple[str, ...] = ()) -> TokenizerTable:
     ],
 )
 def test_the_first_difference_between_tokenizers_is_named(
-    target: TokenizerTable | None, draft: TokenizerTable | None, difference: str
+    target: fingerprint.TokenizerTable | None,
+    draft: fingerprint.TokenizerTable | None,
+    difference: str,
 ) -> None:
     with pytest.raises(ConfigError, match=f"draft model D does not .* target T: {difference}"):
-        compare_tokenizers("T", target, "D", draft)
+        fingerprint.compare_tokenizers("T", target, "D", draft)
 
 
 def test_equal_tokenizers_pass_whatever_the_width_of_the_logits(

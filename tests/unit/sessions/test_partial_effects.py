@@ -12,14 +12,7 @@ import pytest
 from script_store import ScriptStore
 from session_model import IDS, OWNERS, end_of, new_session, next_append
 
-from outrider.errors import (
-    InvariantError,
-    NotFound,
-    OutriderError,
-    StaleEpoch,
-    StoreUnavailable,
-    Unavailable,
-)
+from outrider import errors
 from outrider.sessions import state
 from outrider.sessions.redis_connection import Call, Script
 from outrider.sessions.state import Session
@@ -59,7 +52,7 @@ class Bench(ScriptStore):
         """Raises `DataLoss` for a session that cannot be continued."""
         try:
             return await self.load(IDS[0])
-        except NotFound:
+        except errors.NotFound:
             return None
 
     async def is_refused(self, work: Work, at: int) -> bool:
@@ -67,7 +60,7 @@ class Bench(ScriptStore):
         self.data.refused_at = at
         try:
             await work(self)
-        except StoreUnavailable:
+        except errors.StoreUnavailable:
             return True
         finally:
             self.data.refused_at = None
@@ -87,7 +80,7 @@ def written(session: Session, *token_ids: int) -> None:
 
 async def send(store: ScriptStore, session: Session) -> Any:
     [answer] = await store.append([next_append(session)])
-    if isinstance(answer, OutriderError):
+    if isinstance(answer, errors.OutriderError):
         raise answer
     return answer
 
@@ -254,7 +247,7 @@ async def test_an_owner_with_a_lease_is_told_once_what_another_asked_for() -> No
     seen = await bench.load(IDS[0])
     for asked in ((False,), (False, True), (True, False)):
         for cancels in asked:
-            with pytest.raises(Unavailable):
+            with pytest.raises(errors.Unavailable):
                 await bench.take_over(seen, OWNERS[1], cancels=cancels)
         heard = [await bench.hold_lease(OWNERS[0]) for _ in range(2)]
         assert heard == [{IDS[0]: any(asked)}, {}]
@@ -264,7 +257,7 @@ async def test_a_session_of_another_owner_under_the_same_epoch_is_not_taken_over
     bench = Bench()
     await (await opening(bench))(bench)
     found = await bench.take_over(await bench.load(IDS[0]), OWNERS[0])
-    with pytest.raises(Unavailable):
+    with pytest.raises(errors.Unavailable):
         await bench.take_over(replace(found, owner=OWNERS[1]), "carl")
 
 
@@ -280,7 +273,7 @@ async def test_only_the_stored_owner_writes_under_its_epoch(epoch: int, owner: s
         bench.release(IDS[0], epoch, owner),
         bench.finish(replace(end_of(session), length=None)),
     ):
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(errors.StaleEpoch):
             await write
     assert await bench.load(IDS[0]) == found
 
@@ -290,7 +283,7 @@ async def test_a_session_is_opened_once() -> None:
     for _ in range(2):
         await bench.open(new_session())
     for other in (new_session(owner=OWNERS[1]), replace(new_session(), seed=1)):
-        with pytest.raises(InvariantError, match="another session has the id"):
+        with pytest.raises(errors.InvariantError, match="another session has the id"):
             await bench.open(other)
     assert await bench.load(IDS[0]) == new_session()
 

@@ -21,22 +21,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from outrider.errors import ConfigError, DataLoss, InvariantError, SettingError, StoreUnavailable
 from outrider.limits import PASSWORD_BYTES_MAX, REDIS_TIMEOUT_MS
+from outrider.sessions import redis_connection
 from outrider.sessions.redis_address import (
     SENTINEL_VARIABLE,
     VARIABLE,
     RedisAddress,
     with_password,
     without_password,
-)
-from outrider.sessions.redis_connection import (
-    NotReplicated,
-    Pool,
-    calling,
-    check_info,
-    masked_url,
-    may_be_replaced,
-    new_client,
-    to_our_error,
 )
 from outrider.sessions.redis_store import decode_record
 
@@ -55,7 +46,7 @@ GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "mas
     ],
 )
 def test_passwords_are_masked(url: str, masked: str) -> None:
-    assert masked_url(url) == masked
+    assert redis_connection.masked_url(url) == masked
 
 
 @pytest.mark.parametrize(
@@ -72,14 +63,16 @@ def test_passwords_are_masked(url: str, masked: str) -> None:
 )
 def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="Redis URL") as refused:
-        new_client(RedisAddress(url=url, key_prefix=""))
+        redis_connection.new_client(RedisAddress(url=url, key_prefix=""))
     assert "secret" not in str(refused.value)
     assert refused.value.__cause__ is None
 
 
 def test_a_ca_file_needs_tls() -> None:
     with pytest.raises(ConfigError, match="rediss://"):
-        new_client(RedisAddress(url="redis://localhost", ca_file="/ca.pem", key_prefix=""))
+        redis_connection.new_client(
+            RedisAddress(url="redis://localhost", ca_file="/ca.pem", key_prefix="")
+        )
 
 
 def test_a_url_of_sentinels_with_tls() -> None:
@@ -87,7 +80,7 @@ def test_a_url_of_sentinels_with_tls() -> None:
     url = "rediss+sentinel://a:1,[::1]:2,c/my%20name/3"
     passwords = {"username": "u", "password": "p/", "sentinel_password": "watch"}
     address = RedisAddress(url=url, ca_file="/ca", key_prefix="", **passwords)
-    pool: Any = new_client(address).connection_pool
+    pool: Any = redis_connection.new_client(address).connection_pool
     sentinels = [one.connection_pool for one in pool.sentinel_manager.sentinels]
     given = [one.connection_kwargs for one in (pool, *sentinels)]
     hosts = [(one["host"], one["port"]) for one in given[1:]]
@@ -112,9 +105,9 @@ def test_a_url_of_sentinels_with_tls() -> None:
 )
 def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str) -> None:
     for version in ("6.2.0", "10.1.2"):
-        check_info("Redis", {**GOOD, "redis_version": version})
+        redis_connection.check_info("Redis", {**GOOD, "redis_version": version})
     with pytest.raises(ConfigError, match=message):
-        check_info("Redis", {**GOOD, **change})
+        redis_connection.check_info("Redis", {**GOOD, **change})
 
 
 SCRIPT = "Error running script (call to f_0): @user_script:3: "
@@ -132,13 +125,16 @@ SCRIPT = "Error running script (call to f_0): @user_script:3: "
             ResponseError(f"{SCRIPT}The user executing the script can't run this command"),
             StoreUnavailable,
         ),
-        (NotReplicated("0 of 1 replicas have a write after 500 ms"), StoreUnavailable),
+        (
+            redis_connection.NotReplicated("0 of 1 replicas have a write after 500 ms"),
+            StoreUnavailable,
+        ),
         (ResponseError("wrong number of arguments"), InvariantError),
         (ResponseError("WRONGTYPE Operation against a key"), DataLoss),
     ],
 )
 def test_what_an_error_of_redis_means(error: Exception, becomes: type[Exception]) -> None:
-    assert isinstance(to_our_error(error), becomes)
+    assert isinstance(redis_connection.to_our_error(error), becomes)
 
 
 class Idle:
@@ -170,11 +166,11 @@ async def test_a_server_that_may_be_replaced_is_left(num_closed: int, error: Red
     """Its connections are closed, so that the next call asks again where the primary is."""
     client: Any = Idle()
     with pytest.raises((StoreUnavailable, DataLoss)) as raised:
-        async with calling(client):
+        async with redis_connection.calling(client):
             raise error
     assert raised.value.__cause__ is error
     assert client.num_closed == num_closed
-    assert may_be_replaced(error) == bool(num_closed)
+    assert redis_connection.may_be_replaced(error) == bool(num_closed)
 
 
 async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
@@ -183,14 +179,14 @@ async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
     reading, writing = socket.socketpair()
     loop.add_reader(reading, lambda: answer.done() or answer.set_result(None))
     with reading, writing:
-        async with calling(client):
+        async with redis_connection.calling(client):
             loop.call_soon(writing.send, b"x")
             loop.call_soon(time.sleep, 1.5 * REDIS_TIMEOUT_MS / 1000)
             await answer
         loop.remove_reader(reading)
     start = loop.time()
     with pytest.raises(StoreUnavailable):
-        async with calling(client):
+        async with redis_connection.calling(client):
             await loop.create_future()
     assert loop.time() - start > 0.9 * REDIS_TIMEOUT_MS / 1000
 
@@ -282,7 +278,7 @@ def test_idle_connections_are_closed_without_suspending() -> None:
             self.is_open = not nowait
 
     idle: Any = [Connection(), Connection()]
-    pool = Pool()
+    pool = redis_connection.Pool()
     pool._available_connections = idle
     with pytest.raises(StopIteration):
         pool.disconnect(inuse_connections=False).send(None)

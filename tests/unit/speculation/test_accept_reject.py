@@ -8,19 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.speculation.accept_reject import (
-    Origin,
-    Outcome,
-    Verdict,
-    count_accepted,
-    decide,
-    survival,
-)
+from outrider.speculation import accept_reject
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import acceptance_of_windows
 
-A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
-VERDICT = Verdict((0.5, 0.2, 0.9), (10, 11, 12, 13))
+A, C, B = accept_reject.Origin.ACCEPTED, accept_reject.Origin.CORRECTION, accept_reject.Origin.BONUS
+VERDICT = accept_reject.Verdict((0.5, 0.2, 0.9), (10, 11, 12, 13))
 PROPOSED = (1, 2, 3)
 
 
@@ -40,23 +33,25 @@ def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
     own test passes. A uniform equal to the acceptance probability accepts."""
     for rule in Rule:
         accepted = block if rule is Rule.BLOCK else left
-        outcome = decide(VERDICT, PROPOSED, rule, uniforms)
+        outcome = accept_reject.decide(VERDICT, PROPOSED, rule, uniforms)
         assert outcome.num_accepted == accepted
         assert outcome.token_ids == (*PROPOSED[:accepted], 10 + accepted)
         assert outcome.origins == (A,) * accepted + ((B if accepted == 3 else C),)
 
 
 def test_an_empty_proposal_gives_the_bonus():
-    assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome((7,), (B,))
+    assert accept_reject.decide(
+        accept_reject.Verdict((), (7,)), (), Rule.BLOCK, ()
+    ) == accept_reject.Outcome((7,), (B,))
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=8))
 def test_count_accepted_against_its_definition(passes):
     runs = [n for n in range(len(passes) + 1) if all(passes[:n])]
-    assert count_accepted(Rule.TOKEN, passes) == max(runs)
+    assert accept_reject.count_accepted(Rule.TOKEN, passes) == max(runs)
     ends = [0] + [n for n in range(1, len(passes) + 1) if passes[n - 1]]
-    assert count_accepted(Rule.BLOCK, passes) == max(ends)
+    assert accept_reject.count_accepted(Rule.BLOCK, passes) == max(ends)
 
 
 @given(st.sampled_from(list(Rule)), st.lists(st.floats(0, 1), max_size=5))
@@ -64,9 +59,9 @@ def test_survival_against_the_law_of_the_count(rule, accept):
     expected = [0.0] * len(accept)
     for passes in itertools.product((False, True), repeat=len(accept)):
         chance = math.prod(a if passed else 1 - a for a, passed in zip(accept, passes, strict=True))
-        for n in range(count_accepted(rule, passes)):
+        for n in range(accept_reject.count_accepted(rule, passes)):
             expected[n] += chance
-    assert survival(rule, accept) == pytest.approx(expected, abs=1e-12)
+    assert accept_reject.survival(rule, accept) == pytest.approx(expected, abs=1e-12)
 
 
 def test_each_window_has_ratios_of_its_own() -> None:

@@ -7,19 +7,8 @@ from hypothesis import strategies as st
 from verdict_laws import row_keys
 
 from outrider.limits import SEED_MAX
+from outrider.speculation import random_streams
 from outrider.speculation.gumbel_max import numbers
-from outrider.speculation.random_streams import (
-    INDEX_MAX,
-    Place,
-    RoundNoise,
-    Stream,
-    choice_seed,
-    draft_keys,
-    rounds,
-    row_words,
-    uniform,
-    verdict_keys,
-)
 from outrider.speculation.sampling_params import Rule
 
 FULL = 0xFFFFFFFF
@@ -39,16 +28,17 @@ SEEDS = st.integers(0, 2**64 - 1)
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers(counter, key, words):
     """Philox4x32-10 gives the vectors of the Random123 distribution."""
-    assert " ".join(f"{word:08x}" for word in rounds(*counter, *key)) == words
+    assert " ".join(f"{word:08x}" for word in random_streams.rounds(*counter, *key)) == words
 
 
 @settings(deadline=None)
 @given(rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=20))
 def test_words_of_rows_are_those_of_single_counters(rows):
     keys = [(a, b, stream, seed & FULL, seed >> 32) for seed, a, b, stream in rows]
-    words = np.stack(row_words(np.array(keys, dtype=np.uint64)), axis=1).tolist()
+    words = np.stack(random_streams.row_words(np.array(keys, dtype=np.uint64)), axis=1).tolist()
     assert words == [
-        list(rounds(0, a, b, stream, seed & FULL, seed >> 32)) for seed, a, b, stream in rows
+        list(random_streams.rounds(0, a, b, stream, seed & FULL, seed >> 32))
+        for seed, a, b, stream in rows
     ]
 
 
@@ -68,10 +58,10 @@ def test_numbers_have_the_finaliser_of_splitmix64():
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_absolute_places(rule):
     """Coupled and greedy numbers are keyed by absolute position, on the target's stream."""
-    noise = RoundNoise(1, rule, 2**32 - 1)
-    assert noise.place(0) == Place(FULL, 0)
-    assert noise.place(1) == Place(0, 1)
-    assert noise.draft_stream is noise.residual_stream is Stream.TARGET
+    noise = random_streams.RoundNoise(1, rule, 2**32 - 1)
+    assert noise.place(0) == random_streams.Place(FULL, 0)
+    assert noise.place(1) == random_streams.Place(0, 1)
+    assert noise.draft_stream is noise.residual_stream is random_streams.Stream.TARGET
     assert tuple(noise.accept_uniforms(3)) == (0.5,) * 3
 
 
@@ -79,20 +69,26 @@ def test_absolute_places(rule):
 def test_round_places(rule):
     """Token and block numbers are keyed by the committed length at the round's start, and the
     index."""
-    noise = RoundNoise(1, rule, 77)
-    assert noise.place(0) == Place(77, 0x80000000)
-    assert noise.place(5) == Place(77, 0x80000005)
-    assert noise.place(INDEX_MAX) == Place(77, 0x8000FFFF)
-    assert (noise.draft_stream, noise.residual_stream) == (Stream.DRAFT, Stream.RESIDUAL)
+    noise = random_streams.RoundNoise(1, rule, 77)
+    assert noise.place(0) == random_streams.Place(77, 0x80000000)
+    assert noise.place(5) == random_streams.Place(77, 0x80000005)
+    assert noise.place(random_streams.INDEX_MAX) == random_streams.Place(77, 0x8000FFFF)
+    assert (noise.draft_stream, noise.residual_stream) == (
+        random_streams.Stream.DRAFT,
+        random_streams.Stream.RESIDUAL,
+    )
     places = [noise.place(index) for index in range(4)]
-    words = row_words(row_keys(1, places, [Stream.ACCEPT] * 4))[0]
-    assert list(noise.accept_uniforms(4)) == [uniform(int(word)) for word in words]
+    words = random_streams.row_words(row_keys(1, places, [random_streams.Stream.ACCEPT] * 4))[0]
+    assert list(noise.accept_uniforms(4)) == [random_streams.uniform(int(word)) for word in words]
 
 
 @pytest.mark.parametrize("rule", Rule)
 def test_many_rounds_have_the_keys_that_each_has_alone(rule):
-    noises = [RoundNoise(SEED_MAX, rule, 2**32 - 1), RoundNoise(5, rule, 3)]
-    assert draft_keys(noises, [2, 1]).tolist() == [
+    noises = [
+        random_streams.RoundNoise(SEED_MAX, rule, 2**32 - 1),
+        random_streams.RoundNoise(5, rule, 3),
+    ]
+    assert random_streams.draft_keys(noises, [2, 1]).tolist() == [
         [*noise.place(index), noise.draft_stream, noise.seed & FULL, noise.seed >> 32]
         for noise, index in zip(noises, (2, 1), strict=True)
     ]
@@ -100,15 +96,15 @@ def test_many_rounds_have_the_keys_that_each_has_alone(rule):
     expected = []
     for noise, size in zip(noises, sizes, strict=True):
         for index in range(size):
-            stream = noise.residual_stream if index < size - 1 else Stream.TARGET
+            stream = noise.residual_stream if index < size - 1 else random_streams.Stream.TARGET
             place = noise.place(index)
             expected.append([*place, stream, noise.seed & FULL, noise.seed >> 32])
-    assert verdict_keys(noises, sizes).tolist() == expected
+    assert random_streams.verdict_keys(noises, sizes).tolist() == expected
 
 
 def test_choice_seeds():
     """Choice 0 has the request's seed. The others have words 0 and 1 of their own counter."""
-    assert choice_seed(2**64 - 1, 0) == 2**64 - 1
-    low, high, *_ = rounds(2, 0, 0, 4, 9, 1)
-    assert choice_seed(1 << 32 | 9, 2) == high << 32 | low
-    assert len({choice_seed(5, j) for j in range(16)}) == 16
+    assert random_streams.choice_seed(2**64 - 1, 0) == 2**64 - 1
+    low, high, *_ = random_streams.rounds(2, 0, 0, 4, 9, 1)
+    assert random_streams.choice_seed(1 << 32 | 9, 2) == high << 32 | low
+    assert len({random_streams.choice_seed(5, j) for j in range(16)}) == 16

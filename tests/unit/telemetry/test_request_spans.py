@@ -15,16 +15,11 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.registry.registry import ROLES
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.telemetry import setup
 from outrider.telemetry.destination import Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
-from outrider.telemetry.setup import (
-    read_sampled,
-    read_traceparent,
-    start_exports,
-    write_traceparent,
-)
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -33,7 +28,7 @@ REQUEST = GenerateRequest((1, 2, 3))
 
 def test_one_setting_says_where_telemetry_goes() -> None:
     assert Destination.parse("") == Destination()
-    assert start_exports("", "target", "127.0.0.1") is None
+    assert setup.start_exports("", "target", "127.0.0.1") is None
     both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
     assert both == Destination("http://collector:4317", 9464)
     anywhere = Destination.parse("prometheus=0")
@@ -53,17 +48,17 @@ def test_a_wrong_destination_is_refused_by_name(text: str) -> None:
 
 
 def test_trace_context_survives_the_wire() -> None:
-    context = read_traceparent(SAMPLED)
+    context = setup.read_traceparent(SAMPLED)
     span = get_current_span(context)
     assert span.get_span_context().is_remote
-    assert write_traceparent(span) == SAMPLED
-    quiet = write_traceparent(span, sampled=False)
+    assert setup.write_traceparent(span) == SAMPLED
+    quiet = setup.write_traceparent(span, sampled=False)
     assert quiet == SAMPLED[:-1] + "0"
-    assert read_sampled(quiet) is None
-    assert read_sampled(SAMPLED[:-1] + "3") is not None
-    assert read_traceparent(f"01{SAMPLED[2:]}-what-a-later-version-adds") is not None
+    assert setup.read_sampled(quiet) is None
+    assert setup.read_sampled(SAMPLED[:-1] + "3") is not None
+    assert setup.read_traceparent(f"01{SAMPLED[2:]}-what-a-later-version-adds") is not None
     for text in ("", "x", SAMPLED[:-1], SAMPLED.replace(SPAN_ID, "0" * 16), "\ud800-1"):
-        assert read_traceparent(text) is read_sampled(text) is None
+        assert setup.read_traceparent(text) is setup.read_sampled(text) is None
 
 
 def test_rounds_are_sampled_at_the_beginning_and_then_now_and_then() -> None:
@@ -116,11 +111,11 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     observer = recorded.observer
     opened = observer.context("draft")
     assert opened.startswith(f"00-{TRACE_ID}-")
-    assert read_sampled(opened)
+    assert setup.read_sampled(opened)
     for index in (1, 3, 4):
         _round(observer, index, by_replica=index < 4)
         observer.shown({index: 0.001}, 2)
-        assert bool(read_sampled(observer.context("target"))) == (index == 1)
+        assert bool(setup.read_sampled(observer.context("target"))) == (index == 1)
         assert observer.context("target")[3:35] == TRACE_ID
     observer.failed(Unavailable("x"))
     assert len(recorded.named("outrider.round")) == 1
@@ -153,7 +148,7 @@ def test_times_of_rounds_that_ran_unasked_are_only_in_the_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
+    exports = setup.start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
     observer = requests.begin(REQUEST, "m", "")
     two, three = SealedProposal((1, 2)), SealedProposal((1, 2, 3))
@@ -215,11 +210,11 @@ def test_a_trace_contains_no_prompt() -> None:
 
 def test_a_port_that_is_taken_or_beyond_the_last_is_a_configuration_error() -> None:
     """Each further replica on a machine adds 3 to the port."""
-    first = start_exports("prometheus=0", "draft", "127.0.0.1")
+    first = setup.start_exports("prometheus=0", "draft", "127.0.0.1")
     port = int(first.scrape.address.rpartition(":")[2])
     try:
         for given, slot, said in ((port, 0, "in use"), (65533, 1, "port must be 0-65535")):
             with pytest.raises(ConfigError, match=f"cannot serve Prometheus .*{said}"):
-                start_exports(f"prometheus={given}", "coordinator", "127.0.0.1", slot)
+                setup.start_exports(f"prometheus={given}", "coordinator", "127.0.0.1", slot)
     finally:
         first.shut_down()

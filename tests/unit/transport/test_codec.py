@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounds import answer_message, item_message, make_head
 
+from outrider import messages
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint
@@ -27,40 +28,21 @@ from outrider.limits import (
     TOKEN_ID_MAX,
     TRACEPARENT_CHARS_MAX,
 )
-from outrider.messages import (
-    DraftItem,
-    PositionLogprobs,
-    ProposalReply,
-    Refused,
-    ReplicaDescription,
-    ReplyKey,
-    Resync,
-    RoundHead,
-    VerdictReply,
-    VerifyItem,
-)
 from outrider.request import GenerateRequest, ResumeRequest
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST
-from outrider.transport import codec
+from outrider.transport import codec, request_codec
 from outrider.transport.codec import DRAFT, VERIFY, from_proto, to_proto
-from outrider.transport.request_codec import (
-    event_from_proto,
-    request_from_proto,
-    request_to_proto,
-    resume_from_proto,
-    resume_to_proto,
-)
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 IDS = st.integers(0, TOKEN_ID_MAX)
-KEYS = st.builds(ReplyKey, st.from_regex(r"\A[0-9a-f]{32}\Z"), U32, U32)
+KEYS = st.builds(messages.ReplyKey, st.from_regex(r"\A[0-9a-f]{32}\Z"), U32, U32)
 FLOAT32 = st.floats(0, 1e6, width=32)
 
 
@@ -93,12 +75,12 @@ CONSTRAINTS = [
 
 
 @st.composite
-def heads(draw: st.DrawFn) -> RoundHead:
+def heads(draw: st.DrawFn) -> messages.RoundHead:
     base_length = draw(st.integers(0, SESSION_TOKENS_MAX - 5))
     append = tuple(draw(st.lists(IDS, min_size=0 if base_length else 1, max_size=5)))
     sampling = draw(SAMPLINGS)
     constraint = draw(st.sampled_from(CONSTRAINTS))
-    return RoundHead(
+    return messages.RoundHead(
         session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")), tenant=draw(st.text(max_size=9)),
         epoch=draw(st.integers(1, 2**32 - 1)), round=draw(U32), base_length=base_length,
         prefix_digest=draw(U64), append=append,
@@ -117,27 +99,27 @@ def proposals(draw: st.DrawFn) -> SealedProposal:
 
 
 VERIFY_ITEMS = st.builds(
-    VerifyItem, heads(), proposals(), st.integers(0, RUN_AHEAD_ROUNDS_MAX),
+    messages.VerifyItem, heads(), proposals(), st.integers(0, RUN_AHEAD_ROUNDS_MAX),
     st.none() | st.integers(0, LOGPROBS_MAX), st.integers(0, NUM_DRAFT_TOKENS_MAX),
     st.none() | st.integers(0, SESSION_TOKENS_MAX), st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
     st.booleans(),
 )  # fmt: skip
 FEATURES = st.none() | st.builds(Features, U32, st.just(3), st.sampled_from([bytes(6), bytes(12)]))
 LOGPROBS = st.builds(
-    PositionLogprobs,
+    messages.PositionLogprobs,
     st.floats(max_value=0, allow_nan=False),
     st.lists(st.tuples(IDS, st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple),
 )
 
 
 @st.composite
-def verdict_replies(draw: st.DrawFn) -> VerdictReply:
+def verdict_replies(draw: st.DrawFn) -> messages.VerdictReply:
     num_draft_tokens = draw(st.integers(0, NUM_DRAFT_TOKENS_MAX))
     accept = tuple(draw(between(0, 1)) for _ in range(num_draft_tokens))
     correction = tuple(draw(IDS) for _ in range(num_draft_tokens + 1))
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
     following = draw(proposals())
-    return VerdictReply(
+    return messages.VerdictReply(
         draw(KEYS), Verdict(accept, correction), draw(U32),
         tuple(draw(LOGPROBS) for _ in range(size)), draw(FLOAT32), draw(FLOAT32), following,
         draw(U32) if following else 0, draw(FLOAT32), draw(FLOAT32), draw(st.booleans()),
@@ -146,7 +128,7 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
 
 
 @given(VERIFY_ITEMS)
-def test_verify_items_survive(item: VerifyItem) -> None:
+def test_verify_items_survive(item: messages.VerifyItem) -> None:
     assert VERIFY.item_from_proto(item_message(VERIFY, item)) == item
     short = item_message(VERIFY, item, hashed=True)
     without = replace(item, head=replace(item.head, sampling=None, constraint=None))
@@ -167,25 +149,27 @@ def test_verify_items_survive(item: VerifyItem) -> None:
     st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
 )
 def test_draft_items_survive(
-    head: RoundHead, count: int, features: Features, budget_us: int
+    head: messages.RoundHead, count: int, features: Features, budget_us: int
 ) -> None:
-    item = DraftItem(head, count, 3, (1, 2), features, budget_us)
+    item = messages.DraftItem(head, count, 3, (1, 2), features, budget_us)
     found: Any = DRAFT.item_from_proto(item_message(DRAFT, item))
     assert (found, found.budget_us) == (item, budget_us)
 
 
 @given(
     verdict_replies()
-    | st.builds(Resync, KEYS, U32, U64)
-    | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
+    | st.builds(messages.Resync, KEYS, U32, U64)
+    | st.builds(messages.Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
-def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None:
+def test_verify_answers_survive(
+    answer: messages.VerdictReply | messages.Resync | messages.Refused,
+) -> None:
     assert VERIFY.answer_from_proto(answer_message(VERIFY, answer)) == answer
 
 
 @given(
     st.builds(
-        ProposalReply,
+        messages.ProposalReply,
         KEYS,
         proposals(),
         U32,
@@ -196,24 +180,26 @@ def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None
         st.lists(IDS, max_size=3).map(tuple),
         st.booleans(),
     )
-    | st.builds(Resync, KEYS, U32, U64)
-    | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
+    | st.builds(messages.Resync, KEYS, U32, U64)
+    | st.builds(messages.Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
-def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None:
+def test_draft_answers_survive(
+    answer: messages.ProposalReply | messages.Resync | messages.Refused,
+) -> None:
     assert DRAFT.answer_from_proto(answer_message(DRAFT, answer)) == answer
 
 
 def test_descriptions_survive() -> None:
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
-    described = ReplicaDescription(
+    described = messages.ReplicaDescription(
         "m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64, costs, drafts_itself=True,
         features="f",
     )  # fmt: skip
     message = to_proto(described, types_pb2.ReplicaDescription)
-    assert from_proto(message, ReplicaDescription) == described
+    assert from_proto(message, messages.ReplicaDescription) == described
     message.step_costs.seconds[0] = -1.0
     with pytest.raises(BadRequest, match="step_costs"):
-        from_proto(message, ReplicaDescription)
+        from_proto(message, messages.ReplicaDescription)
 
 
 def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
@@ -270,9 +256,9 @@ def refused(codec: Any, message: Any) -> str | None:
 )
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     head = make_head((1, 2), rule=Rule.TOKEN)
-    codec, item = VERIFY, VerifyItem(head, SealedProposal((3,), b""))
+    codec, item = VERIFY, messages.VerifyItem(head, SealedProposal((3,), b""))
     if field in ("num_draft_tokens", "look_ahead", "budget_us"):
-        codec, item = DRAFT, DraftItem(head, 1)
+        codec, item = DRAFT, messages.DraftItem(head, 1)
     message = item_message(codec, item)
     if "constraint." in field:
         message.head.constraint.text = "a+"
@@ -297,30 +283,33 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     ],
 )
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
-    message = item_message(DRAFT, DraftItem(make_head((1,)), 1))
+    message = item_message(DRAFT, messages.DraftItem(make_head((1,)), 1))
     message.features.width, message.features.rows = width, bytes(num_bytes)
     assert refused(DRAFT, message) == field
 
 
 KEY = make_head((1,)).key
-VERDICT = VerdictReply(
-    KEY, Verdict((0.5,), (1, 2)), 3, (PositionLogprobs(-1.0, ((1, -1.0),)),) * 3
+VERDICT = messages.VerdictReply(
+    KEY, Verdict((0.5,), (1, 2)), 3, (messages.PositionLogprobs(-1.0, ((1, -1.0),)),) * 3
 )  # fmt: skip
-PROPOSED = ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
+PROPOSED = messages.ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
 
 
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
-        ("session_id", {"key": ReplyKey("", 1, 0)}),
+        ("session_id", {"key": messages.ReplyKey("", 1, 0)}),
         ("verdict", {"verdict": Verdict((0.5,), (1, 2, 3))}),
         ("verdict", {"verdict": Verdict((0.5,) * 17, (1,) * 18), "logprobs": ()}),  # Too many.
         ("verdict.accept_probability", {"verdict": Verdict((1.1,), (1, 2))}),
         ("verdict.accept_probability", {"verdict": Verdict((math.nan,), (1, 2))}),
         ("verdict.correction", {"verdict": Verdict((0.5,), (1, 2**31))}),
         ("verdict.logprobs", {"logprobs": VERDICT.logprobs[1:]}),
-        ("verdict.logprobs", {"logprobs": (PositionLogprobs(math.nan, ()),) * 3}),
-        ("verdict.logprobs", {"logprobs": (PositionLogprobs(-1.0, ((1, math.inf),)),) * 3}),
+        ("verdict.logprobs", {"logprobs": (messages.PositionLogprobs(math.nan, ()),) * 3}),
+        (
+            "verdict.logprobs",
+            {"logprobs": (messages.PositionLogprobs(-1.0, ((1, math.inf),)),) * 3},
+        ),
         ("verdict.queue_ms", {"queue_ms": -1.0}),
         ("verdict.next_work_ms", {"next_work_ms": math.nan}),
         ("verdict.next_proposal.token_ids", {"next_proposal": SealedProposal((2**31,), b"")}),
@@ -351,7 +340,7 @@ def test_answers_that_cannot_be_are_refused(field: str, changed: dict[str, Any])
 )
 def test_events_that_a_client_cannot_read_are_the_coordinators_fault(event: Any, said: str) -> None:
     with pytest.raises(InvariantError, match=f"the coordinator sent .*{said}"):
-        event_from_proto(event)
+        request_codec.event_from_proto(event)
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
@@ -362,8 +351,10 @@ def test_requests_survive(constraint: Constraint | None) -> None:
         deadline_ms=1000, logprobs=0, include_rounds=True, draft_deadline_ms=20,
     )  # fmt: skip
     for request in (GenerateRequest("hello", constraint=constraint), full):
-        message = pb.GenerateRequest.FromString(request_to_proto(request).SerializeToString())
-        assert request_from_proto(message) == request
+        message = pb.GenerateRequest.FromString(
+            request_codec.request_to_proto(request).SerializeToString()
+        )
+        assert request_codec.request_from_proto(message) == request
 
 
 @pytest.mark.parametrize(
@@ -378,7 +369,7 @@ def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
     fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        request_from_proto(pb.GenerateRequest(**fields))
+        request_codec.request_from_proto(pb.GenerateRequest(**fields))
     assert caught.value.field == field
 
 
@@ -391,4 +382,4 @@ def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
     ],
 )
 def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
-    assert resume_from_proto(resume_to_proto(request_)) == request_
+    assert request_codec.resume_from_proto(request_codec.resume_to_proto(request_)) == request_

@@ -12,25 +12,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from deploy.cli.main import main
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES
-from outrider.transport.tls import (
-    RoleFiles,
-    check_authority,
-    check_pair,
-    days_left,
-    internal_server_credentials,
-    internal_trust,
-    make_authority,
-    make_role,
-    pinned_trust,
-    read_certificates,
-)
+from outrider.transport import tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 FILES = {f"{name}{end}.pem" for name in ("ca", *ROLES) for end in ("", "-key")}
 
 
 def first_certificate(path: Path) -> x509.Certificate:
-    return read_certificates(path)[0]
+    return tls.read_certificates(path)[0]
 
 
 def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
@@ -41,15 +30,15 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
     authority = first_certificate(directory / "ca.pem")
     serials = {authority.serial_number}
     for role in ROLES:
-        files = RoleFiles.of(directory, role)
+        files = tls.RoleFiles.of(directory, role)
         files.checked()
         assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
         found = first_certificate(files.certificate)
-        assert pinned_trust(files.certificate).server_name == f"{role}.outrider.internal"
+        assert tls.pinned_trust(files.certificate).server_name == f"{role}.outrider.internal"
         assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
         usage = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
-        assert 395 <= days_left(files.certificate, NOW) <= 397
+        assert 395 <= tls.days_left(files.certificate, NOW) <= 397
         serials.add(found.serial_number)
     assert len(serials) == 4
     assert stat.S_IMODE((directory / "ca-key.pem").stat().st_mode) == 0o600
@@ -85,45 +74,45 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         directory.mkdir()
-        make_authority(directory, NOW)
+        tls.make_authority(directory, NOW)
         for role in ROLES:
-            make_role(directory, role, NOW)
-    files = RoleFiles.of(one, "target")
+            tls.make_role(directory, role, NOW)
+    files = tls.RoleFiles.of(one, "target")
     with pytest.raises(ConfigError, match=r"draft-key\.pem: is not the key of .*target\.pem"):
-        check_pair(files.certificate, one / "draft-key.pem")
+        tls.check_pair(files.certificate, one / "draft-key.pem")
     with pytest.raises(ConfigError, match=r"target\.pem: is not signed by .*two/ca\.pem"):
-        check_authority(two / "ca.pem", files.certificate)
+        tls.check_authority(two / "ca.pem", files.certificate)
     with pytest.raises(ConfigError, match=r"ca\.pem: holds no private key in PEM"):
-        check_pair(files.certificate, one / "ca.pem")
+        tls.check_pair(files.certificate, one / "ca.pem")
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem: No such file"):
-        read_certificates(one / "gone.pem")
+        tls.read_certificates(one / "gone.pem")
     # Several authorities in one file, as during a change.
     both = tmp_path / "both.pem"
     both.write_bytes((two / "ca.pem").read_bytes() + (one / "ca.pem").read_bytes())
-    check_authority(both, files.certificate)
+    tls.check_authority(both, files.certificate)
 
 
 def test_a_certificate_has_an_end(tmp_path: Path) -> None:
     past = NOW - datetime.timedelta(days=3640)
-    make_authority(tmp_path, past)
-    make_role(tmp_path, "draft", past)
+    tls.make_authority(tmp_path, past)
+    tls.make_role(tmp_path, "draft", past)
     with pytest.raises(ConfigError, match=r"draft\.pem: ended \d{4}-\d\d-\d\d"):
-        RoleFiles.of(tmp_path, "draft").checked()
-    make_role(tmp_path, "draft", NOW)
+        tls.RoleFiles.of(tmp_path, "draft").checked()
+    tls.make_role(tmp_path, "draft", NOW)
     end = first_certificate(tmp_path / "ca.pem").not_valid_after_utc
     assert first_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
     with pytest.raises(ConfigError, match=r"ca\.pem: ends .* --force"):
-        make_role(tmp_path, "draft", NOW + datetime.timedelta(days=10))
+        tls.make_role(tmp_path, "draft", NOW + datetime.timedelta(days=10))
 
 
 def test_a_certificate_that_ends_soon_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_authority(tmp_path, NOW)
-    make_role(tmp_path, "coordinator", NOW)
-    make_role(tmp_path, "target", NOW, days=20)
-    internal_trust(tmp_path, "coordinator", "target")
+    tls.make_authority(tmp_path, NOW)
+    tls.make_role(tmp_path, "coordinator", NOW)
+    tls.make_role(tmp_path, "target", NOW, days=20)
+    tls.internal_trust(tmp_path, "coordinator", "target")
     assert not caplog.records
-    internal_server_credentials(tmp_path, "target")
-    internal_trust(tmp_path, "target", "draft")
+    tls.internal_server_credentials(tmp_path, "target")
+    tls.internal_trust(tmp_path, "target", "draft")
     assert ["ends in 19 days" in one.getMessage() for one in caplog.records] == [True, True]

@@ -10,15 +10,8 @@ from script_store import ScriptStore
 from session_model import IDS, new_session
 
 from coordinator.decoding.committer import Committer, SessionCommits
+from outrider import limits
 from outrider.errors import DataLoss, OutriderError, StaleEpoch, StoreUnavailable, Unavailable
-from outrider.limits import (
-    APPENDS_PER_CALL_MAX,
-    COMMIT_RETRY_MS_MAX,
-    SESSION_LEASE_MS,
-    SESSION_LEASE_RENEWAL_MS,
-    UNCOMMITTED_MS_MAX,
-    UNCOMMITTED_TOKENS_MAX,
-)
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Counters, Finish, FinishReason
 
@@ -120,14 +113,14 @@ async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
 
 
 async def test_sessions_are_batched_up_to_a_bound_while_a_call_runs(b: Bench) -> None:
-    sessions = [await b.session(k) for k in range(APPENDS_PER_CALL_MAX + 1)]
+    sessions = [await b.session(k) for k in range(limits.APPENDS_PER_CALL_MAX + 1)]
     b.decide(sessions[0])
     await asyncio.sleep(LATENCY_S / 2)
     for session in sessions:
         b.decide(session)
         b.decide(session, 2)
     await asyncio.gather(*(b.shown(s, s.length) for s in sessions))
-    assert [len(appends) for appends in b.store.appends] == [1, APPENDS_PER_CALL_MAX, 1]
+    assert [len(appends) for appends in b.store.appends] == [1, limits.APPENDS_PER_CALL_MAX, 1]
     assert [await b.stored(s) for s in sessions] == [tuple(s.tokens.ids) for s in sessions]
     b.committer.check_integrity()
 
@@ -143,7 +136,7 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down(b: Bench) -> No
     assert session.showable_length == 3
     gaps = [b - a for a, b in zip(b.store.append_times, b.store.append_times[1:], strict=False)]
     assert gaps[0] < 0.04
-    longest = COMMIT_RETRY_MS_MAX / 1000
+    longest = limits.COMMIT_RETRY_MS_MAX / 1000
     assert all(longest / 2 <= gap <= longest + LATENCY_S + 1e-6 for gap in gaps[8:])
     assert len(set(gaps)) > len(gaps) / 2
     b.store.down = False
@@ -155,7 +148,7 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down(b: Bench) -> No
 
 @pytest.mark.parametrize(
     ("decided", "ahead", "seconds"),
-    [(UNCOMMITTED_TOKENS_MAX - 17, 17, 0.0), (1, 1, UNCOMMITTED_MS_MAX / 1000)],
+    [(limits.UNCOMMITTED_TOKENS_MAX - 17, 17, 0.0), (1, 1, limits.UNCOMMITTED_MS_MAX / 1000)],
 )
 async def test_a_session_waits_while_too_many_or_too_old_tokens_are_uncommitted(
     b: Bench, decided: int, ahead: int, seconds: float
@@ -343,7 +336,7 @@ async def test_a_lease_is_renewed_by_one_call_per_period(b: Bench) -> None:
     sessions = [await b.session(k) for k in range(50)]
     start, before = now(), b.store.num_renewals
     await asyncio.sleep(10)
-    periods = (now() - start) * 1000 / SESSION_LEASE_RENEWAL_MS
+    periods = (now() - start) * 1000 / limits.SESSION_LEASE_RENEWAL_MS
     assert abs(b.store.num_renewals - before - periods) <= 1
     for session in sessions:
         with pytest.raises(Unavailable):
@@ -356,12 +349,12 @@ async def test_a_lease_survives_short_outages_of_the_store_only(b: Bench) -> Non
     seen = await b.store.load(session.session_id)
     await asyncio.sleep(1)
     b.store.down = True
-    await asyncio.sleep(2 * SESSION_LEASE_RENEWAL_MS / 1000)
+    await asyncio.sleep(2 * limits.SESSION_LEASE_RENEWAL_MS / 1000)
     b.store.down = False
     with pytest.raises(Unavailable):
         await b.store.take_over(seen, "bert")
     b.store.down = True
-    await asyncio.sleep(2 * SESSION_LEASE_MS / 1000)
+    await asyncio.sleep(2 * limits.SESSION_LEASE_MS / 1000)
     b.store.down = False
     assert (await b.store.take_over(seen, "bert")).owner == "bert"
     b.decide(session)

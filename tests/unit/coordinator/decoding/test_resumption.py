@@ -26,22 +26,7 @@ from coordinator.decoding.resumption import (
 )
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
-from outrider.errors import (
-    DataLoss,
-    Incompatible,
-    NotFound,
-    Overloaded,
-    StaleEpoch,
-    StoreUnavailable,
-    Unavailable,
-)
-from outrider.limits import (
-    REPLAY_TOKENS_INLINE,
-    SESSION_LEASE_MS,
-    SESSION_LEASE_RENEWAL_MS,
-    TAKE_OVER_RETRY_MS,
-    TAKE_OVERS_MAX,
-)
+from outrider import errors, limits
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, ResumeRequest, Started, Tokens
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
@@ -129,7 +114,7 @@ def planted(made: Bench, **calls: Any) -> None:
 
 def die(made: Bench) -> None:
     """Its lease runs out, and nothing more is stored."""
-    error = StoreUnavailable("the coordinator is dead")
+    error = errors.StoreUnavailable("the coordinator is dead")
     planted(made, hold_lease=AsyncMock(return_value={}), append=AsyncMock(side_effect=error))
 
 
@@ -151,10 +136,10 @@ async def test_a_session_is_resumed_with_the_same_weights_only() -> None:
         broken = await left(made)
         replica = made.service.targets.replicas["t"]
         replica.description = replace(replica.description, dtype="bfloat16")
-        with pytest.raises(Incompatible, match="which no target here has"):
+        with pytest.raises(errors.Incompatible, match="which no target here has"):
             await broken.goes_on(made)
         await made.service.targets.leave("t")
-        with pytest.raises(Unavailable, match="no target is known"):
+        with pytest.raises(errors.Unavailable, match="no target is known"):
             await broken.goes_on(made)
         assert (await broken.record(made)).epoch == 1
 
@@ -174,7 +159,7 @@ async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:
         parameters = json.loads((await broken.record(made)).parameters)
         assert parameters["weights"] == replica.description.weights != ""
         targets.replicas.clear()
-        with pytest.raises(Unavailable, match="no target is known"):
+        with pytest.raises(errors.Unavailable, match="no target is known"):
             await told(made.service.generate(SEEDED))
 
 
@@ -190,9 +175,11 @@ async def test_of_two_concurrent_resumes_one_succeeds(turns: int) -> None:
         second = asyncio.create_task(broken.goes_on(made))
         results = await asyncio.gather(first, second, return_exceptions=True)
         # The other one was superseded, or saw an owner that changed meanwhile.
-        assert {True, False} == {isinstance(one, StaleEpoch | Unavailable) for one in results}
+        assert {True, False} == {
+            isinstance(one, errors.StaleEpoch | errors.Unavailable) for one in results
+        }
         assert sum(isinstance(one, list) for one in results) == 1
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(errors.StaleEpoch):
             await waiting
         assert asyncio.get_running_loop().time() < 10
         assert await broken.end(made) is FinishReason.LENGTH
@@ -234,10 +221,10 @@ async def test_a_refused_resume_harms_no_stream() -> None:
     async with opened() as made:
         events = made.service.generate(SEEDED, tenant="a")
         broken = await taken(events)
-        with pytest.raises(DataLoss, match="num_tokens"):
+        with pytest.raises(errors.DataLoss, match="num_tokens"):
             await anext(made.service.resume(replace(broken.request, num_tokens=999), tenant="a"))
         for session_id, tenant in ((broken.session_id, "b"), ("f" * 32, "a")):
-            with pytest.raises(NotFound):
+            with pytest.raises(errors.NotFound):
                 await anext(made.service.resume(ResumeRequest(session_id), tenant=tenant))
         await told(events)
         record = await broken.record(made)
@@ -295,13 +282,13 @@ async def test_resumes_count_for_max_sessions() -> None:
     async with opened(max_sessions=2) as made:
         each = [await left(made) for _ in range(3)]
         results = await asyncio.gather(*(one.goes_on(made) for one in each), return_exceptions=True)
-        assert sum(isinstance(result, Overloaded) for result in results) == 1
+        assert sum(isinstance(result, errors.Overloaded) for result in results) == 1
         assert sum(isinstance(result, list) for result in results) == 2
 
 
 async def test_concurrent_take_overs_are_limited() -> None:
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
-        each = [await left(made) for _ in range(TAKE_OVERS_MAX + 5)]
+        each = [await left(made) for _ in range(limits.TAKE_OVERS_MAX + 5)]
         take_over = made.store.take_over
 
         async def slow(*arguments: Any) -> SessionRecord:
@@ -312,9 +299,9 @@ async def test_concurrent_take_overs_are_limited() -> None:
         results = await asyncio.gather(
             *(one.goes_on(other) for one in each), return_exceptions=True
         )
-        refused = [one for one in results if isinstance(one, Unavailable)]
-        assert [one.retry_after_ms for one in refused] == [TAKE_OVER_RETRY_MS] * 5
-        assert sum(isinstance(one, list) for one in results) == TAKE_OVERS_MAX
+        refused = [one for one in results if isinstance(one, errors.Unavailable)]
+        assert [one.retry_after_ms for one in refused] == [limits.TAKE_OVER_RETRY_MS] * 5
+        assert sum(isinstance(one, list) for one in results) == limits.TAKE_OVERS_MAX
         for one, result in zip(each, results, strict=True):
             if result in refused:
                 await one.goes_on(other)
@@ -324,7 +311,7 @@ async def test_slow_readers_of_finished_sessions_do_not_count_as_take_overs() ->
     async with opened(max_sessions=1_000) as made:
         done = Broken(await made.events(SEEDED))
         broken = await left(made)
-        unread = [made.service.resume(done.request) for _ in range(TAKE_OVERS_MAX)]
+        unread = [made.service.resume(done.request) for _ in range(limits.TAKE_OVERS_MAX)]
         for one in unread:
             assert isinstance(await anext(one), Started)
         await broken.goes_on(made)
@@ -355,7 +342,7 @@ async def test_a_session_is_cancelled_by_any_coordinator(
     monkeypatch.setattr("coordinator_bench.STEP_S", 0.1)
     async with two() as (made, other), aclosing(made.service.generate(SEEDED, "a")) as events:
         broken = await taken(events)
-        with pytest.raises(NotFound):
+        with pytest.raises(errors.NotFound):
             await other.service.cancel(broken.session_id, "b")
         if dies:
             die(made)
@@ -363,7 +350,10 @@ async def test_a_session_is_cancelled_by_any_coordinator(
         began = asyncio.get_running_loop().time()
         await other.service.cancel(broken.session_id, "a")
         took_s = asyncio.get_running_loop().time() - began
-        assert took_s < (SESSION_LEASE_MS if dies else 0) / 1e3 + SESSION_LEASE_RENEWAL_MS / 500
+        assert (
+            took_s
+            < (limits.SESSION_LEASE_MS if dies else 0) / 1e3 + limits.SESSION_LEASE_RENEWAL_MS / 500
+        )
         assert await broken.end(other) is CANCELLED
         if reading is not None:
             *_, last = await reading
@@ -374,7 +364,7 @@ async def test_a_cancellation_that_the_owner_ignores_fails() -> None:
     async with two() as (made, other), aclosing(made.service.generate(SEEDED)) as events:
         broken = await taken(events)
         made.service._committer._on_wanted = lambda wanted: None
-        with pytest.raises(Unavailable, match="has an owner"):
+        with pytest.raises(errors.Unavailable, match="has an owner"):
             await other.service.cancel(broken.session_id)
 
 
@@ -390,10 +380,10 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
         made.store.data.run((b"HSET", made.store.key(broken.session_id), b"owner", b"c"))
         await made.store.hold_lease("c")
         await asyncio.sleep(5.0)
-        with pytest.raises(Unavailable, match="has an owner") as refused:
+        with pytest.raises(errors.Unavailable, match="has an owner") as refused:
             await broken.goes_on(other)
         assert 0 < refused.value.retry_after_ms <= 2000
-        await asyncio.sleep(SESSION_LEASE_RENEWAL_MS / 1e3)
+        await asyncio.sleep(limits.SESSION_LEASE_RENEWAL_MS / 1e3)
         await broken.goes_on(other)
 
 
@@ -435,11 +425,11 @@ async def test_a_session_is_not_resumed_while_its_release_is_under_way(
 
         async def lost(seen: SessionRecord, owner: str, note: Any, _: bool) -> SessionRecord:
             note()
-            raise StoreUnavailable("the question is lost")
+            raise errors.StoreUnavailable("the question is lost")
 
         if take_over_is_lost:
             planted(made, take_over=lost)
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(errors.StoreUnavailable):
                 await broken.goes_on(made)
             planted(made, take_over=take_over)
         else:
@@ -447,7 +437,7 @@ async def test_a_session_is_not_resumed_while_its_release_is_under_way(
             await want(made, broken)
             await asyncio.sleep(0.5)
             made.store.restore(before)
-        with pytest.raises(Unavailable, match="try again"):
+        with pytest.raises(errors.Unavailable, match="try again"):
             await broken.goes_on(made)
         await asyncio.sleep(10.0)
         await broken.goes_on(made)
@@ -464,7 +454,7 @@ async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers(
         planted(made, finish=failing(made.store.finish, until))
         broken = await left(made, resumable=cancels)
         if cancels:
-            with pytest.raises(StoreUnavailable, match="when the session store answers"):
+            with pytest.raises(errors.StoreUnavailable, match="when the session store answers"):
                 await made.service.cancel(broken.session_id)
             await want(made, broken)
         await asyncio.sleep(until - 1.0 - now())
@@ -477,10 +467,10 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with opened() as made:
-        broken = Mock(side_effect=Unavailable("nothing runs here"))
+        broken = Mock(side_effect=errors.Unavailable("nothing runs here"))
         with monkeypatch.context() as patched:
             patched.setattr(made.service._committer, "add", broken)
-            with pytest.raises(Unavailable):
+            with pytest.raises(errors.Unavailable):
                 await anext(made.service.generate(SEEDED))
         await asyncio.sleep(0.1)
         [kept] = await made.store.records()
@@ -553,14 +543,14 @@ def test_a_complete_completion_ends_without_another_round() -> None:
 
 def test_a_client_with_other_tokens_than_the_store_is_refused() -> None:
     assert check_known(RECORD, asked(3)) == PARAMETERS
-    with pytest.raises(DataLoss, match="the client has 4 tokens, the store 3"):
+    with pytest.raises(errors.DataLoss, match="the client has 4 tokens, the store 3"):
         check_known(RECORD, asked(4))
     known = TokenSequence(RECORD.token_ids[RECORD.prompt_length :][:2])
     check_known(RECORD, replace(asked(2), tokens_digest=known.digest()))
     check_known(RECORD, replace(asked(0), tokens_digest=EMPTY_DIGEST))
-    with pytest.raises(DataLoss, match="the client's 2 tokens differ from those"):
+    with pytest.raises(errors.DataLoss, match="the client's 2 tokens differ from those"):
         check_known(RECORD, replace(asked(2), tokens_digest=known.digest() ^ 1))
-    with pytest.raises(DataLoss, match="the client's 1 tokens differ from those"):
+    with pytest.raises(errors.DataLoss, match="the client's 1 tokens differ from those"):
         check_known(RECORD, replace(asked(1), tokens_digest=known.digest()))
 
 
@@ -596,14 +586,14 @@ def test_log_probabilities_survive_the_store() -> None:
     told = PositionLogprobs(-0.25, ((3, -0.25), (4, -math.inf)))
     assert read_logprobs(write_logprobs(told)) == told
     for line in ("", "[]", "[1]", "[1,[[]]]", "nonsense"):
-        with pytest.raises(DataLoss, match="log-probabilities"):
+        with pytest.raises(errors.DataLoss, match="log-probabilities"):
             read_logprobs(line)
 
 
 @pytest.mark.virtual(False)
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
-    size = REPLAY_TOKENS_INLINE + is_long
+    size = limits.REPLAY_TOKENS_INLINE + is_long
     record = replace(RECORD, token_ids=(1,) * size, logprobs="")
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
     thread = await sessions.replay(record, threading.get_ident)
@@ -613,7 +603,7 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
 @pytest.mark.virtual(False)
 async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
     """A call on a thread cannot be cancelled. Others wait, and are dropped at the end."""
-    record = replace(RECORD, token_ids=(1,) * (REPLAY_TOKENS_INLINE + 1), logprobs="")
+    record = replace(RECORD, token_ids=(1,) * (limits.REPLAY_TOKENS_INLINE + 1), logprobs="")
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
     begun, goes_on = threading.Event(), threading.Event()
 

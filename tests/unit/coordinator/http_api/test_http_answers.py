@@ -11,18 +11,8 @@ from models import byte_fallback_tokenizer, byte_level_tokenizer
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
 from coordinator.http_api.reading import error_response, to_json
-from outrider import errors
+from outrider import errors, request
 from outrider.messages import PositionLogprobs
-from outrider.request import (
-    Event,
-    Finished,
-    Metrics,
-    PromptTokens,
-    RoundReport,
-    Started,
-    Tokens,
-    Usage,
-)
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
@@ -30,7 +20,7 @@ from outrider.tokenizer import TokenizerText
 
 TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")
-Indexed = Sequence[tuple[int, Event]]
+Indexed = Sequence[tuple[int, request.Event]]
 
 
 def begun(chat: bool = True, text: Any = TEXT, **fields: Any) -> Answer:
@@ -41,16 +31,20 @@ def begun(chat: bool = True, text: Any = TEXT, **fields: Any) -> Answer:
     return CompletionAnswer(CompletionBody.model_validate(fields).translate(), text, 4, 99)
 
 
-def started(number: int = 1) -> Started:
-    return Started(f"{number:032x}", "m", 1, Rule.TOKEN, num_prompt_tokens=5)
+def started(number: int = 1) -> request.Started:
+    return request.Started(f"{number:032x}", "m", 1, Rule.TOKEN, num_prompt_tokens=5)
 
 
-def tokens(first: int, ids: Sequence[int], text: str, logprobs: Sequence[Any] = ()) -> Tokens:
-    return Tokens(first, tuple(ids), text, (Origin.BONUS,) * len(ids), tuple(logprobs))
+def tokens(
+    first: int, ids: Sequence[int], text: str, logprobs: Sequence[Any] = ()
+) -> request.Tokens:
+    return request.Tokens(first, tuple(ids), text, (Origin.BONUS,) * len(ids), tuple(logprobs))
 
 
-def finished(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> Finished:
-    return Finished(reason, Usage(5, 4), Metrics(2, 6, 2, 2.0, 1.0, 1.0), stop)
+def finished(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> request.Finished:
+    return request.Finished(
+        reason, request.Usage(5, 4), request.Metrics(2, 6, 2, 2.0, 1.0, 1.0), stop
+    )
 
 
 def whole(events: Indexed, **fields: Any) -> Json:
@@ -117,7 +111,7 @@ def test_usage_in_a_last_chunk_and_in_every_chunk() -> None:
 
 
 def test_choices_of_several_prompts() -> None:
-    events: list[tuple[int, Event]] = [(i, started(i + 1)) for i in range(4)]
+    events: list[tuple[int, request.Event]] = [(i, started(i + 1)) for i in range(4)]
     events += [(i, tokens(0, [i + 4], f"t{i}")) for i in (3, 0, 2, 1)]
     events += [(i, finished()) for i in (2, 3, 1, 0)]
     found = whole(events, chat=False, prompt=["a", "b"], n=2)
@@ -144,13 +138,13 @@ def test_echo_tells_the_prompt_first() -> None:
     entry = PositionLogprobs(-1.0, ((prompt[0], -0.5),))
     parts = (prompt[:1], prompt[1:])
     scored = [
-        PromptTokens((prompt[0],), (None,)),
-        PromptTokens(tuple(parts[1]), (entry,) * len(parts[1])),
+        request.PromptTokens((prompt[0],), (None,)),
+        request.PromptTokens(tuple(parts[1]), (entry,) * len(parts[1])),
     ]
     answer = tokens(0, [TEXT.encode("c")[0]], "c", [PositionLogprobs(-2.0, ())])
     for given, shown in (("a the<|end|>b", "a the<|end|>b"), (prompt, "a theb")):
         fields = {"chat": False, "prompt": given, "echo": True, "logprobs": 1}
-        events: list[tuple[int, Event]] = [(0, started()), *((0, one) for one in scored)]
+        events: list[tuple[int, request.Event]] = [(0, started()), *((0, one) for one in scored)]
         events += [(0, answer), (0, finished())]
         [choice] = whole(events, **fields)["choices"]
         assert choice["text"] == shown + "c"
@@ -177,10 +171,10 @@ def test_echo_tells_the_prompt_first() -> None:
 
 def test_histograms_where_they_are_asked_for() -> None:
     rounds = [
-        (0, RoundReport(0, tuple(range(proposed)), accepted, 0, 0, 0, 0, 0))
+        (0, request.RoundReport(0, tuple(range(proposed)), accepted, 0, 0, 0, 0, 0))
         for proposed, accepted in ((0, 0), (4, 1), (4, 4), (2, 1))
     ]
-    events: list[tuple[int, Event]] = [ONE[0], *rounds, ONE[-1]]
+    events: list[tuple[int, request.Event]] = [ONE[0], *rounds, ONE[-1]]
     told = whole(events, speculation={"histograms": True})["metrics"]["speculative_decoding"]
     assert told["acceptance_histogram"] == [1, 2, 0, 0, 1]
     assert told["acceptance_histogram_by_draft_length"] == {
@@ -192,7 +186,7 @@ def test_logprobs_of_both_shapes() -> None:
     """Parts of characters are written as bytes. JSON has no infinity, so -9999 stands for it."""
     ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]
     entries = [PositionLogprobs(-0.5, ((ids[0], -0.5), (ids[1], NOTHING))) for _ in ids]
-    events: list[tuple[int, Event]] = [
+    events: list[tuple[int, request.Event]] = [
         (0, started()), (0, tokens(0, ids, "a é", entries)), (0, finished())
     ]  # fmt: skip
     (choice,) = whole(events, logprobs=True, top_logprobs=2)["choices"]
@@ -262,7 +256,7 @@ def test_one_shape_and_one_status_for_each_error(
     assert response.headers.get("x-should-retry") == ("false" if stays else None)
 
 
-def told(native: NativeEvents, event: Event) -> dict[str, Any]:
+def told(native: NativeEvents, event: request.Event) -> dict[str, Any]:
     [found] = json.loads(to_json(native.take(0, event)))
     assert isinstance(found, dict)
     return found
@@ -297,7 +291,7 @@ def test_native_texts_go_to_the_token_that_completes_them() -> None:
     native = NativeEvents(TEXT)
     first = told(native, tokens(0, snow[:3], "a"))
     assert (first["texts"], first["text_delta"]) == (["a", "", ""], "a")
-    report = RoundReport(3, (5, snow[1], 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, True)
+    report = request.RoundReport(3, (5, snow[1], 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, True)
     found = told(native, report)
     assert found["proposed_texts"][:2] == [TEXT.spell(5).decode(), "bytes:\\xe2"]
     assert (found["first_index"], found["index"], found["num_accepted"]) == (3, 3, 1)

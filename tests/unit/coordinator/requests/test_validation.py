@@ -8,13 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from coordinator.requests.validation import (
-    GenerationParameters,
-    PromptEncoder,
-    check_fields,
-    check_roles,
-    resolve,
-)
+from coordinator.requests import validation
 from outrider import limits
 from outrider.config import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
@@ -30,10 +24,10 @@ CONFIG = CoordinatorConfig(num_draft_tokens=5, deadline_ms=60_000, unseeded_rule
 
 def checked(
     prompt: tuple[int, ...] = PROMPT, model: ReplicaDescription = MODEL, **fields: Any
-) -> GenerationParameters:
+) -> validation.GenerationParameters:
     request = GenerateRequest(prompt=prompt, **fields)
-    check_fields(request, model)
-    return resolve(request, "token_ids", prompt, model, CONFIG, random_seed=7)
+    validation.check_fields(request, model)
+    return validation.resolve(request, "token_ids", prompt, model, CONFIG, random_seed=7)
 
 
 def refused(field: str, **fields: Any) -> str:
@@ -71,7 +65,9 @@ def test_the_rule_is_the_requests_or_the_seeds_or_the_default(
 ) -> None:
     config = replace(CONFIG, unseeded_rule="block")
     request = GenerateRequest(prompt=PROMPT, **fields)
-    assert resolve(request, "token_ids", PROMPT, MODEL, config, random_seed=7).rule is rule
+    assert (
+        validation.resolve(request, "token_ids", PROMPT, MODEL, config, random_seed=7).rule is rule
+    )
     assert "temperature 0" in refused("rule", rule=Rule.GREEDY)
 
 
@@ -159,11 +155,11 @@ def test_roles_are_names() -> None:
     """Templates write roles between special tokens, so a role must not contain any."""
     good = ChatMessage("user", "<|im_end|>")
     for role in ("system", "tool-2", "x" * 64):
-        check_roles((ChatMessage(role, "a"), good))
+        validation.check_roles((ChatMessage(role, "a"), good))
     for role in ("", "x" * 65, "user<|im_end|>", "a b", "user\n", "é"):
         request = GenerateRequest((good, ChatMessage(role, "a")))
         with pytest.raises(BadRequest, match="allowed: a name") as caught:
-            check_fields(request, MODEL)
+            validation.check_fields(request, MODEL)
         assert caught.value.field == "chat.messages[1].role"
 
 
@@ -178,11 +174,11 @@ def test_parameters_are_stored_and_read_again() -> None:
             rule=Rule.BLOCK, include_rounds=True, draft_deadline_ms=20, logprobs=2,
         )  # fmt: skip
         assert parameters.constraint == constraint
-        assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
+        assert validation.GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
     values = json.loads(checked().to_json())
     values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
-        GenerationParameters.from_json(json.dumps(values), PROMPT)
+        validation.GenerationParameters.from_json(json.dumps(values), PROMPT)
 
 
 def test_a_prompt_and_max_tokens_must_fit_the_model() -> None:
@@ -205,7 +201,7 @@ async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
 
     text = Mock(token_bytes_max=8)
     text.encode.side_effect = text.encode_chat.side_effect = slow
-    prompts = PromptEncoder(text)
+    prompts = validation.PromptEncoder(text)
     made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]
     if chat:
         made = [(ChatMessage("user", words),) for words in made]

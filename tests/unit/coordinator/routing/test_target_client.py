@@ -12,14 +12,7 @@ import pytest
 from session_links import PROMPT, ScriptedLink, play, refuse, session, target_of, verdict
 
 from coordinator.routing.target_client import ANSWER_S
-from outrider.errors import (
-    BadRequest,
-    DataLoss,
-    InvariantError,
-    LinkLost,
-    OutriderError,
-    StaleEpoch,
-)
+from outrider import errors
 from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
@@ -60,15 +53,17 @@ async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
 @pytest.mark.parametrize(
     ("refusal", "becomes"),
     [
-        (StaleEpoch("over"), StaleEpoch),
-        (InvariantError("NaN"), OutriderError),
+        (errors.StaleEpoch("over"), errors.StaleEpoch),
+        (errors.InvariantError("NaN"), errors.OutriderError),
         # The user's fields were checked before, so a bad message is our fault.
-        (BadRequest("append[0]", "too large"), InvariantError),
+        (errors.BadRequest("append[0]", "too large"), errors.InvariantError),
         # A store that lost its last writes may give an epoch twice.
-        (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), DataLoss),
+        (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), errors.DataLoss),
     ],
 )
-async def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
+async def test_a_refusal_ends_the_request(
+    refusal: Any, becomes: type[errors.OutriderError]
+) -> None:
     target = target_of(ScriptedLink(refuse(refusal)))
     with pytest.raises(becomes) as caught:
         await target.verify(0, NOTHING_SEALED)
@@ -80,7 +75,7 @@ async def test_after_a_stream_broke_between_two_rounds_the_target_is_asked_at_on
     link, one = ScriptedLink(verdict, verdict), session()
     target = target_of(link, one=one)
     await play(target, one, 0, 8)
-    link.on_lost(LinkLost("keepalive"))
+    link.on_lost(errors.LinkLost("keepalive"))
     await play(target, one, 1, 8)
     assert asyncio.get_running_loop().time() < 0.01
     assert len(link.sent) == 2
@@ -140,7 +135,7 @@ async def test_a_proposal_is_verified_as_far_as_its_q_can_be_read(
 
     def opened(item: Any) -> Any:
         is_refused = len(item.proposal) > 1 or (item.proposal and num_refused > 1)
-        return refuse(BadRequest("proposal.q", "?"))(item) if is_refused else verdict(item)
+        return refuse(errors.BadRequest("proposal.q", "?"))(item) if is_refused else verdict(item)
 
     link, seen = ScriptedLink(None, opened), Mock(wraps=SILENT)
     target = target_of(link, one=session(rule=Rule.TOKEN), observer=seen)

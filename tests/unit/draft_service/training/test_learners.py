@@ -12,17 +12,9 @@ import torch
 from models import save_tiny_model, tiny_config, tiny_module
 from safetensors import safe_open
 
-from draft_service.training import distilling
+from draft_service.training import distilling, learners
 from draft_service.training.distilling import distill
 from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
-from draft_service.training.learners import (
-    LEARNERS,
-    NUM_DEPTHS,
-    Learner,
-    copying_layers,
-    kept_layers,
-    use_plain_attention,
-)
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
@@ -37,7 +29,7 @@ from outrider.speculation.text_acceptance import acceptance_of_windows, conditio
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 NUM_LAYERS: Final = 7
-KINDS: Final = list(LEARNERS)
+KINDS: Final = list(learners.LEARNERS)
 WISHES: Final[dict[str, dict[str, Any]]] = {"student": {"layers": 1}, "eagle3": {}}
 LOUD: Final = ("down_proj", "o_proj")
 
@@ -49,7 +41,7 @@ def module() -> Any:
 
 def new(module: Any, kind: str, seed: int = 0, **wishes: object) -> Any:
     options: Any = DistillOptions(out=Path(), kind=kind, seed=seed, **(WISHES[kind] | wishes))  # type: ignore[arg-type]
-    learner = LEARNERS[kind](options, module)
+    learner = learners.LEARNERS[kind](options, module)
     learner.make(TOKEN_IDS)
     return learner
 
@@ -66,7 +58,7 @@ def loud(module: Any, kind: str) -> Any:
 @pytest.fixture(scope="module")
 def dataset_of(
     module: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Learner], Dataset]:
+) -> Callable[[learners.Learner], Dataset]:
     """Some of the documents are too short for the later draft tokens."""
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
@@ -76,7 +68,7 @@ def dataset_of(
     ]
     place = tmp_path_factory.mktemp("answers")
 
-    def make(learner: Learner) -> Dataset:
+    def make(learner: learners.Learner) -> Dataset:
         cache = TeacherCache(place, documents, module, learner.taps)
         cache.fill(1e9, lambda part: None)
         return Dataset(cache, TOKEN_IDS)
@@ -96,9 +88,9 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
         else:
             taps = torch.cat([read[index] for index in (2, NUM_LAYERS // 2, NUM_LAYERS - 3)], -1)
             for newest in range(max(1, first - 1), length - 1):
-                places = range(newest, min(newest + NUM_DEPTHS, length - 1))
+                places = range(newest, min(newest + learners.NUM_DEPTHS, length - 1))
                 features = learner.module.fuse(taps[:, :newest])
-                behind = torch.nn.functional.pad(ids[None, 1:], (0, NUM_DEPTHS))
+                behind = torch.nn.functional.pad(ids[None, 1:], (0, learners.NUM_DEPTHS))
                 behind = behind[:, : newest + len(places) - 1]
                 found = learner.module.unroll(features, behind, len(places))
                 yield [
@@ -109,13 +101,13 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
-    module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
+    module: Any, dataset_of: Callable[[learners.Learner], Dataset], kind: str
 ) -> None:
     learner = loud(module, kind)
     dataset = dataset_of(learner)
     indices = dataset.learned[:7]
     batch = dataset.batch(indices)
-    expected: list[list[tuple[Any, Any, int]]] = [[] for _ in range(NUM_DEPTHS)]
+    expected: list[list[tuple[Any, Any, int]]] = [[] for _ in range(learners.NUM_DEPTHS)]
     for index in indices:
         document = dataset.cache.documents[index]
         ids = torch.from_numpy(document.token_ids.astype(np.int64))
@@ -137,7 +129,7 @@ def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_measured_is_what_serving_would_find(
-    module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
+    module: Any, dataset_of: Callable[[learners.Learner], Dataset], kind: str
 ) -> None:
     """The definition is computed with q as it is sent, for chains whose first draft token belongs
     to an answer."""
@@ -151,7 +143,7 @@ def test_what_is_measured_is_what_serving_would_find(
         document = dataset.cache.documents[index]
         ids = torch.from_numpy(document.token_ids.astype(np.int64))
         p = module(ids[None]).logits[0].detach().double().softmax(1).numpy()
-        ratios: list[list[float]] = [[] for _ in range(NUM_DEPTHS)]
+        ratios: list[list[float]] = [[] for _ in range(learners.NUM_DEPTHS)]
         for chain in chains(module, learner, document):
             if chain[0][1] + 1 < document.answer_first:
                 continue
@@ -173,7 +165,7 @@ def test_what_is_measured_is_what_serving_would_find(
     expected = conditional_acceptance([firsts for firsts, *_ in texts])
     if kind == "eagle3":
         windows = [[np.array(part) for part in parts] for parts in texts]
-        expected = acceptance_of_windows(windows, NUM_DEPTHS)
+        expected = acceptance_of_windows(windows, learners.NUM_DEPTHS)
     for ours, theirs in zip(measured.by_position, expected, strict=True):
         assert ours == (None if theirs is None else pytest.approx(theirs, abs=2e-2))
 
@@ -197,7 +189,7 @@ def test_a_new_student_is_the_target() -> None:
     student = learner.module
     assert torch.equal(torch.get_rng_state(), random)
     ids = torch.randint(0, VOCAB, (2, 11))
-    use_plain_attention(module)
+    learners.use_plain_attention(module)
     assert torch.equal(student(ids).logits, module(ids).logits[..., TOKEN_IDS])
     assert student.get_input_embeddings().weight is module.get_input_embeddings().weight
     kept = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -208,11 +200,11 @@ def test_a_new_student_is_the_target() -> None:
 
 
 def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
-    assert kept_layers(4, 30) == [0, 1, 2, 29]
-    assert kept_layers(1, 30) == [0]
-    assert kept_layers(3, 30, (16, 18)) == [0, 1, 29]
-    assert kept_layers(4, 30, (16, 18)) == [0, 16, 18, 29]
-    assert kept_layers(5, 30, (0, 29)) == [0, 1, 2, 3, 29]
+    assert learners.kept_layers(4, 30) == [0, 1, 2, 29]
+    assert learners.kept_layers(1, 30) == [0]
+    assert learners.kept_layers(3, 30, (16, 18)) == [0, 1, 29]
+    assert learners.kept_layers(4, 30, (16, 18)) == [0, 16, 18, 29]
+    assert learners.kept_layers(5, 30, (0, 29)) == [0, 1, 2, 3, 29]
 
 
 def looking(*distances: int) -> Any:
@@ -234,9 +226,9 @@ def looking(*distances: int) -> Any:
 
 def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
     model = looking(63, 1, 0, 63, 0)
-    assert copying_layers(model) == (1, 3)
+    assert learners.copying_layers(model) == (1, 3)
     assert model.config._attn_implementation == "sdpa"
-    assert copying_layers(looking(63, 0, 1)) is None
+    assert learners.copying_layers(looking(63, 0, 1)) is None
 
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
@@ -280,7 +272,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     [(batch, expected)] = seen
     start = tmp_path / "out"
     again = replace(options, start_from=str(start), layers=None, draft_vocab=None)
-    learner: Any = LEARNERS[kind](again, load_model(directory)[0])
+    learner: Any = learners.LEARNERS[kind](again, load_model(directory)[0])
     learner.load(start, target)
     with safe_open(start / WEIGHTS_FILE, "pt") as file:
         assert learner.weights.keys() <= set(file.keys())  # All are stored.
