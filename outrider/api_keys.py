@@ -95,7 +95,7 @@ def given_keys(text: str) -> dict[str, Caller]:
                     "64 hexadecimal digits in lower case"
                 )
             word = key_hash(word)
-        # Names are shown, so a name must not reveal the key's hash. A hash of this hash does not.
+        # Names are shown and must not reveal the key's hash, so a name has a hash of that hash.
         name = f"key-{hashlib.sha256(word.encode()).hexdigest()[:12]}"
         found[word] = Caller(name, name)
     return found

@@ -1,4 +1,5 @@
-"""The target as a `ReplicaService`, which answers items with verdicts and runs ahead."""
+"""The target as a `ReplicaService`: answers items with verdicts. *Run-ahead*: computes a session's
+plain rounds before the coordinator asks for each of them."""
 
 from __future__ import annotations
 
@@ -82,9 +83,9 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # `follow` appends the next round to this one. After both, one more round must be left, in
-        # which the coordinator can ask for further rounds. An emulated engine would sleep for the
-        # time of both rounds together, so its rounds get no `follow`.
+        # With `follow`, the executor runs the next round right after this one. One more round must
+        # be left after both, so that the coordinator can ask for further rounds meanwhile. Emulated
+        # rounds get no `follow`, because the executor would sleep only once, after both rounds.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round
@@ -125,8 +126,8 @@ class TargetService(SteppedService):
     def _end_ahead(
         self, session_id: str, tell: Callable[[StepRequest], None] = lambda work: None
     ) -> None:
-        """Ends a session's run-ahead. If a round waits or runs, calls `tell` for it in place of its
-        verdict. Without `tell`, the session must have a newer item."""
+        """Ends a session's run-ahead. If a round waits or runs, drops its verdict, and calls `tell`
+        with its request. Without `tell`, the session must have a newer item."""
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and (work := ahead.running) is not None:
             tell(work)
@@ -173,15 +174,15 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next round's verdict may wait for further verdicts. The coordinator waits for
-        the first verdict. After the verdict of half of the rounds, it asks for more rounds."""
+        """Whether the next round's verdict may wait for further verdicts. Two verdicts may not: the
+        first one, and the one in the middle, after which the coordinator asks for more rounds."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Makes `item`, which must satisfy `continues`, the item of this run-ahead, and drops all
-        earlier rounds. If the item has come twice, or over another connection, the coordinator may
-        lack verdicts: returns the known verdicts from the item's round on."""
+        earlier rounds. Returns the verdicts to send again: none, or, if the item came twice or over
+        another connection, all known ones from the item's round on."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         del self.replies[:rounds]

@@ -25,7 +25,7 @@ from .choosing import SWEEP
 from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Numbers of drafts for each target to compare; 0 = the draft runs on the target's devices."""
+"""The compared numbers of drafts for each target; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
 DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
 RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
@@ -46,7 +46,7 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     docs/performance.md has the sources of these numbers."""
 
     sessions: _Count = 1
-    """Sessions of each target, as far as they fit into the memory."""
+    """Number of sessions of each target, or fewer if the memory has room for fewer."""
     context: _Count = 1024
     target: Annotated[_Model, Parts] = _Model(16.06, 32, 131.1)
     draft: Annotated[_Model, Parts] = _Model(2.47, 16, 32.8)
@@ -62,7 +62,8 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     bandwidth_tb: PositiveFloat = 3.6
     """Memory bandwidth of a device: 0.75 of 4.8 TB/s."""
     compute_rows: _Count = 206
-    """Rows whose computing takes as long as reading the weights: 990 TFLOP/s divided by 4.8 TB/s.
+    """Number of rows at which a step takes as long to compute as to read the weights: 990 TFLOP/s
+    divided by 4.8 TB/s.
     With 8 bits the number is the same, because computing and reading are both twice as fast."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
@@ -89,7 +90,7 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
         """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
-        session fits into the memory, or if a drafter on the target's devices needs more devices."""
+        session fits, or if a drafter on the target's devices needs more than the target has."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):

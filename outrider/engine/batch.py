@@ -35,8 +35,8 @@ _ROWS_UNIT = 64
 
 
 def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """Rounds a number of rows up: to a multiple of 64, or below 64 to a power of two of at least
-    `smallest`. 0 stays 0."""
+    """Rounds a number of rows up to a multiple of 64. A number below 64 becomes a power of two that
+    is at least `smallest`. 0 stays 0."""
     if num_rows >= _ROWS_UNIT:
         return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
@@ -50,10 +50,10 @@ the memory of a step. Only a single segment of the smallest size may have more."
 _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this many slots
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
-of a vector register then always adds the same slots, so a sum does not depend on how many masked
-slots follow, and drafted tokens do not change the bits of the logits before them in bfloat16. This
-holds while matrix products use the same kernel with and without the drafted rows. An Intel Xeon
-with matrix tiles uses one kernel for up to 32 rows."""
+of a vector register then always adds the same slots, so a sum does not depend on the number of
+masked slots that follow. Therefore draft tokens do not change the bits of earlier logits in
+bfloat16, if matrix products use the same kernel with and without the draft tokens' rows. An Intel
+Xeon with AMX uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 

@@ -146,7 +146,7 @@ class Grammars:
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that have delayed a step once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens. They are used only after committed
+        """Grammars that were too slow after draft tokens, and are no longer applied to draft
         tokens. Only the thread that runs steps may use this set."""
         self._calls = SharedCalls[_Key, Grammar | _Refusal](limits.COMPILE_THREADS, "grammar")
 
@@ -182,8 +182,8 @@ class Grammars:
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A new grammar for the constraint of `used_up`, which can compute no more masks. If no
-        other session has compiled the constraint again, compiles it on this thread, for which all
-        sessions wait. Raises `BadRequest` if the last compilation took over `MASK_S_MAX`."""
+        other session has compiled the constraint again, compiles it on this thread, so all sessions
+        wait. Raises `BadRequest` if the last compilation took over `MASK_S_MAX`."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -281,8 +281,8 @@ _REFERENCES_MAX = 8
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` if a schema has so many *alternatives* that masks would take too long:
-    entries of anyOf, oneOf or enum that may be an object or a list."""
+    """*Alternatives* are entries of anyOf, oneOf or enum that may be an object or a list. Raises
+    `BadRequest` if a schema has so many that masks would take too long."""
     try:
         found = _Document(schema).num_alternatives
     except RecursionError:
@@ -310,8 +310,8 @@ class _Document:
         self.num_alternatives = sum(map(self._own, schemas))
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The larger of two numbers: the alternatives that a schema lists, and the combinations of
-        alternatives of its parts that apply together."""
+        """The larger of two numbers: the alternatives that a schema itself lists, and the ways to
+        combine alternatives of parts that apply together."""
         at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
         counts = [self._reach(part) for part in at_once]
         counts.append(self._reach_by(schema.get("$ref")))

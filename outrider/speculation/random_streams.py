@@ -10,12 +10,12 @@ Under the rules token and block, a draft's draw uses one number: the number for 
 other draw is a race over the numbers of all tokens (`gumbel_max.py`).
 
 A *position* is absolute: the committed length at the round's start plus the index. An *index place*
-holds these two numbers separately, so every round of a session has new index places.
+keeps the committed length and the index apart, so every round of a session has new index places.
 
-The rules token and block must not use positions. A rejected draft token would have the same noise
-as the next round's token at its position, and block verification and the choice of K may already
-depend on the rejected token. Coupled may use positions, because its draw at a position is the
-target's own draw, whatever was drafted there.
+The rules token and block must not use positions. After a rejection, the next round would draw the
+token at the same position with the rejected token's noise. But block verification and the choice of
+K may already depend on the rejected token. Coupled may use positions, because its draw at a
+position is the target's own draw, whatever was drafted there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of gRPC servers and channels (message sizes, keepalive, reconnection), and channels."""
+"""Opens gRPC channels. Sets options of channels and servers (message sizes, keepalive, ...)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from outrider import limits
 _BOTH_ENDS = (
     ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
-    # The soft and the hard bound are equal. Between different bounds, gRPC refuses calls at random.
+    # The soft and the hard bound are equal, because gRPC refuses calls between them at random.
     ("grpc.max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", limits.KEEPALIVE_MS),

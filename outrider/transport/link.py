@@ -16,7 +16,7 @@ from outrider.messages import ReplicaDescription
 
 class Link:
     """The coordinator's end of a stream. All methods must be called on the event loop's thread.
-    Items are `VerifyItem` and answers `VerifyAnswer`, or `DraftItem` and `DraftAnswer`."""
+    Targets answer `VerifyItem`s by `VerifyAnswer`s, and drafts `DraftItem`s by `DraftAnswer`s."""
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)  # of frames; any thread may read them
