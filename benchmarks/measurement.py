@@ -193,9 +193,9 @@ async def _warm_up(contestant: Contestant) -> None:
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
 
-    With several requests at a time, there are two turns, each with every second prompt. More turns
-    would be shorter, and at the end of a turn fewer than `concurrency` requests run. In a single
-    turn, the same side would always come first, but the later sides find prefixes cached."""
+    With several requests at a time, there are two turns, each with every second prompt. At the end
+    of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With
+    one turn, the same side would always come first, and only later sides find cached prefixes."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 

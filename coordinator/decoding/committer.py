@@ -1,7 +1,7 @@
 """Commits decided tokens to the session store. Clients see only committed tokens.
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
-call. If the store does not answer, it repeats the call with the tokens decided since then.
+call. If the store does not answer, the next try also has the tokens decided since then.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class SessionCommits:
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
         self._behind_since: float | None = None
-        """Time since which the store has taken none of the session's uncommitted tokens; None
-        without such tokens."""
+        """When the session began to wait for the store: at its first uncommitted token, or when
+        the store last took tokens. None if all tokens are committed."""
 
     @property
     def is_current(self) -> bool:
@@ -59,8 +59,8 @@ class SessionCommits:
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits while more than `UNCOMMITTED_TOKENS_MAX` tokens would be uncommitted after another
-        `num_tokens`, or the store has taken none of them for `UNCOMMITTED_MS_MAX`."""
+        """Waits while `num_tokens` more would raise the number of uncommitted tokens above
+        `UNCOMMITTED_TOKENS_MAX`, or the store has taken no tokens for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -121,7 +121,7 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for the next `wake`: after each answer of the store, and after `remove`."""
+        """Waits for the next `wake`, which follows each answer of the store, and `remove`."""
         self._check_served()
         await self._changed.wait()
 

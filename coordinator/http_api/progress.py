@@ -60,7 +60,7 @@ class Progress:
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
         """`last_event_id` is the id of the newest part that the client has, if any. Raises
-        `BadRequest` if the id is malformed or of another number of choices."""
+        `BadRequest` if the id is malformed or has another number of choices."""
         self._now = [Position()] * num_choices
         """For each choice, the position after its newest event."""
         self._sent = [*self._now]
@@ -83,8 +83,8 @@ class Progress:
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request that makes all events of a choice again. Must be called before the
-        choice's first event. The client has all parts of the events up to the first of two `cuts`,
-        and some parts of the event between the cuts, if they differ."""
+        choice's first event. The client has all parts of the events up to the first of two `cuts`.
+        If the cuts differ, it also has some parts of the event between them."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)

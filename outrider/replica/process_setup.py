@@ -44,12 +44,12 @@ SPIN_COUNT = 10_000
 """How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All checks
 together, of about 50 ns each, should take longer than the gap between two operators. On two cores,
 a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms with 20,000.
-While two other processes ran, a step took 1,500 ms with the library's default of some milliseconds,
-and 70 ms with 3,000 checks."""
+While two other processes ran, a step took 70 ms with 3,000 checks, and 1,500 ms with the library's
+default, which makes threads check for some milliseconds."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
-instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
-two cores, a token took 34 to 43 ms with this runtime, and 40 to 52 ms with libgomp."""
+instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
+demo target on two cores, a token took 34 to 43 ms with it, and 40 to 52 ms with libgomp."""
 LOADING_NICENESS = 10
 """Added to the niceness of the thread that loads a model, and of its helper threads. It is above
 the value for steps (`NICENESS` in `outrider/engine/threads.py`), so a replica that loads leaves the
@@ -149,8 +149,8 @@ def log_at(level: str) -> None:
 
 
 def advertised(host: str, address: str) -> str:
-    """Returns the HOST:PORT at which other processes reach a server that was bound to `host`,
-    perhaps a wildcard, and listens at `address`."""
+    """Returns the HOST:PORT at which other processes reach a server that listens at `address`.
+    `host` is the host to which the server was bound, perhaps a wildcard."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]
@@ -202,7 +202,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         speed_up(layer.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
-    # A target's small steps leave a core to another process that uses it.
+    # While another process uses a core, a target runs small steps on one thread fewer.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
@@ -453,7 +453,7 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
     """Returns the compiler of constraints for the target's tokenizer; None without a tokenizer. The
-    first compilation loads the tokenizer. Without `eos_token_ids`, uses those of its files."""
+    first compilation loads the tokenizer. If `eos_token_ids` is empty, reads the model's files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer

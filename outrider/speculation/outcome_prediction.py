@@ -1,11 +1,12 @@
 """Predicts the outcome of a round before the target's verdict.
 
 A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft tokens are accepted, and
-a correction follows (for n = K, the bonus). The correction wins a race (`gumbel_max.py`) over the
-target's distribution, or over the residual after a rejection. The draft knows the noise of this
-race, and runs it over its own distribution q. Its guesses are the tokens with the highest log q +
-Gumbel noise. Acceptance is also predicted from noise: it is likelier with a larger lead of the
-draft token in the race (coupled, greedy), or with a smaller uniform u that tests it (token, block).
+a correction follows (for n = K, the bonus). The correction is drawn by a race (`gumbel_max.py`)
+from the target's distribution, or from the residual after a rejection. The draft knows the noise of
+this race, and runs the race over its own distribution q. Its guesses are the tokens with the
+highest log q + Gumbel noise. Acceptance is also predicted from noise. Under coupled and greedy, it
+is likelier if the draft token leads the race by more. Under token and block, it is likelier if the
+uniform u that tests the token is smaller.
 
 Predictions do not bias the output. Under token and block, tokens drafted for an outcome have the
 next round's noise, which is independent of the noise that predictions use. Under coupled and
@@ -37,12 +38,13 @@ class OutcomeGuesses:
     """Row n has the guesses of the correction after n accepted tokens, best first, without draft
     token n + 1. Row K, for the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R], or [K, R] without the bonus: log q + Gumbel noise of each guess, or log q if the
-    parameters are greedy, up to a constant for each row. Scores descend in each row, and are -inf
-    after the last guess."""
+    """[K + 1, R], or [K, R] without the bonus: the score of each guess, up to a constant for each
+    row. A score is log q + Gumbel noise, or log q if the parameters are greedy. Scores descend in
+    each row, and are -inf after the last guess."""
     evidence: RealArray
-    """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`: the token's
-    score minus the best other score of its row (coupled, greedy), or -log u (token, block)."""
+    """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
+    and greedy: the token's score minus the best other score of its row. Under token and block:
+    -log u."""
 
     @property
     def num_drafted(self) -> int:
@@ -57,7 +59,7 @@ class OutcomeGuesses:
 def guess_outcomes(
     rows: LikelyTokens, params: SamplingParams, noise: RoundNoise, drafted: Sequence[int]
 ) -> OutcomeGuesses:
-    """Guesses up to `RANKS_MAX` corrections after each number n of accepted tokens of `drafted`.
+    """For each number n of accepted tokens of `drafted`, guesses up to `RANKS_MAX` corrections.
     Row n of `rows` [K + 1] has the `likely_tokens` after n draft tokens. If row K is missing, the
     bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
@@ -133,7 +135,7 @@ class _Corrections(_Coefficient):
         return weights
 
     def note(self, scores: RealArray, rank: int) -> None:
-        """Learns that of the guesses [R], guess `rank` was right."""
+        """Learns that guess `rank` was right, of the guesses with these `scores` [R]."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]
         chances = self.chances(known[None])[0]
@@ -145,7 +147,7 @@ class OutcomeModel:
     """Predicts outcomes of rounds, and learns from outcomes of earlier rounds."""
 
     def __init__(self) -> None:
-        # Under coupled, these fit a draft whose logits have errors as large as the Gumbel noise.
+        # Under coupled, these values fit a draft whose logits err by as much as the Gumbel noise.
         self._weight = _Coefficient(1.0, 0.0, _WEIGHT_MAX)
         offset = 0.0, -_OFFSET_MAX, _OFFSET_MAX
         self._offsets = [_Coefficient(*offset) for _ in range(NUM_DRAFT_TOKENS_MAX)]
@@ -153,12 +155,12 @@ class OutcomeModel:
         self._bonus = _Corrections(1.0, 0.0, _WEIGHT_MAX)
 
     def _acceptance(self, index: int, evidence: float) -> float:
-        """The probability that a draft token is accepted after all those before it."""
+        """The probability that a draft token is accepted if all those before it are."""
         total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
-        """Learns from a round. `rank` is that of the right guess of the correction, if any."""
+        """Learns from a round. `rank` is the correction's `OutcomeGuesses.rank`."""
         for index in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[index])
             chance = self._acceptance(index, evidence)
@@ -186,9 +188,9 @@ class OutcomeModel:
 
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature. Under token
-    and block, sessions with the same seed have the same noise. A model that has learned from the
-    first session would make predictions of the second depend on noise that it has yet to use. So
-    each later session with a seed has its own model."""
+    and block, sessions with the same seed have the same noise. If they shared a model, it would
+    predict outcomes of a later session from noise that this session has yet to use. So only the
+    first session with a seed uses a shared model, and each later one has its own."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
         """After `seeds_max` seeds, forgets them and the shared models under token and block."""

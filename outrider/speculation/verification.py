@@ -52,10 +52,10 @@ from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParam
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""A row that keeps more than this share of its mass after q is subtracted is not empty."""
+"""If a row keeps more than this share of its mass after q is subtracted, it is not empty."""
 _PI_MIN = 1e-290
-"""A *path* to a row, the draft tokens before it, with a smaller pi counts as impossible, because a
-division by its pi could overflow."""
+"""The *path* to a row is the draft tokens before it. If its pi is smaller than this, it counts as
+impossible, because a division by pi could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,7 +37,7 @@ class ReplicaServicer:
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
         Raises errors of `frames`, and `Overloaded` if too many answers wait because the caller does
-        not read. If the caller still reads nothing after `STUCK_WRITE_MS`, cancels the task."""
+        not read. If the caller still reads nothing after `STUCK_WRITE_MS`, cancels its own task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -69,8 +69,8 @@ class ReplicaServicer:
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, all streams send their queued answers and
-        end with `Unavailable`, at the same time: a coordinator that loses one of its two streams to
-        this replica also cancels the other."""
+        end with `Unavailable`. They end at the same time, because a coordinator that loses one of
+        its two streams to this replica also cancels the other."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -96,7 +96,7 @@ class _Stream:
     def __init__(self, codec: Codec, task: asyncio.Task[Any] | None) -> None:
         self._codec = codec
         self._task = task
-        self.writing = False  # while a caller does not read, a write does not end
+        self.writing = False  # whether a write runs; it does not end while the caller does not read
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
         self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)

@@ -28,8 +28,8 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""A program's score matrix has at most this many rows, unless its block is one token. There is one
-row for each token and query head that shares the key head."""
+"""A program's score matrix has at most this many rows, unless its block is one token. It has a row
+for each token of the block and each query head that shares the key head."""
 _BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
@@ -41,7 +41,7 @@ time than merging them takes."""
 _WARPS = 4
 _STAGES = 2  # pipeline stages; with three, wide heads in float32 do not fit into shared memory
 _PROGRAMS_EACH = 2
-"""The number of programs for each multiprocessor, so that it is busy while one waits for memory."""
+"""The number of programs for each multiprocessor. While one waits for memory, the other runs."""
 _log = logging.getLogger(__name__)
 
 
@@ -193,8 +193,8 @@ class TableSteps(Steps):
     backend: DeviceBackend
     forward: Forward
     layers: dict[nn.Module, LayerPages]
-    shared_heads: int  # the most query heads of a key head in any layer
-    key_heads: int  # of this layer
+    shared_heads: int  # query heads for each key head, in the layer where this is largest
+    key_heads: int  # key heads of that layer
     device: torch.device
 
     def run(self, step: HeldStep) -> Tensor:
