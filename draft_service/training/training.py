@@ -24,9 +24,9 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # at the end of training, padding included
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (used share of the budget, share of `BATCH_TOKENS`). Until the used share is reached, new
-epochs have smaller batches. At first, many small steps gain most. Later, steps with less noise gain
-more."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). An epoch that begins before this used
+share has batches of this share of `BATCH_TOKENS`. At first, many small steps gain most. Later,
+steps with less noise gain more."""
 _PEAK_RATE_BY_WIDTH = 0.864  # the peak learning rate times the model's width
 _PEAK_RATE_MAX = 2e-3
 _TRAINED_RATE = 0.5  # factor of the learning rate if a drafter is trained further
@@ -196,8 +196,8 @@ def overlap_loss(
 ) -> Tensor:
     """Returns the mean loss over R rows, with a gradient for `hidden` [R, D]. `head` [N, D] has the
     same dtype. `columns` and `mass` [R, M] are those of a `Batch`. -log(acceptance) has the weight
-    `likelihood_share`, and cross-entropy has the remaining weight. To save memory, the gradient
-    computes the logits of each block of rows again."""
+    `likelihood_share`, and cross-entropy has the remaining weight. To save memory, the backward
+    pass computes the logits of each block of rows again."""
     size = ROWS_OF_A_BLOCK[hidden.device.type]
     blocks = (torch.split(part, size) for part in (hidden, columns, mass))
     losses = [

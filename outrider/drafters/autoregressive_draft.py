@@ -41,7 +41,7 @@ class AutoregressiveDraft:
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """The likely tokens of each drawn token's row of logits. Shorter than `token_ids` if some
+        """For each draw, the likely tokens of its row of logits. Shorter than `token_ids` if some
         are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""

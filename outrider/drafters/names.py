@@ -22,8 +22,8 @@ _FORMS = (
     "whose MODEL may also be a head"
 )
 NEAR_WORD = 0.75
-"""A draft's name counts as misspelt if `difflib` finds at least this similarity to one of `_WORDS`,
-a target's name if it is this similar to `demo`."""
+"""The least similarity, by `difflib`, at which a name counts as misspelt. A draft's name is
+compared with `_WORDS`, and a target's name with `demo`."""
 
 
 class LookupKind(StrEnum):

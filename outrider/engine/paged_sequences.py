@@ -84,8 +84,8 @@ class PagedSequences:
         return self._run(run, steps, whole=False)[0]
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
-        """Takes slots for these steps without computing anything, as on all other ranks while rank
-        0 runs a draft step."""
+        """Takes slots for these steps without computing anything. All ranks but rank 0 call this
+        for a draft step, which only rank 0 runs."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     @contextmanager

@@ -139,10 +139,10 @@ class BlockPool:
         the step, call `written`. If the step fails, call `keep` with the old length instead. If the
         page copies fail, also call `release`, because the page tables have the new pages already.
 
-        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If not
-        `whole`, only the draft layer writes to the new slots, which must never be shared: do not
-        call `written`, and drop them with `keep` before the next call with `whole`, which otherwise
-        raises `InvariantError`."""
+        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If `whole` is
+        false, only the draft layer writes to the new slots. They must never be shared, so do not
+        call `written`. Drop them with `keep` before the next call with `whole`, or that call raises
+        `InvariantError`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):
@@ -191,8 +191,8 @@ class BlockPool:
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`. The sequence's full pages stay remembered, and are evicted after
-        all other remembered pages, the last page first, because no sequence can use a page without
-        the pages before it."""
+        all other remembered pages. Of these pages, the last is evicted first, because no
+        sequence can use a page without the pages before it."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -245,8 +245,8 @@ class BlockPool:
             self._free.append(page)
 
     def _know(self, key: bytes, page: int) -> int:
-        """The known last page of the prefix of `key`, which becomes `page` if none was known. Until
-        `_forget`, no sequence may write to it."""
+        """Makes `page` the known last page of the prefix of `key`, unless one is known. Returns the
+        known page. Until `_forget`, no sequence may write to it."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
         return known

@@ -31,7 +31,7 @@ _UNSERVED = re.compile(
 )
 """Searched for in the architecture's name, the keys of `config.json` and the names of tensors."""
 _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
-"""The names of kinds that a match of `_UNSERVED` does not name itself."""
+"""The kind for each match of `_UNSERVED` that is not the name of a kind."""
 
 
 def recognise(directory: Path) -> str | None:

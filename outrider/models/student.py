@@ -69,7 +69,7 @@ def load_student(
     path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """Like `load_model`, for a student in `path` of the target in `target_directory`. The student's
-    logits are [.., N], for the N `logit_token_ids` of the returned description."""
+    logits are [.., N], for the N `logit_token_ids` of the returned `ModelInfo`."""
     name = options.get("name", str(path))
     check_target(path, name=name, target_directory=target_directory, target_name=target)
     where = loading.use_device(**options)

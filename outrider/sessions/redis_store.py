@@ -7,7 +7,7 @@
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
                                       rewrite ('1' while the owner sends all tokens again after a
-                                      lost take-over); during a rewrite pending_tokens_start ...
+                                      lost take-over; new ranges are in pending_tokens_start ...)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte

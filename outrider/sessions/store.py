@@ -63,8 +63,8 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the owner will send further tokens that the store has held before. If the store has
-    lost the owner's take-over, the owner sends all tokens again. Readers then get the old tokens
+    """Whether later appends will repeat tokens that the store has acknowledged before. If the store
+    has lost the owner's take-over, the owner repeats all tokens. Readers then get the old tokens
     until an append with `more_follow` false."""
 
 
@@ -147,8 +147,8 @@ class SessionStore(Protocol):
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended: if smaller, the store
-        has lost the last tokens, and the owner sends them again; if larger, the store has the
+        length is not expected_length + len(token_ids), nothing was appended. If it is smaller, the
+        store has lost tokens, and the owner sends them again. If it is larger, the store has these
         tokens already. An append without tokens asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
@@ -162,7 +162,7 @@ class SessionStore(Protocol):
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """Makes `released(owner)` the owner of a session that no longer runs. The epoch stays the
-        same. A finished session stays unchanged, even if the stored epoch is lower. Raises
+        same. A finished session stays unchanged, even if its epoch is below `epoch`. Raises
         `DataLoss` if the session is not stored, and `StaleEpoch` if it has another owner, or is
         released already."""
 
@@ -171,7 +171,7 @@ class SessionStore(Protocol):
         cancels: bool = False,
     ) -> SessionRecord:  # fmt: skip
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
-        returned. Returns a finished session unchanged. Raises `NotFound`, `DataLoss`, and
+        returned. Returns a finished session unchanged. Raises `NotFound` or `DataLoss`, and raises
         `Unavailable` if the session no longer has the epoch and the owner of `seen`. If that owner
         is not `owner` and holds its lease, raises `Unavailable` with the lease's remaining time.
         The session's owner then learns of the request by `hold_lease`. With `cancels`, the request
