@@ -193,8 +193,8 @@ class _Run:
         num, num_held_out = len(documents), sum(document.is_held_out for document in documents)
         if num < HELD_OUT_EVERY:
             wrong = f"only {num} texts were written or given; at least {HELD_OUT_EVERY} are needed"
-        elif num_held_out in (0, num):
-            wrong = f"{num_held_out} of the {num} texts would be held out to measure the drafter"
+        elif num_held_out == num:
+            wrong = f"all {num} texts would be held out to measure the drafter"
         else:
             return
         key = "tokens" if self._options.tokens is not None else "minutes"

@@ -7,7 +7,7 @@ file in `--corpus`   content
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,11 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents in a random order that depends only on their number. So the documents
-    that the target reads in a limited time are a fair sample."""
-    order = np.random.default_rng(0).permutation(len(documents))
-    return [documents[index] for index in order]
+    that the target reads in a limited time are a fair sample. The first is held out, so that the
+    drafter can be measured: if no hash has chosen a document, the first of the random order."""
+    found = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
+    chosen = next((i for i, document in enumerate(found) if document.is_held_out), 0)
+    return [replace(found.pop(chosen), is_held_out=True), *found] if found else []
 
 
 def corpus_files(directory: Path) -> tuple[Path, ...]:

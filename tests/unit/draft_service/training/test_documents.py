@@ -55,9 +55,13 @@ def test_texts_are_held_out_whole_and_for_ever(tmp_path: Path) -> None:
         piece for pieces in texts(tmp_path / "new", range(600, 1072)) for piece in pieces
     ):
         assert known.get(piece.token_ids.tobytes(), piece.is_held_out) == piece.is_held_out
-    found = shuffled(pieces)
-    assert sorted(map(id, found)) == sorted(map(id, pieces))
-    assert list(map(id, found)) != list(map(id, pieces))
+    found, learned = shuffled(pieces), [piece for piece in pieces if not piece.is_held_out]
+    read = [piece.token_ids.tobytes() for piece in found]
+    assert sorted(read) == sorted(piece.token_ids.tobytes() for piece in pieces)
+    assert read != [piece.token_ids.tobytes() for piece in pieces]
+    assert found[0].is_held_out
+    assert [piece.is_held_out for piece in shuffled(learned)[:3]] == [True, False, False]
+    assert shuffled([]) == []
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
