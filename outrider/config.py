@@ -241,7 +241,7 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs. To a head on draft replicas, the target sends a row of hidden
+    """Where an EAGLE-3 head runs. The target sends draft replicas that run a head a row of hidden
     states for each token."""
     ngram_min: Annotated[int, between(1, NGRAM_MAX)] = 1
     """Shortest match of prompt lookup, in tokens."""
@@ -250,8 +250,8 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding ends a proposal before the estimated probability that all its tokens are
-    accepted falls below this number."""
+    """Suffix decoding extends a proposal while the estimated probability that all its tokens are
+    accepted is at least this number."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. All tenants together have room for four times this number."""
@@ -453,7 +453,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica once one replica fewer would have been enough for this time, s."""
+    """Remove a replica if one replica fewer was enough for all of this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -484,9 +484,9 @@ class DeploymentConfig:
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of target replicas at the start. `outrider scale` changes the number later."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Number of draft replicas at the start. A look-up alone, or a head on the target, has none."""
+    """Number of draft replicas at the start. Look-ups and heads on the target need none."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Number of coordinators at the start. On one machine, each further one has ports 1 higher."""
+    """Number of coordinators at the start. On one machine, each has ports 1 above the previous."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
     separated by commas."""
