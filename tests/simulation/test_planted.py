@@ -18,7 +18,8 @@ from outrider.sessions.state import Session
 from tests.simulation import world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
-from tests.simulation.redis_host import Command, RedisServer
+from tests.simulation.redis_data import Command
+from tests.simulation.redis_host import RedisServer
 from tests.simulation.scenario import run_seed
 
 NUM_SEEDS = 80
