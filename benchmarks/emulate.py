@@ -58,12 +58,10 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("plain", Rule.TOKEN, 0),
-    Run("synchronous", Rule.TOKEN, 6),
-    Run("look_ahead", Rule.COUPLED, 9),
-    Run("synchronous", Rule.TOKEN, 9, 5.0),
+    Run("plain", Rule.TOKEN, 0), Run("synchronous", Rule.TOKEN, 6),
+    Run("look_ahead", Rule.COUPLED, 9), Run("synchronous", Rule.TOKEN, 9, 5.0),
     Run("look_ahead", Rule.COUPLED, 8, 5.0),
-)
+)  # fmt: skip
 Rates = tuple[float, ...]
 
 

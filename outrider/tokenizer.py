@@ -98,11 +98,9 @@ class TokenizerText:
         return _SOME_TOOL in told
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
+    ) -> str:  # fmt: skip
         """The text of a conversation, up to the beginning of the answer. Raises the errors of
         `encode_chat`."""
         if not self.chat_template:
@@ -125,11 +123,9 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """The token ids of a conversation, up to the beginning of the answer. Each message has at
         least `role` and `content`. Raises `BadRequest` if the model has no chat template, or its
         template fails or does not support tools that the conversation needs."""

@@ -417,11 +417,9 @@ class SelfDraftClient(_ModelDrafts):
     verdict. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
 
     def __init__(
-        self,
-        target: SessionRoute[VerifyItem, VerifyAnswer],
-        lookup: LookupDrafter,
+        self, target: SessionRoute[VerifyItem, VerifyAnswer], lookup: LookupDrafter,
         config: CoordinatorConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(target, lookup, config)
         self._wanted = NOTHING_WANTED
         self._next_max = 0
@@ -472,11 +470,9 @@ class SelfDraftClient(_ModelDrafts):
 
 
 def open_drafts(
-    pool: ReplicaPool,
-    target: SessionRoute[VerifyItem, VerifyAnswer],
-    lookup: LookupDrafter,
+    pool: ReplicaPool, target: SessionRoute[VerifyItem, VerifyAnswer], lookup: LookupDrafter,
     config: CoordinatorConfig,
-) -> Drafts:
+) -> Drafts:  # fmt: skip
     """Creates a session's source of proposals."""
     context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:

@@ -498,11 +498,9 @@ def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
 
 
 def smallest(
-    scenario: Scenario,
-    tpot_ms: float,
-    free: Sequence[Role],
+    scenario: Scenario, tpot_ms: float, free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
-) -> Fleet | None:
+) -> Fleet | None:  # fmt: skip
     """The smallest fleet that meets `tpot_ms`; None if no fleet does. The search minimises the
     number of targets, then of drafts, then of coordinators, each within `TOLERANCE`. Roles that are
     not `free` keep the scenario's numbers."""

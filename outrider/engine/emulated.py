@@ -40,11 +40,9 @@ class EmulatedEngine:
     support."""
 
     def __init__(
-        self,
-        spec: EmulatedSpec,
-        role: Literal["target", "draft"],
+        self, spec: EmulatedSpec, role: Literal["target", "draft"],
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._spec, self._role, self._max_num_seqs = spec, role, max_num_seqs
         self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)

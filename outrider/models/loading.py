@@ -314,11 +314,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def put_weights(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-    device: torch.device,
+    module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device,
     dtype: torch.dtype | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Gives all parameters of a drafter's module their values from `tensors`. If `dtype` is None,
     each parameter keeps its own dtype. Missing buffers keep their values. Raises `ValueError` or
     `RuntimeError` if weights are missing or unknown, do not fit, or are not finite."""

@@ -416,11 +416,9 @@ def _call_attention(
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):
             output, _ = block(
-                hidden_states=rows,
-                position_embeddings=(angles.cos(), angles.sin()),
-                attention_mask=mask,
-                **given,
-            )
+                hidden_states=rows, position_embeddings=(angles.cos(), angles.sin()),
+                attention_mask=mask, **given,
+            )  # fmt: skip
         [(states, got_mask, options)] = calls
     except PROBE_ERRORS:
         return None

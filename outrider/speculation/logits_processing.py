@@ -107,11 +107,9 @@ def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def adjusted_logits(
-    logits: Tensor,
-    params: SamplingParams,
-    history: TokenHistory = NO_HISTORY,
+    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Applies bias and penalties to `logits`, which are [R, V], or [1, N] with a `vocabulary`.
     Returns a copy on the CPU, in float64 if `logits` are float64, else in float32. Without bias and
     penalties, returns `logits` itself.
@@ -141,11 +139,9 @@ def adjusted_logits(
 
 
 def changed_tokens(
-    params: SamplingParams,
-    history: TokenHistory,
-    width: int,
+    params: SamplingParams, history: TokenHistory, width: int,
     vocabulary: DraftVocabulary | None = None,
-) -> npt.NDArray[np.int64]:
+) -> npt.NDArray[np.int64]:  # fmt: skip
     """A table [E, 3] of the tokens that have a bias or that penalties count, and that have one of
     the `width` columns of the logits. Each row has the token's column, the bits of its bias as a
     float64, and twice its count in the output, plus 1 if the prompt has the token."""

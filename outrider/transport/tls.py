@@ -201,11 +201,9 @@ def server_credentials(
 
 
 def caller_trust(
-    authority: Path | None = None,
-    certificate: Path | None = None,
-    key: Path | None = None,
+    authority: Path | None = None, certificate: Path | None = None, key: Path | None = None,
     server_name: str = "",
-) -> Trust:
+) -> Trust:  # fmt: skip
     """TLS of a user's channel. `authority` must have signed the server's certificate; None = gRPC's
     own list of authorities. The channel shows `certificate` to servers that ask for a certificate.
     Raises `ConfigError` for missing or invalid files."""
