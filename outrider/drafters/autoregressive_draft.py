@@ -85,7 +85,6 @@ class AutoregressiveDraft:
         return TokenHistory(committed[:length], (*committed[length:], *self.token_ids))
 
     def add(self, token_id: int, q: DraftDistribution | None) -> None:
-        """Appends a drawn token."""
         self.token_ids.append(token_id)
         self.q.append(q)
 

@@ -1,1 +1,1 @@
-"""The mathematics of speculation. Pure."""
+"""The mathematics of speculative decoding, without clocks, input and output."""

@@ -59,7 +59,8 @@ def decide(
     lengths of verdict and proposal do not match."""
     num, accept = len(proposal_ids), verdict.accept_probability
     fits = len(accept) == num and len(verdict.correction) == num + 1
-    check(fits, f"a verdict on {len(accept)} draft tokens does not fit {num} draft tokens")
+    sizes = f"{len(accept)} acceptance probabilities and {len(verdict.correction)} corrections"
+    check(fits, f"a verdict with {sizes} does not fit {num} draft tokens")
     passes = (uniform <= chance for chance, uniform in zip(accept, uniforms, strict=True))
     num_accepted = count_accepted(rule, passes)
     last = Origin.BONUS if num_accepted == num else Origin.CORRECTION

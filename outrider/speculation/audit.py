@@ -34,7 +34,7 @@ def audit(
     """Compares token i with row i of `logits` [N, V], which are on the CPU. Raises `InvariantError`
     for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
-    check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
+    check(len(token_ids) == num, f"{len(token_ids)} tokens do not fit {num} rows of logits")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]
     p = target_probabilities(logits, params, history)
     chosen = torch.tensor([token_ids[index] for index in inside])

@@ -1,4 +1,4 @@
-"""The sums of an audit (`audit.py`). Without torch, because coordinators import this module."""
+"""The sums that `audit.py` computes. Coordinators import this module, so it does not need torch."""
 
 from dataclasses import dataclass
 

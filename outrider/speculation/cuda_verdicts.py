@@ -29,7 +29,7 @@ _ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""What changes the logits of one session. The masks have an entry for each row, or are empty."""
+"""One session's parameters and history, and a mask for each row (None = all tokens) or no mask."""
 _FAILED: set[torch.device] = set()
 
 
@@ -50,7 +50,7 @@ def give_up(device: torch.device) -> None:
 def judge_by_kernels(
     logits: Tensor, transforms: Sequence[Transforms], rows: ProposalRows
 ) -> JudgedRows:
-    """Judges `rows`, whose `logits` [R, V] are float32 or narrower."""
+    """Computes `JudgedRows` from the `logits` [R, V] of `rows`, in float32 or narrower."""
     num_rows, device = len(logits), logits.device
     found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
     nothing = np.empty((num_rows, 0), dtype=np.int64)
@@ -83,8 +83,9 @@ def send_rows(
     extra: IntArray, vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sends the kernels' arguments for each row of `logits` to the device. `logits` are [R, V], or
-    [R, N] with a `vocabulary`, in float32 or narrower. `transforms` and `sizes` have each session's
-    parameters and number of rows. `drafted` has the draft token that each row judges, or -1.
+    [R, N] with a `vocabulary`, in float32 or narrower. `transforms` and `sizes` have an
+    entry for each session: what changes its logits, and its number of rows. `drafted` has the draft
+    token after each row, or -1.
 
     Returns the words [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and the logits
     after masks, biases and penalties (`change_rows`)."""
@@ -158,13 +159,13 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Starts one copy of the bytes of all parts to a device."""
+    """Copies the bytes of all parts to a device in one transfer, without waiting for its end."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device current: Triton starts kernels on the current device."""
+    """Makes the device current, because Triton starts kernels on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

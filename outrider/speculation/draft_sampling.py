@@ -55,7 +55,7 @@ from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 
 DraftedToken = tuple[int, DraftDistribution | None]
-"""A token and its q. None if the rule does not use q, or if the draw was certain."""
+"""A token, and its q. The q is None if the rule does not use it, or if the draw was certain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +92,10 @@ def draw_from_logits(
     its round, from row b of `logits`: [B, V], or [B, N] with a `vocabulary`. All other arguments
     and results use the target's ids. Only penalties need `histories`.
 
-    Also returns the likely tokens of each row, or None if the draw takes the likeliest token. Waits
-    for the device once. Raises `InvariantError` for rows that `target_probabilities` refuses."""
-    check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
+    Also returns the likely tokens of each row, or None under greedy. Waits for the device once.
+    Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    fits = len(noises) == len(indices) == len(logits)
+    check(fits, f"{len(noises)} noises and {len(indices)} indices for {len(logits)} rows")
     if not noises:
         return [], []
     rules = [noise.rule for noise in noises]
@@ -124,7 +125,7 @@ def likely_tokens(
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
     [R, N] with a `vocabulary`. A row with greedy `params` has the masses of temperature 1. Raises
     `InvariantError` for penalties, and for rows that `target_probabilities` refuses."""
-    check(not any(each.penalised for each in params), "penalties would count draft tokens")
+    check(not any(each.penalised for each in params), "likely tokens do not support penalties")
     params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
     transforms = [(each, NO_HISTORY) for each in params]
     no_keys = np.zeros((len(params), 5), dtype=np.uint64)
@@ -149,11 +150,11 @@ class _Asked(NamedTuple):
 class _Rows(NamedTuple):
     tokens: IntArray
     """[R]: the likeliest token under greedy, the race's winner under coupled, else arbitrary."""
-    maxima: RealArray
+    maxima: RealArray  # [R]: the largest logit
     ids: IntArray
     """[R, M]: the likeliest tokens, likeliest first. Arbitrary under greedy."""
     values: RealArray
-    """[R, M]: the logits of `ids`, or -inf after the last token that a filter keeps."""
+    """[R, M]: the logits of `ids`. Tokens that a filter drops come last and have -inf."""
 
     def likely(self, params: Sequence[SamplingParams]) -> LikelyTokens:
         temperatures = np.array([filters(each)[:1] for each in params])
@@ -235,7 +236,7 @@ def _read_by_kernels(asked: _Asked) -> _Rows:
 
 
 def _spread(weights: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    """Moves weights from their columns to their ids, to which the noise of a race belongs."""
+    """Moves each weight from its column to its token id, because races use noise by token id."""
     if vocabulary is None:
         return weights
     table = vocabulary.table(weights.device)
@@ -276,7 +277,7 @@ def count_levels(mass: RealArray) -> RealArray:
 
 
 def _as_distribution(ids: IntArray, levels: RealArray) -> DraftDistribution:
-    check(bool(np.isfinite(levels).all()), "draft probabilities are numbers with a positive sum")
+    check(bool(np.isfinite(levels).all()), "draft probabilities are not finite, or their sum is 0")
     counts = np.diff(levels, prepend=0.0).astype(np.int64)
     kept = counts > 0
     return DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))

@@ -44,7 +44,7 @@ RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def whole_blocks(width: int) -> int:
-    """The least multiple of `BLOCK` from `width` on. `race` copies rows of any other width."""
+    """`width` rounded up to a multiple of `BLOCK`. `race` copies rows that have another width."""
     return -(-width // BLOCK) * BLOCK
 
 

@@ -33,7 +33,7 @@ _BUCKETS = {
 """For each type of float: the integer type of the same size, the bits of 1.0, and a shift that
 leaves the exponent and six bits of the fraction."""
 _NUM_BUCKETS = 64 * 64
-"""64 for each power of 2 from 1 down to 2^-64. Smaller weights share the last bucket."""
+"""64 buckets for each power of 2 from 1 to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64
 """`largest` compares the maxima of blocks of this size first."""
 
@@ -45,7 +45,8 @@ def target_probabilities(
     greedy, a row is one-hot at its largest logit (of equal logits, at the lowest id). Ignores ids
     of V or more in the bias or the history. Raises `InvariantError` for a row of `logits` with NaN
     or +inf, or only -inf."""
-    check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
+    shape = tuple(logits.shape)
+    check(len(shape) == 2 and shape[1] > 0, f"logits have shape {shape}, not [R, V] with V > 0")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
     write_weights(adjusted_logits(logits, params, history), params, weights)
@@ -53,9 +54,9 @@ def target_probabilities(
 
 
 def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> None:
-    """Writes the sampled distribution of every row of `adjusted_logits` [R, V], up to a factor, to
-    `weights` [R, W], float32 or float64. Columns beyond V become 0. A row without a distribution
-    becomes NaN, and `check_weights` raises an error."""
+    """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
+    [R, W], float32 or float64. `logits` have biases and penalties applied. Columns beyond V become
+    0. A row without a distribution becomes NaN, for which `check_weights` raises an error."""
     width = logits.shape[1]
     weights[:, width:] = float("-inf")
     weights[:, :width] = logits
@@ -74,7 +75,7 @@ def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> No
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. Other rows do not change rounding."""
+    """The sum of each row of `weights` [R, V] as [R], float64. It does not depend on other rows."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -99,7 +100,7 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The lowest index of the largest value of each row [R, V], and the value. NaN is largest."""
+    """The lowest index of the largest value of each row [R, V], and this value. NaN is largest."""
     # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
@@ -142,9 +143,9 @@ def changed_tokens(
     params: SamplingParams, history: TokenHistory, width: int,
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:  # fmt: skip
-    """A table [E, 3] of the tokens that have a bias or that penalties count, and that have one of
-    the `width` columns of the logits. Each row has the token's column, the bits of its bias as a
-    float64, and twice its count in the output, plus 1 if the prompt has the token."""
+    """A table [E, 3] of the tokens with a bias or in the history, without those that have none of
+    the `width` columns of the logits. A row has the token's column, the bits of its bias as a
+    float64, and twice the token's count in the output, plus 1 if the prompt has the token."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
@@ -276,7 +277,10 @@ class DraftVocabulary:
 
     def __post_init__(self) -> None:
         ascends = bool((np.diff(self.token_ids) > 0).all())
-        check(len(self.token_ids) > 0 and ascends, "the tokens of a reduced vocabulary ascend")
+        check(
+            len(self.token_ids) > 0 and ascends,
+            "a draft vocabulary is empty, or its ids do not ascend",
+        )
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
@@ -284,7 +288,6 @@ class DraftVocabulary:
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
-        """`token_ids` on the device."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]
@@ -302,8 +305,8 @@ class DraftVocabulary:
 def masked_logits(
     logits: Tensor, masks: Sequence[TokenMask | None], vocabulary: DraftVocabulary | None = None
 ) -> Tensor:
-    """A copy of `logits`, [R, V], or [R, N] with a `vocabulary`, with -inf for the tokens that the
-    mask of their row forbids. If no row has a mask, returns `logits` itself."""
+    """A copy of `logits` ([R, V], or [R, N] with a `vocabulary`) with -inf for forbidden tokens.
+    `masks` has the mask of each row, or None. If no row has a mask, returns `logits` itself."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -325,12 +328,12 @@ class RowMasks(NamedTuple):
     draft token: the target rejects it, so no outcome uses these rows."""
     untold: int | None
     """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
-    An outcome that reaches this row ends with this draft token (`ending_at`)."""
+    An outcome that reaches this row ends with that draft token (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for the rows of a proposal. Raises `Incompatible` only if the mask after the
-    committed tokens cannot be computed, because a draft must not make a session fail."""
+    """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
+    tokens cannot be computed. Other masks raise no error, so a draft cannot make a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
@@ -382,7 +385,7 @@ def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
     """The tokens that a draft may draw after `drafted`. None if the draft must stop: the completion
-    has ended, no token of its vocabulary may follow, or the mask cannot be computed."""
+    has ended, no token of the `vocabulary` may follow, or the mask cannot be computed."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:

@@ -62,7 +62,8 @@ def guess_outcomes(
     """For each number n of accepted tokens of `drafted`, guesses up to `RANKS_MAX` corrections.
     Row n of `rows` [K + 1] has the `likely_tokens` after n draft tokens. If row K is missing, the
     bonus is not guessed."""
-    check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
+    fits = len(rows) in (len(drafted), len(drafted) + 1)
+    check(fits, f"{len(rows)} rows of likely tokens do not fit {len(drafted)} draft tokens")
     if params.greedy:
         with np.errstate(divide="ignore"):
             ids, scores = rows.ids, np.log(rows.mass)

@@ -63,7 +63,6 @@ class SealedProposal:
 
     @classmethod
     def of(cls, proposal: Proposal) -> SealedProposal:
-        """Encodes a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q))
 
     def cut(self, num: int) -> SealedProposal:

@@ -45,8 +45,8 @@ class ProposalRows:
         is_judged = np.array([rule.needs_q for rule in rules]).repeat(self.sizes)
         is_judged[self.ends - 1] = False
         self.num_before: IntArray = np.where(is_judged, index, -1)
-        """[R]: the number of draft tokens before each row; -1 in last rows and under rules without
-        q, which judge no draft token."""
+        """[R]: the number of draft tokens before each row that judges a draft token; -1 for other
+        rows: a proposal's last row, and all rows under rules without q."""
         self.is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(self.sizes)
         self.q = [entry for proposal, each in asked if each.rule.needs_q for entry in proposal.q]
         """The distribution of each judged draft token, or None if its draw was certain."""

@@ -126,8 +126,8 @@ def _check_ids(
     token_ids: Sequence[int], field: str, entries_max: int, vocab_size: int | None
 ) -> None:
     if len(token_ids) > entries_max:
-        raise BadRequest(field, f"got {len(token_ids)} entries; at most {entries_max}")
+        raise BadRequest(field, f"got {len(token_ids)} entries; allowed: up to {entries_max}")
     for token_id in token_ids:
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
-            most = "" if vocab_size is None else str(vocab_size - 1)
-            raise BadRequest(field, f"{token_id} is not a token id; allowed: 0..{most}")
+            allowed = "0 or more" if vocab_size is None else f"0..{vocab_size - 1}"
+            raise BadRequest(field, f"{token_id} is not a token id; allowed: {allowed}")

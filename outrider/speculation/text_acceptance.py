@@ -10,8 +10,8 @@ NUM_DEPTHS = 8
 
 def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
     """For draft tokens 1..`NUM_DEPTHS`, the probability that each is accepted, given that all draft
-    tokens before it are accepted. `texts` has the ratio min(1, q(x) / p(x)) of each token x of
-    texts that the target drew. Its mean under p is sum min(p, q), the probability of acceptance.
+    tokens before it are accepted. None = unknown. `texts` has the ratio min(1, q(x) / p(x)) of each
+    token x of texts that the target drew. The mean ratio is the probability sum min(p, q).
 
     The probability that k tokens in a row are accepted is the mean, over windows of k tokens, of
     the product of their ratios. The result for draft token k is the quotient of the means for k and
@@ -24,9 +24,9 @@ def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | No
 def acceptance_of_windows(
     texts: Sequence[Sequence[npt.NDArray[np.float64]]], num_depths: int
 ) -> tuple[float | None, ...]:
-    """Like `conditional_acceptance`, but a token may have another ratio in each window:
-    `texts[t][k][w]` for draft token k + 1 in window w of text t. Windows that the end of the text
-    cuts short come last. A text may have fewer than `num_depths` elements."""
+    """Like `conditional_acceptance`, but a token's ratio may differ between windows.
+    `texts[t][k][w]` is the ratio of draft token k + 1 in window w of text t. Windows that the end
+    of the text cuts short come last. A text may have fewer than `num_depths` elements."""
     found: list[float | None] = []
     for depth in range(num_depths):
         reached = accepted = 0.0

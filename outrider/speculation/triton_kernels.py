@@ -2,9 +2,9 @@
 Triton is installed. Each program computes one row, so grids are [R].
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
-- `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. It
-  searches the smallest weight to keep by the bits of floats, which have the order of the floats.
-  Each pass over the row reduces the searched range to a quarter.
+- `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. To
+  find the smallest weight to keep, it searches the bits of floats, whose order is that of the
+  floats. Each pass over the row reduces the searched range to a quarter.
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
   q (`verification.py`), and draws the next token (`gumbel_max.py`). A draw first computes two
   scores of each block: of the token with the shortest wait, and of the token with the largest
@@ -277,7 +277,7 @@ def settle_rows(
     found,  # as in `weigh_rows`
     words,  # as in `weigh_rows`
     sent,  # bytes: [R, JUDGED_WORDS], int64; then each q
-    races,  # [2, R, ROW_WAITS], float64
+    races,  # [2, R, ROW_WAITS], float64, for intermediate results
     width,
     ENTRIES: tl.constexpr,
     WAITS: tl.constexpr,

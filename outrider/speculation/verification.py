@@ -52,9 +52,9 @@ from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParam
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""If a row keeps more than this share of its mass after q is subtracted, it is not empty."""
+"""Only a row that keeps at most this share of its mass after q is subtracted may be empty."""
 _PI_MIN = 1e-290
-"""The *path* to a row is the draft tokens before it. If its pi is smaller than this, it counts as
+"""The *path* to a row is the draft tokens before the row. A path with a smaller pi counts as
 impossible, because a division by pi could overflow."""
 
 
@@ -99,9 +99,9 @@ def _way(question: Question) -> Callable[[Sequence[Question]], list[Verdict]]:
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
-    """Compiles and tries the kernels of the device of `logits`. `logits` are [2, V], or [2, N] for
-    a drafter with the reduced vocabulary `token_ids` [N]. If the kernels fail, or draw other tokens
-    than the CPU, the device uses no kernels from now on."""
+    """Compiles the verdict kernels for the device on which `logits` are, and tries them. `logits`
+    are [2, V], or [2, N] for a drafter with the reduced vocabulary `token_ids` [N]. If the kernels
+    fail, or draw other tokens than the CPU, the device uses no kernels from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -115,9 +115,11 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
         coupled = [replace(noise, rule=Rule.COUPLED)] * 2
         vocabulary = DraftVocabulary.of(token_ids)
         draw_from_logits(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)
-    except Exception:  # noqa: BLE001 (a lasting fault shows again without kernels)
+    except Exception:  # noqa: BLE001 (a broken device also fails without kernels)
         _log.warning(
-            "verdicts and draws on %s use no kernels: a trial failed", logits.device, exc_info=True
+            "verdicts and draws on %s use no Triton kernels, because a test of the kernels failed",
+            logits.device,
+            exc_info=True,
         )
         give_up(logits.device)
 
