@@ -151,7 +151,7 @@ LINK_BACKOFF_MS_MAX = 2_000  # between attempts to reopen a stream; the time dou
 RELEASES_IN_FLIGHT_MAX = 1024  # further releases are dropped; the replica evicts their sessions
 SILENT_SESSION_MS = 2_000  # a session that is silent for longer may lose its pages to others
 LOST_REPLICA_GRACE_S = 5  # for a replica to send its answers after it has lost its engine
-STEP_CRASHES_UNHEALTHY = 3  # a replica is unhealthy after so many crashed steps in a row
+STEP_CRASHES_UNHEALTHY = 3  # crashed steps in a row that make a replica unhealthy
 STEP_S_MAX = 300  # a step that takes longer counts as hung, and the replica as lost
 
 APPEND_TOKENS_MAX = 65_536  # tokens in one append; more tokens are sent in several appends

@@ -203,8 +203,10 @@ class Committer:
         for session_id, commits in self.sessions.items():
             session = commits.session
             session.check_integrity()
-            check(session.has_news == (session_id in self.dirty), f"{session_id} forgotten")
-        check(self.dirty.keys() <= self.sessions.keys(), "a removed session is to be appended")
+            is_queued = session_id in self.dirty
+            check(session.has_news == is_queued, f"{session_id}: {session.has_news=}, {is_queued=}")
+        removed = self.dirty.keys() - self.sessions.keys()
+        check(not removed, f"removed sessions are still queued: {removed}")
 
     async def _append_all(self) -> None:
         attempt = 0

@@ -34,7 +34,7 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Gives compilers to constraints. Tenants take turns, each in the order of arrival."""
+    """Assigns compilers to waiting constraints. Tenants take turns, each with its oldest one."""
 
     def __init__(self, compilers: Iterable["_Compiler"]) -> None:
         # The compiler that was used last comes first, because its process runs already.
@@ -42,14 +42,14 @@ class FairQueue:
         for compiler in compilers:
             self.give_back(compiler)
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """The constraint that holds its tenant's lock waits for a compiler."""
+        """Only the constraint that holds its tenant's lock waits for a compiler."""
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> "_Compiler":
         """Waits for a compiler. Raises `Overloaded` if too many constraints wait already."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
-            most = f"{limits.COMPILATIONS_PER_TENANT_MAX} constraints of yours"
-            raise Overloaded(f"{most} wait already; try again later")
+            most = limits.COMPILATIONS_PER_TENANT_MAX
+            raise Overloaded(f"{most} of your constraints wait already; try again later")
         if self._num_waiting.total() >= limits.COMPILATIONS_MAX:
             raise Overloaded(f"{limits.COMPILATIONS_MAX} constraints wait already; try again later")
         self._num_waiting[tenant] += 1

@@ -31,8 +31,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in. Enough to run the request, and to resume its
-    session after a failure."""
+    """A checked request with every default filled in. It has all that is needed to run the request,
+    and to resume its session after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -70,7 +70,7 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
         raise BadRequest("sampling.min_tokens", reason)
     num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})
     if sampling.min_tokens and num_ends >= model.vocab_size:
-        reason = "exclude every token until min_tokens is reached; give fewer, or no min_tokens"
+        reason = "exclude every token until min_tokens is reached; give fewer ids, or no min_tokens"
         raise BadRequest("sampling.stop_token_ids", reason)
     check_roles(request.prompt)
     if len(request.stop) > (most := limits.STOP_STRINGS_MAX):

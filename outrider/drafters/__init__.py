@@ -1,1 +1,1 @@
-"""The interface and the names of drafters, look-ups, and the drawing of tokens."""
+"""The interface and the names of drafters, the look-up drafters, and how models draw tokens."""

@@ -1,4 +1,4 @@
-"""What a drafter is asked for: a `DraftRequest` with a `DraftDeadline`.
+"""The request for a proposal that a drafter gets: a `DraftRequest` with a `DraftDeadline`.
 
 A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
 finished sessions of the same tenant. It must not depend on tokens that were drafted but not
@@ -44,7 +44,7 @@ class DraftDeadline:
     def after(
         cls, budget_us: int, clock: Callable[[], float], now: float | None = None
     ) -> DraftDeadline:
-        """A limit `budget_us` microseconds after `now`, by default now. 0 = no limit."""
+        """A limit `budget_us` microseconds after `now` (None = the current time). 0 = no limit."""
         if budget_us == 0:
             return NO_DEADLINE
         return cls((clock() if now is None else now) + budget_us / 1e6, clock)
@@ -64,7 +64,7 @@ class DraftDeadline:
 
     def close_undrawn(self) -> bool:
         """If no token has been drawn, refuses all draws from now on. The first such call returns
-        True, and its caller must report an empty proposal. All others return False."""
+        True, and its caller must report an empty proposal. All other calls return False."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False

@@ -155,7 +155,7 @@ class NgramDrafter(LookupDrafter):
     tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max)."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """A match has at least `ngram_min` tokens. From `ngram_max` tokens on, all are equal."""
+        """Ignores matches under `ngram_min` tokens. From `ngram_max` on, matches count as equal."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 

@@ -72,7 +72,7 @@ def parse_drafter(name: str) -> DrafterChoice:
             raise _wrong(name, "the name of the head is missing")
         return DrafterChoice(None, "target", rest, EAGLE3)
     if colon and form in (*_LOOKUPS, MTP):
-        raise _wrong(name, f"`{form}` takes nothing after it")
+        raise _wrong(name, f"`{form}` takes no argument")
     if colon and _KIND.fullmatch(form):
         raise _wrong(name, f"there is no kind `{form}`{did_you_mean(form, _KINDS)}")
     return DrafterChoice(None, "draft", name)

@@ -88,7 +88,8 @@ class SuffixDrafter(LookupDrafter):
         """The first session of each tenant and seed, or None after it has ended. Oldest first."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The best of several guesses: for each length of a match, from all matches this long."""
+        """For each match length, makes a guess from all matches of at least this length. Returns
+        the guess with the highest score."""
         key = request.tenant, request.noise.seed
         is_first = self._first_of_seed.setdefault(key, request.session_id) == request.session_id
         if len(self._first_of_seed) > self._seeds_max:
@@ -187,7 +188,7 @@ class History:
         added = [*token_ids[-room:], END]
         history = self._tenants.setdefault(tenant, _TenantHistory())
         self._tenants.move_to_end(tenant)
-        check(seed not in history.lengths, f"tenant {tenant!r} has an output of seed {seed}")
+        check(seed not in history.lengths, f"{tenant!r} has an output of seed {seed} already")
         history.extend(added)
         history.lengths[seed] = len(added)
         self._num_tokens += len(added)

@@ -63,7 +63,7 @@ class Grammar:
 class _Refusal:
     kind: str
     reason: str
-    until_s: float = math.inf
+    until_s: float = math.inf  # a time of `Grammars.now`
     """Refusals of slow constraints end, because a constraint may be slow by chance."""
 
     def error(self) -> BadRequest:
@@ -78,7 +78,7 @@ class GrammarTokenizer:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
         a second. Raises `ConfigError` for other tokenizers, or if there are no end tokens."""
         if not eos_token_ids:
-            raise ConfigError("a constraint needs a token that ends a text; the model has none")
+            raise ConfigError("constraints need an end-of-text token; the model has none")
         try:
             text = tokenizer if isinstance(tokenizer, str) else backend_json(tokenizer)
             self.tokens = LLTokenizer(text, eos_token=list(eos_token_ids))
@@ -122,16 +122,16 @@ def backend_json(tokenizer: Any) -> str:
     Raises `ConfigError` for other tokenizers."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
-        raise ConfigError("the model's tokenizer is not one of Hugging Face's fast ones")
+        raise ConfigError("the model's tokenizer is not a fast tokenizer of Hugging Face")
     backend.no_padding()
     backend.no_truncation()
     return str(backend.to_str())
 
 
 class Grammars:
-    """The grammars of one process: the most recent ones, and all that are still referenced. Any
-    thread may look them up. Tenants share no grammars, so that times and refusals reveal nothing
-    about another tenant's requests."""
+    """The grammars of one process: the most recently used ones, and all that are still referenced.
+    Any thread may call `find` and `get`. Tenants share no grammars, so that response times and
+    refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
         """`load` is called for the first constraint, and may raise `ConfigError` to refuse it."""
@@ -190,9 +190,8 @@ class Grammars:
                 self._drop(key)
             is_known = self._known(key) is not None
         if not is_known and used_up.compile_s > limits.MASK_S_MAX:
-            raise BadRequest(
-                used_up.constraint.kind, "has used up its states, and is slow to compile again"
-            )
+            reason = "needs too many lexer states, and is too slow to compile again"
+            raise BadRequest(used_up.constraint.kind, reason)
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
@@ -282,7 +281,7 @@ _REFERENCES_MAX = 8
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
     """*Alternatives* are entries of anyOf, oneOf or enum that may be an object or a list. Raises
-    `BadRequest` if a schema has so many that masks would take too long."""
+    `BadRequest` if a schema has more than `ALTERNATIVES_MAX`, because masks would take too long."""
     try:
         found = _Document(schema).num_alternatives
     except RecursionError:
@@ -293,7 +292,7 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
             field,
             "has too many alternatives that are objects or lists: the sum over anyOf, oneOf and "
             f"enum is {found:.0f}; allowed: {most}. An alternative that may be a list "
-            f"counts {weight}; where schemas are combined, their counts multiply",
+            f"counts {weight}; the counts of combined schemas are multiplied",
         )
 
 

@@ -1,4 +1,4 @@
-"""A constraint as a value: its kind and its canonical text."""
+"""Constraints on completions, as values: a kind and a canonical text."""
 
 from __future__ import annotations
 

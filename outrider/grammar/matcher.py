@@ -20,12 +20,12 @@ from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
 from outrider.newest import Newest
 
-_USED_UP = "it needs too many states"
+_USED_UP = "needs too many lexer states"
 
 
 class PrefixMatcher:
-    """Follows one completion. This class, not the grammar, handles end tokens, because the grammar
-    only tells whether the text may end."""
+    """The state of a grammar after one completion. This class, not the grammar, handles end tokens,
+    because the grammar only tells whether the text may end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
         """If the grammar is *used up* (has no states left), `grammars` replaces it."""
@@ -121,8 +121,8 @@ class PrefixMatcher:
             return False
         try:
             self.grammar = self._grammars.renewed(self.grammar)
-        except OutriderError as error:
-            raise self._too_hard(error.message) from error
+        except BadRequest as error:
+            raise self._too_hard(error.reason) from error
         if not self._start_over():
             raise self._too_hard(_USED_UP)
         return True
@@ -150,14 +150,15 @@ class PrefixMatcher:
 
     def _too_hard(self, reason: str = "") -> Incompatible:
         self._is_broken = True
-        said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
+        said = reason or self._matcher.get_error() or "the reason is unknown"
+        said = " ".join(said.split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
         return Incompatible(f"{kind}: cannot be followed after {num_tokens} tokens: {said}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Followed:
-    """Implements `Allowed`."""
+    """Implements `Allowed` by a grammar."""
 
     matcher: PrefixMatcher
     length: int

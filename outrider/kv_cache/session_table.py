@@ -1,6 +1,6 @@
-"""Aligns the sequences of an engine with the sessions of coordinators. In each round, a worker
-calls `align` and runs `Aligned.new_tokens`, in one or several steps. Then a target runs the
-proposal, and a draft runs the tokens that it draws."""
+"""Aligns an engine's sequences with the committed tokens of sessions. In each round, a worker calls
+`align` and runs `Aligned.new_tokens`, in one or several steps. Then a target runs the proposal, and
+a draft runs the tokens that it draws."""
 
 import math
 from collections import OrderedDict
@@ -35,9 +35,9 @@ class _Entry:
 
 
 class SessionTable:
-    """The sessions that an engine knows, by the names of their sequences. A session beyond
-    `sequences_max` replaces the least recently used one, so a step must not align more. Not
-    thread-safe."""
+    """The sessions that an engine knows, by id. Each is a sequence of the engine with this id. At
+    `sequences_max` sessions, a new session replaces the least recently used one, so a step must not
+    align more sessions than this. Not thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
@@ -51,19 +51,19 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
-        and the first tokens of `head.append` if held already, but never the last committed token,
+        and the first tokens of `head.append` if held already. Always cuts the last committed token,
         which must run again for its logits. If no token is held, begins with the cached pages of
         the tenant that have the same tokens (`Engine.attach`).
 
         If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
-        shorter prefix known to be committed. Raises `BadRequest` if `head` has no tokens."""
+        held prefix that is known to be committed. Raises `BadRequest` if `head` has no tokens."""
         if head.committed_length == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
         entry, engine, session_id = self._entry(head.session_id), self._engine, head.session_id
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
             held = min(entry.confirmed_length, len(sequence))
-            # If no fewer tokens are held than stated, one of them differs, and nothing shows which.
+            # If as many tokens are held as stated, one of them differs, and nothing shows which.
             length = held if held < head.base_length else 0
             return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length
@@ -80,7 +80,7 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def age_rank(self, session_id: str) -> float:
-        """A sort key: older sessions, by their first `align`, come first, and unknown ones last."""
+        """A sort key. Sessions come in the order of their first `align`, and unknown ones last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 

@@ -56,9 +56,10 @@ def pages_in(num_bytes: int, page_bytes: int) -> int:
 def memory_budget(
     device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
 ) -> int:
-    """The number of bytes for keys and values, once the model is loaded. On a CPU, it is fixed. On
-    a GPU, the process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's
-    memory. The result is what the process does not use yet, at most the GPU's free memory."""
+    """The number of bytes for keys and values. Must be called after the model is loaded. On a CPU,
+    the number is fixed. On a GPU, the process may use `gpu_memory_utilization` times `num_gpus`
+    (None = 1) of the GPU's memory. The result is the part of this memory that the process does not
+    use yet, at most the GPU's free memory."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
     torch.cuda.empty_cache()  # `memory_reserved` would count memory kept after weights were copied.
@@ -114,8 +115,8 @@ class KVCache:
         """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`."""
         self._num_pages, self._page_size, self._is_blocked = num_pages, page_size, is_blocked
         self._stacks: list[Tensor] = []
-        """[any, pages, any]: the keys, or the values, of all layers with the same shape, in which
-        one call copies a page."""
+        """Each stack [any, pages, any] has the keys, or the values, of all layers of one shape, so
+        that one call copies a page in all of these layers."""
         layers: dict[LayerShape, Iterator[Any]] = {}
         for shape, num_layers in Counter(shapes).items():
             keys = self._new_stack(shape, shape.key_width, num_layers)

@@ -39,7 +39,7 @@ class SlotDemand(NamedTuple):
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # of tokens, from the last committed token on, that run in one pass
-    reach: int | None = None  # only so many committed tokens can run now, without extra slots
+    reach: int | None = None  # committed tokens that can run now; None = all, and extra slots
 
 
 class Admitted(NamedTuple):

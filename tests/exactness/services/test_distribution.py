@@ -210,8 +210,8 @@ GRID = [
         replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
         for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
     ),
-    # So many tokens show what one drafted round passes on to the next. With this draft such a fault
-    # shows most.
+    # 5 tokens have more than one drafted round, so a fault that one round passes on to the next
+    # shows. It shows most with this draft.
     Cell(Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
          detects=0.07),
     *(

@@ -30,8 +30,8 @@ def test_a_name_says_what_proposes(name: str, choice: DrafterChoice) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("suffix:4", "`suffix` takes nothing after it"),
-        ("mtp:a/b", "`mtp` takes nothing after it"),
+        ("suffix:4", "`suffix` takes no argument"),
+        ("mtp:a/b", "`mtp` takes no argument"),
         ("hybrid:demo,suffix", "LOOKUP is `ngram` or `suffix`"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
         ("eagle3:", "the name of the head is missing"),

@@ -87,7 +87,7 @@ def proposal(rule: Rule, drafted: tuple[int, ...]) -> SealedProposal:
 
 
 Case = Callable[[int], Callable[[], object]]
-"""For so many sessions, whose first round is over: their next one."""
+"""Takes a number of sessions that have run their first round. Returns their next round."""
 
 
 def verdicts(

@@ -56,7 +56,7 @@ class Bench(ScriptStore):
             return None
 
     async def is_refused(self, work: Work, at: int) -> bool:
-        """Refuses write number `at` of `work`. Returns whether `work` has so many writes."""
+        """Refuses write number `at` of `work`. Returns whether `work` reached this write."""
         self.data.refused_at = at
         try:
             await work(self)

@@ -165,7 +165,7 @@ async def test_a_compiler_ends_with_its_coordinator() -> None:
     ("text", "said"),
     [
         (None, "the model has no tokenizer"),
-        (byte_level_tokenizer, "a constraint needs a token that ends a text"),
+        (byte_level_tokenizer, "constraints need an end-of-text token"),
     ],
 )
 async def test_a_model_may_have_no_constraints(text: Any, said: str) -> None:
@@ -211,7 +211,7 @@ async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) 
     queue, begun = FairQueue([compiler]), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
-    with pytest.raises(Overloaded, match=r"^3 constraints of yours wait already"):
+    with pytest.raises(Overloaded, match=r"^3 of your constraints wait already"):
         await queue.take("a")
     waiting += [take(queue, begun, f"b{index}") for index in range(2)]
     await settle()

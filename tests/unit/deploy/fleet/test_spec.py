@@ -87,7 +87,7 @@ def test_a_number_that_cannot_be_is_refused_by_its_role(
 
 
 def plan(gpus: float, **settings: object) -> FleetSpec:
-    """On a cluster with so many GPUs."""
+    """The plan for a cluster with `gpus` GPUs."""
     config = load_config({"draft_model": "small"} | settings, {})
     return plan_fleet(config, config, gpus, local=False)
 
