@@ -3,9 +3,9 @@
 | role | a replica is added if, on average |
 | --- | --- |
 | target | an item waits in the queue for more than `autoscale_queue_steps` steps |
-| draft | more than `autoscale_draft_waits` of the rounds wait for a draft |
-| coordinator | each has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
-|  | or has an event loop that is late by more than `LAG_MS` |
+| draft | the share of rounds that wait for a busy draft is above `autoscale_draft_waits` |
+| coordinator | it runs more than `SESSIONS` sessions, is busy for more than the share `BUSY` of |
+|  | the time, or its event loop is late by more than `LAG_MS` |
 
 A role is calm if two numbers are below `CALM`: the load divided by the bound in the table, and the
 busy share that the replicas would have if one of them were removed. The busy share of a target is
@@ -13,9 +13,8 @@ the share of busy time, multiplied by the share of taken places in a step.
 
 The number of a role's replicas grows at once, in proportion to the load, at most by the factor
 `GROWTH_MAX`. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
-least `COOLDOWN_S` pass between two changes of a role. While replicas are missing, the number does
-not grow. While a replica is missing and another one is leaving, or all are missing, it does not
-shrink.
+least `COOLDOWN_S` pass between two changes of a role. The number does not grow while replicas are
+missing. It does not shrink while all replicas are missing, or some are missing and others leave.
 """
 
 import asyncio
@@ -100,7 +99,7 @@ class Autoscaler:
 
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float, float, str]:
-    """The load divided by its bound, the busy share of the replicas, and both in words."""
+    """Returns the load divided by its bound, the replicas' busy share, and a log text of both."""
     found, front = records[role], records["coordinator"]
     sessions = sum(one.load for one in front)
     if role == "target":

@@ -51,7 +51,7 @@ class Deployment:
     def __init__(
         self, config: DeploymentConfig, state: Path, report: Callable[[str], None] = _log.info
     ) -> None:
-        """`state` is a directory for logs and Redis' data. `report` gets a line for each step."""
+        """`state` is a directory for logs and Redis' data. Each step calls `report` with a text."""
         self._passwords: dict[str, Any]
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
@@ -97,8 +97,8 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Waits until the coordinators serve. After a failure, stops what was started and raises an
-        `OutriderError`."""
+        """Returns when the coordinators serve. After a failure, raises an `OutriderError`, and
+        nothing that was started still runs."""
         try:
             await self._start()
         except BaseException:
@@ -127,7 +127,7 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # If the reconciler dies, the start must fail. A `ReconcilerClient` would repeat the call.
+        # If the reconciler dies, this call must fail. A `ReconcilerClient` would repeat the call.
         await reconciler.call("start")
         await self._go_on()
 
@@ -212,10 +212,10 @@ class Deployment:
         self._changed.clear()
 
     async def stop(self) -> None:
-        """Waits at most `stop_timeout_s` for the running requests of coordinators, and then at most
-        as long again for the steps of targets and drafts. Then stops everything that `start` has
-        started. Idempotent. Raises `Unavailable` if the head of another cluster does not answer;
-        replicas may then still run."""
+        """Stops everything that `start` has started. First, coordinators get `stop_timeout_s` to
+        end their requests. Then targets and drafts get as long to end their steps. Idempotent. On
+        another cluster, raises `Unavailable` if Ray's head does not answer. Replicas may then still
+        run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
@@ -232,7 +232,7 @@ class Deployment:
             except Unavailable as error:
                 if not self.ray.local:
                     raise
-                _log.warning("Ray's processes are ended, and with them the replicas: %s", error)
+                _log.warning("ending all replicas with Ray's processes: %s", error)
 
     def _forget_secrets(self) -> None:
         shutil.rmtree(self._secrets_at, ignore_errors=True)

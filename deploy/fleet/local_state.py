@@ -1,8 +1,9 @@
 """The record of this user's deployment on this machine.
 
 The record is `deployment.json` in the state directory. It is written when the deployment is ready,
-and removed when the deployment stops. If callers need an API key, `cli.key` is written and removed
-with the record. The deployment's process locks `deployment.lock`, which contains the process id.
+and removed when the deployment stops. If callers need an API key, the file `cli.key` has a key for
+this machine's commands as long as the record exists. The deployment's process locks
+`deployment.lock`, which contains the process id.
 """
 
 import fcntl

@@ -63,9 +63,9 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     ):
         for port in range(first, first + number) if first else (0,):
             if port > PORT_MAX:
-                raise SettingError(key, f"{first} leaves no ports for {number} replicas")
+                raise SettingError(key, f"{first} is too high for the ports of {number} replicas")
             if (other := taken.setdefault(port, key)) != key and port:
-                raise SettingError(key, f"{port} is also a port of {other}; give another one, or 0")
+                raise SettingError(key, f"{port} is also a port of {other}; give another, or 0")
             found.append((key, server.host, port))
     return found
 
@@ -76,7 +76,7 @@ def check_ports(config: DeploymentConfig) -> None:
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
-            reason = f"{host!r} is no address: {error.strerror or error}"
+            reason = f"{host!r} is not an address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
             # Like the servers, allow an address in TIME_WAIT.
@@ -143,7 +143,7 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """Fills in the directories of models and tokenizer. Takes minutes if a model must be fetched or
-    converted. Raises `SettingError` if a model cannot be found, or used with these settings."""
+    converted. Raises `SettingError` if a model is not found, or does not fit these settings."""
     found = _resolved(config)
     if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
         raise SettingError(
@@ -208,8 +208,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
-    """The look-up's settings. A change of draft replicas' settings must not replace
-    coordinators."""
+    """The settings of the coordinators' look-up. Coordinators are replaced when one of these
+    settings changes, so settings of draft replicas are left out."""
     lookup, model = draft.drafter.lookup, "model"
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:
@@ -221,9 +221,9 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig:
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if `other` has other token ids than `running`, because coordinators
-    keep their tokenizer and sessions when the target changes. If the files of `running` are gone,
-    accepts any other target."""
+    """Raises `SettingError` if the target `other` has another vocabulary or tokenizer than
+    `running`, because coordinators keep their tokenizer and sessions when the target changes. If
+    the files of `running` are gone, accepts any target."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
@@ -265,7 +265,7 @@ def _check_size(
         key, num_ranks = "tensor_parallel_size", service.tensor_parallel_size
         if num_ranks > 1 and service.model_engine != VLLM:
             if isinstance(service, DraftConfig) and service.target_directory:
-                raise SettingError(key, "a drafter that was trained for a target runs on one rank")
+                raise SettingError(key, "must be 1 for a drafter that was trained for a target")
             from outrider.engine.tensor_parallel.sharding import check_shares
 
             check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
@@ -287,9 +287,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, dict[str, str]]:
-    """Returns the configuration without secrets, which Ray must not get, a new API key for this
-    machine's commands (empty if callers need no key), and the passwords of Redis. Hashes replace
-    the API keys in the configuration. Raises `SettingError`."""
+    """Returns three things, because Ray must not get secrets: the configuration without secrets, a
+    new API key for this machine's commands (empty if callers need no key), and the passwords of
+    Redis by kind. Hashes replace the API keys in the configuration. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:

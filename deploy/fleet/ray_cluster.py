@@ -63,7 +63,7 @@ class Demand:
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """Shared library, without `lib` and `.so`, that the actors load first if it is installed."""
+    """Name of a shared library, without `lib` and `.so`. If installed, actors load it first."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -127,13 +127,13 @@ class Cluster:
 
     namespace: str
     local: bool
-    """Whether the cluster is this machine only, and so cannot grow."""
+    """Whether the cluster is this machine alone. Such a cluster cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         """Starts the actors of all demands, and waits until all actors run. Returns the actors of
-        each demand, by rank. Raises `ConfigError` if actors find no place within `timeout_s`; at
-        once if a local cluster is too small. Raises `Unavailable` if an actor died. After an error,
-        no actor of the demands runs."""
+        each demand, by rank. Raises `ConfigError` if Ray does not place all actors within
+        `timeout_s`, or at once if a local cluster is too small. Raises `Unavailable` if an actor
+        died. After an error, no actor of the demands runs."""
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
         placed = [self._begin(demand) for demand in demands]
@@ -155,8 +155,8 @@ class Cluster:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Removes all placement groups except those of the `spared` replicas. If a replica died
-        with its machine, its group still exists."""
+        """Removes the placement groups of all replicas but `spared`. A group outlives a replica
+        that died with its machine."""
         found = await asyncio.to_thread(placement_group_table)
         groups = {self._group(name) for name in spared}
         for name in {one["name"] for one in found.values() if one["state"] != "REMOVED"}:
@@ -164,7 +164,7 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """The name of a replica's placement group. Ray lists the groups of all namespaces."""
+        """A placement group's name, which must be unique on the cluster, not in a namespace."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
@@ -185,7 +185,7 @@ class Cluster:
             await self.free_groups()
 
     async def saved(self) -> str:
-        """The text that `save` has written, or an empty text. Raises `Unavailable`."""
+        """The text that `save` has written; empty if none. Raises `Unavailable`."""
         space = self.namespace.encode()
         with asking_head():
             found = await asyncio.to_thread(_internal_kv_get, _SAVED, namespace=space)
@@ -228,11 +228,13 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
         "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
         "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
     }
-    flags = ", ".join(dict.fromkeys(f"--{demand.role}-num-cpus" for demand in demands))
+    kinds = ("cpus", "gpus") if together["GPU"] else ("cpus",)
+    roles = dict.fromkeys(demand.role for demand in demands)
+    flags = ", ".join(f"--{role}-num-{kind}" for role in roles for kind in kinds)
     return (
         f"{what} for {len(homeless)} of the actors: {asked}. All together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
-        f"{_amounts(ray.available_resources())} are free (change {flags}, or for GPUs -num-gpus)"
+        f"{_amounts(ray.available_resources())} are free (lower {flags})"
     )
 
 
@@ -262,7 +264,7 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands for which too little is left of `amounts`, if all are met in turn."""
+    """Gives each demand in turn its part of `amounts`. Returns the demands that do not fit."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -275,7 +277,7 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Prefers one machine for all ranks, otherwise as few machines as possible."""
+    """Ray's strategy: one machine for all ranks if one has room, otherwise few machines."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -293,7 +295,7 @@ def one_line(error: BaseException) -> str:
 
 
 async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
-    """Calls `work` again and again, after `period_s` each. Logs errors after the text `trouble`."""
+    """Calls `work` for ever, with pauses of `period_s`. Logs errors after the text `trouble`."""
     while True:
         try:
             await work()
@@ -304,8 +306,7 @@ async def repeated(work: Callable[[], Awaitable[object]], period_s: float, troub
 
 
 async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `work` while it raises `OutriderError` or `ValueError`. Logs errors after
-    `trouble`."""
+    """Repeats `work` while it raises `OutriderError` or `ValueError`. Logs each with `trouble`."""
     while True:
         try:
             return await work()
@@ -320,7 +321,7 @@ _TEMPORARY_BYTES_MAX = 16
 """Longest path of the temporary directory, in bytes. Ray appends about 85 bytes for its sockets,
 and the path of a socket may have at most 107 bytes."""
 _RAY_FOLDER = "r"
-"""Ray makes its own directory accessible to all users, so it is inside a directory of mode 0700."""
+"""Ray's directory. All users can open it, so it is made inside a directory of mode 0700."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",

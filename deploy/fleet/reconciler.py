@@ -6,7 +6,7 @@ that started it. If the reconciler dies, Ray starts it again, and it takes over 
 | the original settings | its arguments, which Ray keeps |
 | which replicas exist | Ray, and the replicas |
 | the wanted numbers of replicas | Redis |
-| changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
+| changed settings and autoscaling bounds, and a trial's drafter | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
 Redis holds no settings, because more processes can write to Redis than to Ray. Settings change only
@@ -65,10 +65,10 @@ FIXED = {
     "api_key": "a deployment keeps its keys; give an --api-key-file, whose keys may change",
     **dict.fromkeys(("num_targets", "num_drafts", "num_coordinators"), "use `outrider scale`"),
 }
-"""Settings that cannot change while a deployment runs, and why, or what to do instead."""
+"""Settings that cannot change while a deployment runs, with the reason or an alternative."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""The changed settings by key; draft model and share of the running trial, or None."""
+"""The changed settings by key, and the running trial's draft model and share (None = no trial)."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -103,7 +103,7 @@ def differing(
 
 _log = logging.getLogger(__name__)
 AWAY_S = 60.0
-"""A reconciler that is silent for this time counts as lost, because a restart takes seconds."""
+"""A restart takes seconds, so a reconciler that is silent for this time counts as lost."""
 RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0
 NEWS_PERIOD_S = 0.5
@@ -169,7 +169,8 @@ class Reconciler(PlacedActor):
         await asyncio.shield(self._begun)
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
-        """Returns the settings of autoscaling. Raises `ConfigError` and `StoreUnavailable`."""
+        """Stores the wanted numbers of replicas, and returns the settings of autoscaling. Raises
+        `ConfigError` and `StoreUnavailable`."""
         await self._ready()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
@@ -177,8 +178,8 @@ class Reconciler(PlacedActor):
         return self._autoscaler.config
 
     async def change(self, values: dict[str, Value]) -> None:
-        """Raises `Unavailable`, and `ConfigError` for settings that cannot work. After an error, no
-        setting has changed."""
+        """Changes settings. Raises `Unavailable`, and `ConfigError` for settings that cannot work.
+        After an error, no setting has changed."""
         await self._ready()
         async with self._changing:
             (before, tried), fleet = self._changes, self._fleet
@@ -313,7 +314,7 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the saved changes, without a trial. Raises `ValueError` for an unknown text."""
+        """Applies the saved changes. Ends a saved trial. Raises `ValueError` for a damaged text."""
         if text := await self._cluster.saved():
             values, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values))

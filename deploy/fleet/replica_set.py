@@ -1,10 +1,10 @@
 """Starts missing replicas of a deployment, ends surplus replicas, and replaces dead replicas.
 
-| a replica | is | when |
+| state of a replica | what happens | when |
 | --- | --- | --- |
-| that is missing | placed and started | at once; after failures, with growing delays |
-| of which a rank has died | removed, and then counted as missing | at once |
-| that is surplus | drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
+| missing | it is placed and started | at once; after failures, with growing delays |
+| a rank has died | it is removed, and then counts as missing | at once |
+| surplus | it is drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
 """
 
 import asyncio
@@ -57,8 +57,9 @@ class ReplicaView:
     leaves: bool = False
     """Whether the replica gets no new work and will end."""
     stale: bool = False
+    """Whether the replica has old settings, so that it will be replaced."""
     places: tuple[Place, ...] = ()
-    """Places of the ranks of a replica that serves, the serving rank first."""
+    """Where the ranks run, the serving rank first; empty while the replica does not serve."""
     http_address: str = ""
     on_trial: bool = False
     """A replica on trial does not count towards the wanted number, and is never stale."""
@@ -75,7 +76,7 @@ class Overview:
     """Target or coordinator, if the role has no replica and new replicas fail to start."""
     upgrades: bool = False
     failures: tuple[str, ...] = ()
-    """Errors of replicas that died or did not start, until a new replica of the role serves."""
+    """For each role, why a replica died or did not start, until a new replica serves."""
     trial: TrialReport | None = None
     """The running trial, or the latest trial since the reconciler started."""
 
@@ -90,7 +91,8 @@ class Overview:
 
     @property
     def num_stale(self) -> int:
-        """Number of replicas that have not yet ended, or whose replacement does not yet serve."""
+        """Number of replicas that an upgrade has yet to replace: old replicas that have not ended,
+        or new replicas that do not serve yet."""
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)
@@ -99,8 +101,8 @@ class Overview:
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
-        """The distinct addresses of the role's replicas, except leaving replicas. A coordinator and
-        its replacement have the same address."""
+        """The distinct addresses of a role's replicas that do not leave. A coordinator and its
+        replacement have the same address."""
         staying = (one for one in self.of(role) if not one.leaves)
         found = (one.http_address if http else one.address for one in staying)
         return list(dict.fromkeys(filter(None, found)))
@@ -248,7 +250,7 @@ def next_steps(
     in_place: Collection[Role] = (), crowded: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:  # fmt: skip
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
-    begins with the oldest replica.
+    begins with the oldest replica. A *stale* replica has old settings.
 
     Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
     that do not serve yet leave first, then stale replicas, then the youngest replicas.
@@ -284,7 +286,7 @@ def next_steps(
 
 
 class Trouble:
-    """The failures of a role since its wanted number or its settings have changed."""
+    """The failures of a role since the last change of its wanted number or settings."""
 
     num_failures = 0
     not_before = 0.0
@@ -309,7 +311,7 @@ class Fleet:
         self.trial: Trial | None = None
         self.trial_failure = ""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
-        """The ports of the last replica of each role and slot, for `FleetSpec.keeps_ports`."""
+        """The ports of the last replica of each role and slot. Its successor may keep them."""
         self._changed = asyncio.Event()
 
     @property
@@ -356,7 +358,7 @@ class Fleet:
         self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
-        """Takes over the existing replicas. Ends those that do not serve yet."""
+        """Takes over existing replicas that serve, and ends existing replicas that do not."""
         there = await self._cluster.replicas()
         names = sorted(there, key=lambda name: role_and_age(name)[1])
         found = await asyncio.gather(*(_adopted(self.spec, there[name]) for name in names))
@@ -384,7 +386,7 @@ class Fleet:
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """`run` then replaces the stale replicas. Raises like `FleetSpec.settled`."""
+        """Uses new settings, so `run` replaces old replicas. Raises like `FleetSpec.settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
@@ -489,7 +491,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # If no old replica holds the known ports, another process may. So only one start uses them.
+        # If no old replica holds the known ports, another process may have taken them. So only the
+        # first start tries them.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)

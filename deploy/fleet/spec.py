@@ -35,6 +35,7 @@ class FleetSpec:
     config: DeploymentConfig
     """The configuration with directories of models, devices and GPUs filled in."""
     given: DeploymentConfig
+    """The configuration as the user gave it."""
     cluster_gpus: float
     demands: Mapping[Role, Demand]
     """The role `draft` is missing if the target or a look-up drafts."""
@@ -70,8 +71,8 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica ends first, because two coordinators cannot share a port for
-        metrics."""
+        """Whether upgrades end an old replica before its replacement starts, because two
+        coordinators cannot share a port for metrics."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
@@ -137,9 +138,9 @@ def plan_fleet(
     log_directory: str = "", *, local: bool,
 ) -> FleetSpec:  # fmt: skip
     """Plans a deployment. `found` is `given` with the directories of models and the address of
-    Redis. By default each rank of a model gets one GPU, or if there are too few, an equal fraction
-    of a GPU, and several targets on one machine divide its cores. Raises `SettingError` for a
-    replica on a CUDA device that gets no GPU, and for several ranks without a model."""
+    Redis. By default, each rank of a model gets one GPU, or an equal fraction if there are too few
+    GPUs. Several targets on one machine divide its cores. Raises `SettingError` if a replica on a
+    CUDA device gets no GPU, or if there are several ranks but no model to divide."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.runs_on == "draft"
@@ -173,7 +174,7 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # A coordinator learns only at its start which role drafts.
+    # Coordinators learn only at their start which role drafts, so their plan depends on it.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans: dict[Role, str] = {}
     for role in ROLES:
@@ -186,7 +187,7 @@ def plan_fleet(
 
 
 def _preload(service: Any) -> str:
-    """vLLM on CPUs allocates in every step. With tcmalloc, eight sessions decode 6 % faster."""
+    """vLLM on CPUs allocates memory in every step. With tcmalloc, 8 sessions ran 6 % faster."""
     is_on_cpu = getattr(service, "model_engine", "") == VLLM and service.device == "cpu"
     return "tcmalloc_minimal" if is_on_cpu else ""
 

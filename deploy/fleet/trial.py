@@ -20,8 +20,8 @@ MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN, ROUNDS_MIN = 10, 200
 """A drafter can be judged once this many of its sessions have ended, with this many rounds."""
 EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
-"""Differences, in standard errors, that decide a trial early and when its time is over. The first
-is higher, because the difference is tested many times."""
+"""The differences in speed, in standard errors, that decide a trial before its end and at its end.
+The first is larger, because it is tested many times."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
-    """Raises `ConfigError` for a share with which the loads, and so the speeds, would differ
-    much."""
+    """Raises `ConfigError` for a share that would give replicas very different loads, because the
+    load changes the speed."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
@@ -119,8 +119,8 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Returns whether the new drafter is better (None = not known yet, never if the trial's time
-    `is_over`), and the reason."""
+    """Returns whether the new drafter is better, and the reason. None = not known yet. If the
+    trial's time `is_over`, the result is never None."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:

@@ -134,7 +134,7 @@ def choose(
     sessions: int, draft: DraftConfig, sample: Sample, times: ServiceTimes
 ) -> TemperaturePlan:
     rules, drafter = rules_at(sample.temperature), draft.drafter
-    if not drafter.name:  # A look-up drafts alone. All rules accept the same tokens of it.
+    if not drafter.name:  # All rules accept the same tokens of a look-up.
         rules = rules[:1]
     parts = [scripted(draft, sample, rules[0], 0)]
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]

@@ -92,7 +92,7 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """Omits roles without a number from 0 to `REPLICAS_MAX`."""
+        """Returns the stored numbers. Omits numbers that are not from 0 to `REPLICAS_MAX`."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = (
             (role, _number(text, REPLICAS_MAX)) for role, text in zip(ROLES, texts, strict=True)

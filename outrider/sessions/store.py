@@ -154,8 +154,8 @@ class SessionStore(Protocol):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
         of this owner. Returns the sessions that others have tried to take over since the last
-        call: id -> whether the owner should cancel the session. The owner should release those that
-        it does not run."""
+        call: id -> whether the owner should cancel the session. The owner should release returned
+        sessions that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""
@@ -194,7 +194,7 @@ class SessionStore(Protocol):
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
         empty, only reads. Returns the key's value, or an empty text if there is none. Each call
-        renews the value's time to live, which is that of an unfinished session."""
+        sets the value's time to live to that of an unfinished session."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""

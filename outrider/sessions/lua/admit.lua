@@ -1,7 +1,7 @@
 -- Prepended to the scripts of an owner's writes (append.lua, finish.lua, release.lua).
 
 -- Whether a write under (epoch, owner) comes from a former owner of the session. Two owners may
--- have the same epoch if Redis lost a take-over. Then only the stored owner may write.
+-- have the same epoch if Redis lost a take-over. In this case, only the stored owner may write.
 local function is_stale(epoch, owner, stored_epoch, stored_owner)
   return epoch < stored_epoch or (epoch == stored_epoch and owner ~= stored_owner)
 end

@@ -1,4 +1,4 @@
--- Appends tokens if the session has the expected length. Begins with layout.lua and admit.lua.
+-- Appends tokens if the session has the expected length. Follows layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' if more follow,
 --       then field, value, field, value ... to set if the tokens are appended

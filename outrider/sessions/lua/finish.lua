@@ -1,4 +1,4 @@
--- Marks a session as finished if it has the stated length. Begins with layout.lua and admit.lua.
+-- Marks a session as finished if it has the stated length. Follows layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch, owner, ttl_ms, length (-1 = any), then field, value ... of the final state
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.

@@ -1,4 +1,4 @@
--- Renews the leases of some slots of a caller, and frees others.
+-- Renews the leases of some slots of a caller, and frees others. A slot allows one generation.
 -- KEYS: the caller's slots
 -- ARGV: lease_ms, number of slots to free, names of these slots, names of slots to renew
 local time = redis.call('TIME')

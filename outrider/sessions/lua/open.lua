@@ -1,4 +1,4 @@
--- Creates a session at epoch 1, unless its owner has created it already. Begins with layout.lua.
+-- Creates a session at epoch 1, unless its owner has created it already. Follows layout.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: ttl_ms, token bytes, then field, value, field, value ... of the new session
 -- Returns 1, or 0 if another session has the id.

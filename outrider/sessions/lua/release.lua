@@ -1,4 +1,4 @@
--- Releases a session that its owner no longer runs. Begins with layout.lua and admit.lua.
+-- Releases a session that its owner no longer runs. Follows layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs; ARGV: epoch, owner, name of the released owner
 -- Returns 1, or {'missing', 0}, or {'stale', stored epoch}.
 -- A finished session stays unchanged, even if its stored epoch is lower.

@@ -1,5 +1,6 @@
 -- Makes `owner` the owner under the next epoch, if the session's epoch and owner are still those
--- that were read. The caller has checked that this owner's lease has ended. Begins with layout.lua.
+-- that were read. The caller has checked that the former owner's lease has ended. Follows
+-- layout.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch and owner that were read, owner, ttl_ms
 -- Returns the result of `read`, or {'missing', 0}, or {'changed', epoch}.

@@ -1,4 +1,5 @@
--- Counts a request of a caller and takes all slots that the request needs, or does neither.
+-- Counts a request of a caller (an API key), and takes a slot for each generation of the request.
+-- If this would exceed one of the caller's limits, does neither.
 -- KEYS: the caller's bucket (time when it will be full again, ms), the caller's slots (sorted set of
 --   slot names, by the end of the slot's lease)
 -- ARGV: requests_per_minute, depth of the bucket in minutes, concurrency, lease_ms, then the slots;

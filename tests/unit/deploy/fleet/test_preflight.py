@@ -77,7 +77,7 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
             {"target_port": 47001, "num_targets": 2, "draft_port": 47002},
             "^draft_port: .*target_port",
         ),
-        ({"grpc_port": 65_535, "num_coordinators": 2}, "^grpc_port: .*no ports for 2"),
+        ({"grpc_port": 65_535, "num_coordinators": 2}, "^grpc_port: .*too high for the ports of 2"),
         ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "^port: .* port of grpc_port"),
         # A file that holds nothing of this kind.
         ({"api_key_file": __file__}, r"^api_key_file: .*preflight\.py: Invalid JSON"),
