@@ -30,8 +30,6 @@ SEATS_PERIOD_S = 0.1
 
 
 class Auditor:
-    """Chooses sessions, and audits them after they have ended."""
-
     def __init__(
         self, config: CoordinatorConfig, sessions: OwnedSessions, observation: Observation
     ) -> None:

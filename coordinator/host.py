@@ -48,8 +48,6 @@ _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorHost:
-    """One coordinator with its servers."""
-
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self.engagement = Engagement()
@@ -190,9 +188,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Creates a name for the session store that no other process has. With the name of its dead
-    predecessor, a restarted coordinator's lease would keep others from taking over the
-    predecessor's sessions."""
+    """Creates a name for the session store that no other process has. If a restarted coordinator
+    had its predecessor's name, its lease would keep others from taking over the predecessor's
+    sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"

@@ -166,9 +166,9 @@ class CoordinatorService:
         resumable: bool = True, key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:  # fmt: skip
         """Validates a request, runs its session, and yields the events. If the iterator is closed
-        early, the session is cancelled. A `resumable` session is cancelled after `resume_grace_ms`,
-        and can be resumed until then; with a `key`, also after an error. `traceparent` is the
-        caller's trace context; empty = none.
+        early, the session is cancelled. A `resumable` session is cancelled only after
+        `resume_grace_ms`, and can be resumed until then. With a `key`, this also holds after an
+        error. `traceparent` is the caller's trace context; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -286,9 +286,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the run when its stream ends. The session can be resumed for some time if the client
-        disconnects and the session is `resumable` or this coordinator is leaving, and with
-        `outlasts_errors`, also after an error."""
+        """Ends the run when its stream ends. The session can then be resumed for some time in two
+        cases: the client disconnects, and the session is `resumable` or this coordinator is
+        leaving; or an error ends the stream, and `outlasts_errors` is true."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -386,9 +386,9 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Cancels a session, unless it is finished. A coordinator that owns the session learns of
-        this when it renews its lease. If its lease has run out, this coordinator cancels the
-        session. Raises the errors of `session`, and `Unavailable` if the session has not ended
+        """Cancels a session, unless it is finished. If another coordinator owns the session, it
+        learns of this when it renews its lease. If its lease has run out, this coordinator cancels
+        the session. Raises the errors of `session`, and `Unavailable` if the session has not ended
         within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
@@ -424,7 +424,7 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets others take over this coordinator's sessions, some time before `close`."""
+        """Lets other coordinators take over this one's sessions, some time before `close`."""
         self._committer.hand_over()
 
     async def close(self) -> None:

@@ -121,7 +121,7 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for the next `wake`, which follows each answer of the store, and `remove`."""
+        """Waits for the next `wake`, for example after the store's next answer."""
         self._check_served()
         await self._changed.wait()
 
@@ -138,7 +138,7 @@ class Committer:
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
-        `on_wanted` gets what `SessionStore.hold_lease` returns."""
+        `on_wanted` gets the sessions that `SessionStore.hold_lease` returns."""
         self.store = store
         self._owner = owner
         self.random = random

@@ -14,7 +14,7 @@ _LAG_S_MAX = 1.0
 """Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
 _WAITED = 1.0
 """A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may be the rest of the running step."""
+computing time. A shorter wait may only be the remaining time of the step that ran already."""
 
 
 class LoadMeter:
@@ -24,7 +24,7 @@ class LoadMeter:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
-        """Number of measurements since the last delay of at most `LOOP_LAG_MS_MAX`."""
+        """Number of newest measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
         self.lag_ms = 0.0
         """Mean delay of the event loop. Any thread may read this, but not `figures`."""
 

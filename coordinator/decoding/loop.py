@@ -44,7 +44,7 @@ class SessionRun:
         commits: SessionCommits, lengths: LengthControl, meter: LoadMeter, arrived: float,
         reads_beside: bool = True, trial: SessionTrial | None = None,
     ) -> None:  # fmt: skip
-        """Starts decoding after the `replayed` tokens. The request `arrived` at this time of the
+        """Starts decoding after the `replayed` tokens. `arrived` is the time of the request on the
         event loop's clock. With `reads_beside`, draft and target prefill at the same time.
         Otherwise the draft prefills when it is first asked for a proposal."""
         self.context = context
@@ -80,7 +80,7 @@ class SessionRun:
         self._handed_over = False
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. It is sent together with
-        `Finished`. If the stream broke between them, the resumed stream would repeat the text."""
+        `Finished`: if the stream broke in between, the resumed stream would repeat the text."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -182,7 +182,7 @@ class SessionRun:
             async with asyncio.timeout_at(until):
                 await self._commits.finish(reason)
         except TimeoutError:
-            raise StoreUnavailable("the session store did not take the session's end") from None
+            raise StoreUnavailable("the session's end was not stored in time") from None
         self.is_recorded = True
 
     async def _decode(self) -> FinishReason:
@@ -333,12 +333,12 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""While the client has not read this many rounds, decoding pauses."""
+"""Decoding pauses while the client has this many rounds to read."""
 
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round, for the client when `end_length` tokens are committed."""
+    """The output of one round. The client gets it when `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
@@ -417,7 +417,7 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports the rounds of one event. Returns the seconds since the first round's outcome."""
+        """Reports the rounds of one event as shown. Returns the seconds since the first outcome."""
         now = self._clock()
         decided_s = {entry.round_index: now - entry.decided_at for entry in entries}
         self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))

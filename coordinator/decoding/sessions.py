@@ -77,8 +77,9 @@ class KeyTaken(errors.OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. A session has at most one run at a time. When the run ends,
-    the session is released or ended in the store."""
+    """The sessions of one coordinator. A session has at most one *run* (a `SessionRun`) at a time.
+    When the run ends, the store gets the session's end or its *release*, after which any
+    coordinator may resume it."""
 
     def __init__(
         self, store: SessionStore, owner: str, targets: ReplicaPool,
@@ -146,9 +147,9 @@ class OwnedSessions:
         scored: Sequence[int], deadline: float, audits: bool = False,
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
-        never stored. Yields parts of `scored` with their verdicts. All of them are appended to the
-        session, so the target runs them even if its cache holds them. Raises `TimeoutError` at the
-        deadline, and the target's error."""
+        never stored. Yields parts of `scored` with their verdicts. Each part is first proposed and
+        then appended to the session, so the target computes its verdict even if its cache holds the
+        part. Raises `TimeoutError` at the deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -232,8 +233,8 @@ class OwnedSessions:
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
-        """Counts a session as being taken over. Raises `Unavailable` if these are `TAKE_OVERS_MAX`
-        already: all clients of a dead coordinator resume their sessions at once."""
+        """Counts a session as being taken over. Raises `Unavailable` if `TAKE_OVERS_MAX` take-overs
+        run already, because all clients of a dead coordinator resume their sessions at once."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise errors.Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
@@ -277,7 +278,8 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session; for long sessions, on one thread."""
+        """Runs `call`, which reads all tokens of a session. Uses a thread if the session is
+        long."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
@@ -305,10 +307,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Releases a session that another coordinator wants to take over if it does not run here,
-        although this coordinator is its owner in the store: a failover of the store has lost the
-        earlier release. If the store does not answer, the next renewal of the lease will report the
-        session again."""
+        """Another coordinator wants to take over this session. If the session does not run here,
+        but this coordinator is still its owner in the store, a failover of the store has lost the
+        release. Then releases the session again. If the store does not answer, the next renewal of
+        the lease will report the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -338,8 +340,8 @@ class OwnedSessions:
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call takes over,
-        releases or ends the session: with the same epoch, a late release or end would end the new
-        run."""
+        releases or ends the session, because a late release or end with the same epoch would end
+        the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """The chances of two events at the depths 1, 2, ..., K of a proposal, each [K]."""
+    """The chances of two events at each depth (position in a proposal), with shape [K]."""
 
     committed: Array
     """A token at this depth is proposed, and is accepted with all tokens before it."""
@@ -24,9 +24,10 @@ class Prospects(NamedTuple):
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """Returns counts [5, K] by depth of a round that asked for K = `num_asked` tokens and got the
-    tokens of `survival` (see `PlayedRound`). A token is *due* at a depth if the round asked for it
-    and all tokens before it were proposed. If the condition of a row is false, the count is 0:
+    """Returns counts [5, K], by depth, of a round that asked for K = `num_asked` tokens. `survival`
+    has an entry for each proposed token (see `PlayedRound`). A token is *due* at a depth if the
+    round asked for it and all tokens before it were proposed. Where a row's condition is false, its
+    count is 0. The rows:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -46,7 +47,7 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 class DepthAverages:
     """Acceptance and length of proposals by depth: ratios of exponentially weighted sums of the
     counts of `observed`. At a depth that was rarely reached, the rates are close to those of the
-    prior. Without a prior, the acceptance rate is then close to the rate at the previous depth."""
+    prior. Without a prior, the acceptance rate there is close to the rate at the previous depth."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
@@ -68,8 +69,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth: that a token is proposed and that it is accepted,
-        if all earlier tokens were accepted; that one is proposed, if all earlier ones were."""
+        """Returns three chances for each depth. If all earlier tokens were accepted: that a token
+        is proposed, and that a proposed token is accepted. If all earlier tokens were proposed:
+        that a token is proposed."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

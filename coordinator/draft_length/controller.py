@@ -1,5 +1,5 @@
-"""Length control: chooses how many draft tokens (K) each round asks for, from what finished rounds
-have shown. It uses no clock and no random numbers.
+"""Length control: chooses how many draft tokens (K) each round asks for, from the results of
+finished rounds. It uses no clock and no random numbers.
 
 K of a round is fixed when the previous round begins. At that time, neither target nor draft has
 drawn a token of the round, even if they work ahead. So K does not depend on the round's random
@@ -29,7 +29,7 @@ from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
 MEMORY_ROUNDS, SHARED_MEMORY_ROUNDS = 48.0, 512.0
-"""`memory_rounds` of the averages of one session, and of the averages over all sessions."""
+"""`memory_rounds` of a session's `DepthAverages`, and of those that all sessions share."""
 PRIOR_ROUNDS = 12.0
 """The prior of an average weighs as much as this many rounds."""
 CHOICE_ROUNDS = 4
@@ -63,8 +63,8 @@ _ENDLESS = sys.maxsize
 
 
 class Experience:
-    """Acceptance in the sessions of one rule, in all and by prompt length (answers to long prompts
-    often copy from the prompt), and the rule's trial budget."""
+    """Average acceptance in the sessions with one rule, and their common trial budget. Averages by
+    prompt length are separate, because answers to long prompts often copy from the prompt."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
@@ -86,10 +86,10 @@ class Experience:
 
 
 class Learned:
-    """What sessions learn from each other: round costs and acceptance, which both depend on how
-    many draft tokens were accepted. Under the rules token and block, a session that repeats a seed
-    has the random numbers of an earlier session, whose results must not influence its K (proof:
-    docs/exactness.md). So this session neither reads nor extends this object."""
+    """Round costs and acceptance, learned from all sessions. Both depend on these sessions' random
+    numbers. Under the rules token and block, a session that repeats a seed has the random numbers
+    of an earlier session, and its K must not depend on them (proof: docs/exactness.md). So a
+    session that repeats a seed neither reads nor extends this object."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -104,8 +104,8 @@ class LengthControls:
         self, target: ReplicaDescription, draft: ReplicaDescription | None, run_ahead_rounds: int,
         *, delays: bool = False, adapts: bool = True,
     ) -> None:  # fmt: skip
-        """With `delays`, draft and coordinator delay the target, because they use the same cores.
-        If `adapts` is false, every round asks for as many tokens as the request allows."""
+        """`delays` says that draft and coordinator slow the target down, because they use its
+        cores. If `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -115,7 +115,7 @@ class LengthControls:
         self._learned: dict[ReplicaDescription | None, Learned] = {}
         """Drafter on trial -> what its sessions learned. None -> what other sessions learned."""
         self._firsts: dict[int, LengthControl | None] = {}
-        """Seed -> its first session under the rules token and block; None after this has ended."""
+        """Seed -> its first session under the rules token and block; None after its end."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
         """Returns what new sessions with this drafter on trial read and extend."""
@@ -159,8 +159,8 @@ class LengthControls:
             repeated.fix()
             return repeated
         if len(self._firsts) >= DRAFTED_SEEDS_MAX:
-            # A later session with a forgotten seed counts as the first with this seed, so it must
-            # not read what was learned from an earlier session.
+            # Forgets the seeds of ended sessions. A later session with such a seed counts as the
+            # first one, so it must not read what was learned from an earlier session.
             self._firsts = {known: one for known, one in self._firsts.items() if one is not None}
             self._learned.clear()
         first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
@@ -189,7 +189,7 @@ class LengthControls:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A possible K of a round, with expected figures of the round."""
+    """A possible K of a round, with the results that are expected from it."""
 
     num_draft_tokens: int
     num_tokens: float = 1.0
@@ -204,7 +204,7 @@ class _Option:
 
 _PLAIN = _Option(0)
 _FIRST = _Option(0)
-"""The first round of a session that drafts. A proposal would delay the first token."""
+"""The first round of a drafting session. It has no proposal, which would delay the first token."""
 
 
 class LengthControl:
@@ -214,7 +214,7 @@ class LengthControl:
         self, controls: LengthControls, learned: Learned, rule: Rule, num_draft_tokens: int,
         prompt_length: int, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """`seed` is that of a session in `LengthControls._firsts`."""
+        """Only sessions in `LengthControls._firsts` have a `seed`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -234,7 +234,7 @@ class LengthControl:
         self._plain_ends = False
         """Whether drafting certainly follows the current plain phase."""
         self._planned = _FIRST if num_draft_tokens else _PLAIN
-        """The option of the rounds after `_next`, of which `_num_planned` are left."""
+        """The option of the planned rounds after `_next`; `_num_planned` of them are left."""
         self._num_planned = 1 if num_draft_tokens else _ENDLESS
         self._fixed: _Option | None = None
         """The option of all rounds after the planned rounds; None = not fixed."""
@@ -265,9 +265,9 @@ class LengthControl:
         return self._planned is _PLAIN
 
     def fix(self) -> None:
-        """If K is not fixed yet, fixes K at its best value so far. The next round, and plain rounds
-        that are certain to come, keep their K. From now on, nothing is learned from this session,
-        and its drafting has no time limit."""
+        """If K is not fixed yet, fixes it at the value that is best so far. The next round, and
+        plain rounds that are certain to come, keep their K. From now on, nothing is learned from
+        this session, and its drafting has no time limit."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
@@ -278,7 +278,7 @@ class LengthControl:
         self._fixed = _Option(num_draft_tokens) if num_draft_tokens else _PLAIN
         if self._fixed is _PLAIN:
             self._planned, self._num_planned = _PLAIN, _ENDLESS
-        elif self._current is None:  # The target has not been told to run ahead.
+        elif self._current is None:  # The target was not asked to run ahead.
             self._planned, self._num_planned = _FIRST, 1
         elif self._planned is not _PLAIN:
             self._num_planned = 0
@@ -301,8 +301,8 @@ class LengthControl:
         )
 
     def note(self, played: PlayedRound) -> None:
-        """Learns from the round that was chosen last. The next round is planned already, so only
-        the rounds after the next can change."""
+        """Learns from the round whose length was chosen last. The next round is planned already, so
+        only the rounds after it can change."""
         if not self.adapts:
             return
         before, self._ended_at = self._ended_at, played.ended_at
@@ -371,8 +371,8 @@ class LengthControl:
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting gains more than the draft's reading of missed tokens costs, or whether
-        the trial budget covers the expected loss."""
+        """Whether drafting gains more than it costs to let the draft read the missed tokens, or
+        else the trial budget pays for the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

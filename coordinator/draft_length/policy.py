@@ -29,7 +29,7 @@ class DraftedBeside(NamedTuple):
     """Drafting by a target in the same step as a verdict."""
 
     num_tokens: int
-    """The round may use fewer tokens."""
+    """Number of drafted tokens. The round may use fewer."""
     seconds: float
     work_s: float
     """This session's share of `seconds`."""

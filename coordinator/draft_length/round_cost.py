@@ -28,8 +28,8 @@ OUTLIER = 8.0
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""Standard deviation of the prior (mean 1) of the ratio of the measured time per draft token to the
-time in the draft's table."""
+"""A draft token's measured time, divided by its time in the draft's table, has a prior with mean 1
+and this standard deviation."""
 STEP_SPREAD = 0.2
 """Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
 mean number of other sessions' rows is known. A small spread gives these slopes little weight."""
@@ -101,8 +101,9 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected times of a session's next round, and the tokens that other sessions lose to it,
-    because its rows lengthen their steps, and its drafting and messages use shared cores."""
+    """The expected times of a session's next round, and the tokens that other sessions lose to it.
+    They lose tokens because its rows lengthen their steps, and because its drafting and messages
+    use shared cores."""
 
     plain_s: float
     round_s: float
@@ -214,7 +215,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # A plain round loses nothing, because the target runs ahead with few messages.
+            # A plain round costs others nothing, because the target runs ahead with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,

@@ -1,13 +1,12 @@
-"""Reads the registry periodically, updates the replica pools, and lists all replicas.
+"""Reads the registry (the replicas' entries in Redis), updates the pools, and lists all replicas.
 
 - A new replica joins its pool if it describes itself, and fits the first replica of the pool.
 - A leaving replica joins only if no other replica of the pool has the same weights, because
-  sessions that began with these weights can then run nowhere else.
+  sessions that began with these weights can run only on such a replica.
 - If a replica of the pool is leaving according to the registry, its sessions move to others.
-- A replica that the registry has not listed for `LEASE_S` is removed if it does not answer, or
+- A replica that the registry has not listed for `LEASE_S` is removed if it does not answer, or if
   another replica has its address now.
-- While the registry cannot be read, the pools do not change.
-"""
+- While the registry cannot be read, the pools do not change."""
 
 import asyncio
 import logging
@@ -72,8 +71,7 @@ class Discovery:
         """Role -> number of announced replicas that are neither leaving nor on trial."""
         self._heard_at: float | None = None
         self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
-        """Replica name -> (time at which the registry last listed the replica, its address then).
-        """
+        """Replica name -> (time when the registry last listed the replica, its address then)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
         """Name of a replica that could not join -> earliest time of the next attempt."""
@@ -203,7 +201,7 @@ class Discovery:
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """Returns all replicas, by role and name. The arguments describe this coordinator."""
+        """Returns all replicas by role and name. The arguments describe this coordinator."""
         own = ReplicaRecord(
             role="coordinator", name=self._own_name, address="", host=socket.gethostname(), pid=0,
             model=model, load=load, figures=figures,

@@ -1,5 +1,5 @@
-"""Sources of proposals that ask a model, in a draft replica or in the target, and use a look-up if
-the model proposes nothing."""
+"""Sources of proposals that ask a model: a draft replica (`DraftClient`), or a head in the target
+(`SelfDraftClient`). If the model has no proposal, a look-up (`suffix` or `ngram`) proposes."""
 
 import asyncio
 import logging
@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""A feed is a message with hidden states for the draft. If the draft holds no more tokens after
-this many feeds in a row, no feed follows for `RETRY_S`."""
+"""A *feed* is a message that brings hidden states to the draft. If this many feeds in a row do not
+lengthen the draft's cached prefix, the session sends the draft nothing for `RETRY_S`."""
 
 
 class PushedProposals:
-    """Proposals for the next round, one for each predicted outcome of this round. The next round
-    uses the proposal for the actual outcome if it has arrived by then."""
+    """Proposals that the draft drafts ahead for the next round, one for each predicted outcome of
+    this round. The next round uses the proposal for the actual outcome if it has arrived."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -62,7 +62,8 @@ class PushedProposals:
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """Begins round `number`. Returns the proposal after `tokens`, and drops all others."""
+        """Begins round `number`. Returns the proposal that extends `tokens`, if any, and drops the
+        others."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -79,8 +80,8 @@ def budget_us(seconds: float) -> int:
 
 
 class _ModelDrafts(Drafts):
-    """In a hybrid, a confident look-up takes the model's place. The confidence depends only on
-    committed tokens of this session and of earlier ones."""
+    """Base class. In a hybrid drafter, a confident look-up proposes instead of the model. Its
+    confidence depends only on committed tokens of this session and of earlier sessions."""
 
     def __init__(
         self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
@@ -90,14 +91,14 @@ class _ModelDrafts(Drafts):
         hybrid = config.lookup
         self._is_hybrid = hybrid.drafter.lookup is not None
         self._confident = hybrid.hybrid_min_score if self._is_hybrid else math.inf
-        """The look-up proposes if it expects at least this many accepted tokens."""
+        """In a hybrid, the look-up proposes if it expects at least this many accepted tokens."""
         self._model_tokens = (
             hybrid.hybrid_model_tokens if self._is_hybrid else limits.NUM_DRAFT_TOKENS_MAX
         )
-        """Most draft tokens that a round asks of the model."""
+        """Largest number of draft tokens that a round requests from the model."""
         of_request_ms = route.context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of drafting, at which the draft answers with the tokens drawn so far."""
+        """Time limit of drafting. The draft then answers with the tokens drawn so far."""
 
     @property
     def on_trial(self) -> bool | None:
@@ -106,7 +107,7 @@ class _ModelDrafts(Drafts):
     def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
         if len(proposal) > num_draft_tokens:
             raise errors.InvariantError(
-                f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
+                f"the proposal has {len(proposal)} tokens; {num_draft_tokens} are allowed"
             )
         require_q(proposal, self._session.record.rule)
 
@@ -137,7 +138,7 @@ class DraftClient(_ModelDrafts):
         self._held_before = 0
         """Number of tokens that the draft held before the newest feed, as far as known."""
         self._num_vain = 0
-        """Number of feeds in a row after which the draft held no more tokens than before."""
+        """Number of consecutive feeds that did not lengthen the draft's cached prefix."""
         self._is_behind = False
         """Whether the draft lacks hidden states, and cannot propose in this round."""
         self._look_ahead = 0
@@ -149,9 +150,9 @@ class DraftClient(_ModelDrafts):
         self._is_late = False
         """Whether this round's proposal did not arrive within its time limit."""
         self._held: ProposalReply | None = None
-        """The reply with this round's proposal."""
+        """The reply with this round's proposal; None if there is none."""
         self._looked_for = 0
-        """K of the newest message, with which the draft also drafts ahead."""
+        """K of the newest message to the draft, and the largest size of proposals drafted ahead."""
         self._ask_again_at = 0.0
         """Earliest time of the next message to a draft that failed, or of the next feed."""
 
@@ -165,8 +166,8 @@ class DraftClient(_ModelDrafts):
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
-        # The draft handles a session's messages in order, so it will hold the prompt before it
-        # reads the next message. If this message is lost, the draft answers the next with `Resync`.
+        # The draft handles a session's messages in order, so it prefills before it reads the next
+        # message. If this prefill is lost, the draft answers the next message with `Resync`.
         self._route.cached_length = self._session.length
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
@@ -206,8 +207,8 @@ class DraftClient(_ModelDrafts):
         """Returns the replica's proposal; None if the replica is away, does not answer, refuses,
         lacks hidden states, or had no time for a first token.
 
-        The replica checks the time left before each draw. The coordinator never drops late tokens:
-        delays may depend on tokens, so that would change the distribution of the output."""
+        The replica itself stops drawing at the time limit. The coordinator drops no late tokens:
+        delays may depend on the tokens' values, so this would bias the output."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -235,8 +236,7 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # Look-ahead drafts at most `looked_for` tokens, so a proposal or answer that was drafted
-        # ahead may have been cut to this number.
+        # A proposal that was drafted ahead, pushed or not, has at most `looked_for` tokens.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -247,7 +247,7 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """Asks the replica. Returns the proposal, or None as `_by_replica` does."""
+        """Asks the replica. Returns its reply, or None in the cases that `_by_replica` lists."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -269,7 +269,7 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                # After the answer to this message, the answer to an earlier feed is not needed.
+                # The answer to this message makes the answer to an earlier feed unnecessary.
                 self._route.awaited = None
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, budget=budget)
@@ -277,7 +277,7 @@ class DraftClient(_ModelDrafts):
             self._check(answer.proposal, num_wanted)
             if answer.base_length != (committed := self._session.length):
                 raise errors.InvariantError(
-                    f"the proposal extends {answer.base_length} tokens, not {committed}"
+                    f"the proposal extends a prefix of {answer.base_length} tokens, not {committed}"
                 )
         except (TimeoutError, errors.OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | errors.DeadlineExceeded)
@@ -316,8 +316,8 @@ class DraftClient(_ModelDrafts):
         self._route.close()
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Sends this round's proposal to the draft, for look-ahead, after two turns of the event
-        loop, so that the message to the target is sent first."""
+        """Sends this round's proposal to the draft, which then drafts ahead. Waits two turns of the
+        event loop, so that the message to the target is sent first."""
 
         def tell() -> None:
             if self._route.heard:
@@ -327,7 +327,8 @@ class DraftClient(_ModelDrafts):
         loop.call_soon(loop.call_soon, tell)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
-        """Sends a message. Returns False if this fails, perhaps after a move to another replica."""
+        """Sends a message. If this fails, returns False, after a move if the replica is out of
+        reach."""
         try:
             self._send(number, num_draft_tokens, held)
         except (errors.LinkLost, errors.Overloaded) as error:
@@ -346,8 +347,8 @@ class DraftClient(_ModelDrafts):
 
     @property
     def _reach(self) -> int:
-        """Number of committed tokens that the draft will hold after it has run `_brought`. To run
-        a token, the draft needs the hidden state of the previous token."""
+        """Number of committed tokens that the draft will hold after it has processed `_brought`. To
+        process a token, the draft needs the hidden state of the previous token."""
         held, features = self._route.cached_length, self._brought
         if features is None or features.first >= max(1, held):
             return held
@@ -358,8 +359,7 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends `_brought` to the draft, unless the answer to a feed of the last `RETRY_S` is still
-        missing."""
+        """Sends `_brought` to the draft, unless a feed of the last `RETRY_S` is unanswered."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -369,8 +369,8 @@ class DraftClient(_ModelDrafts):
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
-        """Reads the answer to the newest feed if it has arrived. The draft may hold more tokens
-        than it was fed, from pages of other sessions, or fewer, if it has no pages left."""
+        """Reads the answer to the newest feed, if it has arrived. The draft may hold more tokens
+        than expected (from pages of other sessions), or fewer (if it ran out of pages)."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -388,7 +388,7 @@ class DraftClient(_ModelDrafts):
             self._ask_again_at = self._clock() + RETRY_S
 
     def _lose(self, error: Exception) -> None:
-        _log.debug("a round goes on without its draft: %r", error)
+        _log.debug("the draft failed, and the round continues without it: %r", error)
         if isinstance(error, errors.Unavailable) and not isinstance(error, errors.LinkLost):
             self._route.give_up()
         self._route.heard = False
@@ -399,10 +399,10 @@ class DraftClient(_ModelDrafts):
     def _move(self) -> None:
         if self._route.move():
             self._route.heard = True
-            self._brought = None  # The new draft may have another head.
+            self._brought = None  # The new draft may need other hidden states.
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that has not answered once per `RETRY_S`, without waiting."""
+        """Asks a silent draft again, at most once per `RETRY_S`. Does not wait for the answer."""
         now = self._clock()
         if now < self._ask_again_at:
             return
@@ -423,14 +423,14 @@ class SelfDraftClient(_ModelDrafts):
         super().__init__(target, lookup, config)
         self._wanted = NOTHING_WANTED
         self._next_max = 0
-        """`RoundLength.next_max`. A hybrid may ask the target for fewer tokens."""
+        """`RoundLength.next_max` of the newest request. A hybrid may ask for fewer tokens."""
         self._is_rejected = False
         self._reply: VerdictReply | None = None
         """The newest verdict, if it has a valid proposal that is not used yet."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns the proposal of the newest verdict, or of the look-up, regardless of the tokens
-        that the target drew."""
+        """Returns the proposal of the newest verdict, or of the look-up. The choice never depends
+        on the drawn tokens."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
@@ -439,7 +439,7 @@ class SelfDraftClient(_ModelDrafts):
             proposal, score = self.look_up(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
-                # The proposal of a fallback says nothing about the head's acceptance.
+                # A fallback's proposal does not show how well the head is accepted.
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)

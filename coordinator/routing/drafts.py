@@ -1,5 +1,5 @@
-"""A session's source of proposals. This module has the interface for the decode loop, and sources
-without a model; `draft_client.py` has the sources that ask models."""
+"""Sources of a session's proposals: the interface that the decode loop calls, and the sources
+without a model. `draft_client.py` has the sources that ask a model."""
 
 import asyncio
 from typing import Literal
@@ -30,8 +30,8 @@ class Drafted:
     """Time for which the round waited for the proposal."""
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
-    number of drawn tokens. 0 if the proposal says nothing about the acceptance of the drafter,
-    because none was asked, or a look-up replaced a drafter that was late or not ready."""
+    number of drawn tokens. 0 if the proposal does not show how well the drafter is accepted: no
+    drafter was asked, or a look-up replaced a drafter that was late or not ready."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
@@ -45,7 +45,7 @@ class Drafted:
 
 @value(frozen=True, slots=True)
 class NextWanted:
-    """What the target shall send with a verdict, for the next round. See `VerifyItem`."""
+    """What the target is asked to send with a verdict, for the next round. See `VerifyItem`."""
 
     num_draft_tokens: int = 0
     features_from: int | None = None
@@ -57,7 +57,7 @@ NOTHING_WANTED = NextWanted()
 
 class Drafts:
     """One session's source of proposals. This class uses a look-up; subclasses ask a model. No
-    method raises an error if a draft fails, because that must not end a request."""
+    method raises an error if a draft fails, because a failed draft must not end a request."""
 
     def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
         self._lookup = lookup
@@ -65,8 +65,8 @@ class Drafts:
         self._sampling = context.parameters.sampling
 
     def look_up(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """Returns at most `num_draft_tokens` tokens that a look-up expects after the committed
-        tokens, and the number of them that it expects to be accepted."""
+        """Returns a look-up's proposal of at most `num_draft_tokens` tokens, and the number of
+        accepted tokens that the look-up expects."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id, tenant=session.record.tenant,
@@ -88,8 +88,8 @@ class Drafts:
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Lets the draft prefill while the first round runs. The second round may ask for up to
-        `num_draft_tokens` tokens. Does not wait for the draft."""
+        """Makes the draft prefill while the first round runs, without waiting for it. The second
+        round may ask for up to `num_draft_tokens` tokens."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
@@ -99,18 +99,18 @@ class Drafts:
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
-        """Returns what the target shall send with its verdict on a round of this `length`."""
+        """Returns what the target should send with its verdict on a round of this `length`."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes a verdict, which may have what `next_wanted` asked for."""
+        """Takes a verdict, which may bring the extra data that `next_wanted` asked for."""
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed
         before the round, plus the number of accepted tokens."""
 
     def reject(self) -> None:
-        """Stops using the current drafter. Must be called if the drafter sent an unreadable q."""
+        """Stops using the current drafter. Must be called if the target cannot read q."""
 
     def close(self) -> None:
         """Frees the session's state. Must be called when the session ends."""
@@ -122,8 +122,8 @@ class NoDrafts(Drafts):
 
 
 WATCH_ROUNDS_MIN, WATCH_ROUNDS_MAX = 8, 64
-"""Bounds of the number of rounds between two look-ups of a `LookupProbe`, each of which takes up to
-0.1 ms of CPU time. If the first token of a look-up is wrong, the number doubles."""
+"""Bounds of the number of rounds between two look-ups of a `LookupProbe`. A look-up takes up to 0.1
+ms of CPU time. If its first token is wrong, the number doubles."""
 
 
 class LookupProbe:
@@ -137,15 +137,15 @@ class LookupProbe:
         self._guess: tuple[int, ...] | None = None
         """The look-up's tokens during a comparison; None between comparisons."""
         self._num_followed = 0
-        """Number of tokens of `_guess` that were committed."""
+        """Number of tokens of `_guess` that match the committed tokens so far."""
         self._rounds_left = 0
         """Number of rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
         """Compares the first token of a round with the look-up. Must be called after each round,
-        before the session gets its tokens. A round that asked for draft tokens (`num_asked` > 0)
-        ends the comparison."""
+        before the round's tokens are added to the session. A round that asked for draft tokens
+        (`num_asked` > 0) ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

@@ -1,4 +1,4 @@
-"""The pool of a role's replicas, and each session's route to a replica of the pool.
+"""Pools of target and draft replicas. A *route* connects a session with a replica of a pool.
 
 If a session moves to another replica, the session's KV pages stay at the old replica. The new
 replica gets the committed tokens, and computes the pages that it lacks.
@@ -39,7 +39,7 @@ PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that are away."""
 
 LOAD_SLACK = 0.25
-"""A replica may have more sessions than the mean of all replicas by this share (see `choose`)."""
+"""Share by which a replica's number of sessions may exceed the mean (see `choose`)."""
 _KEY_PAGES = 2
 """`affinity` hashes this many pages at the start of a prompt."""
 
@@ -80,7 +80,6 @@ class ReplicaConnection:
         return True
 
     def miss(self) -> None:
-        """Marks the replica as away."""
         self.away = True
         self._pool.lost.set()
 
@@ -100,17 +99,17 @@ class ReplicaConnection:
 
 
 class ReplicaPool:
-    """The replicas of one role. During an upgrade, their weights differ. A session runs only on
-    targets with the weights with which it began."""
+    """The replicas of one role. During an upgrade, their weights may differ. A session runs only on
+    targets with the weights that it began with."""
 
     def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
-        """A pool of drafts needs the pool of `targets`: drafts must fit the first target."""
+        """A pool of drafts needs the pool of `targets`. Drafts must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """Description of the first replica that ever joined. Later replicas must fit the first."""
         self._targets = targets
         self.replicas: dict[str, ReplicaConnection] = {}
-        """By name, in the order in which the replicas joined."""
+        """Name -> replica, in the order in which the replicas joined."""
         self._left = Counter[str]()
         """Sum of `Link.num_bytes` over removed replicas."""
         self.num_stale = 0
@@ -188,7 +187,7 @@ class ReplicaPool:
             await replica.link.close()
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether the session's target sends the hidden states that a draft reads."""
+        """Whether the session's target sends the hidden states that the draft `replica` reads."""
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()
@@ -223,8 +222,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self) -> bool:
-        """Whether any replica answers. Asks one replica, if possible a present one, and if it does
-        not answer, all others at once."""
+        """Whether any replica answers. Asks one replica, if possible a present one. If it does not
+        answer, asks all others at once."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers() for replica in some))):
@@ -278,9 +277,9 @@ class ReplicaPool:
 # Rendezvous hashing (Thaler and Ravishankar 1998) of the start of a session's prompt chooses the
 # session's first replica. So sessions with the same start find each other's pages, and all
 # coordinators choose the same replica. If a replica joins or leaves, the choice changes only for
-# its sessions. A bound on loads (Mirrokni, Thorup and Zadimoghaddam 2018) excludes replicas that
-# have too many sessions. The bound is relative to the mean load, so it holds for all coordinators
-# together if each applies it to its own sessions.
+# prompts that this replica gains or loses. A bound on loads (Mirrokni, Thorup and Zadimoghaddam
+# 2018) excludes replicas that have too many sessions. The bound is relative to the mean load. So if
+# each coordinator applies it to its own sessions, it also holds for the sum of all.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
@@ -294,9 +293,9 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     """Among the replicas with room for one more session, returns the name with the largest hash
     under `key`. `loads` maps each replica's name to its number of sessions.
 
-    A replica runs up to `seats` sessions in one step. Below this number, it may have `LOAD_SLACK`
-    more sessions than the mean. Above, all replicas get equally many sessions, because the sessions
-    of a fuller replica would wait longer."""
+    A replica runs up to `seats` sessions in one step. Up to this number, its load may exceed the
+    mean by the share `LOAD_SLACK`. Above it, all replicas get equal loads, because the sessions of
+    a fuller replica would wait longer."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -328,12 +327,12 @@ class SessionContext:
 
 class SessionRoute(Generic[Item, Answer]):
     """Sends one session's messages to a replica, keeps the answers, and moves the session to other
-    replicas. A replica that the session has left gets a Release message only when the session ends.
-    A replica refuses released sessions, so the session could otherwise not return."""
+    replicas. A replica refuses a session after its Release message. So a replica that the session
+    has left gets this message only when the session ends, and the session can return before."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
-        """The session begins at the replica that its record names. If this replica is not present,
-        `_find` chooses another replica."""
+        """The session begins at the replica that its record names. Without a name, or if this
+        replica is not present, `_find` chooses one."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
@@ -342,7 +341,7 @@ class SessionRoute(Generic[Item, Answer]):
         """Whether the replica answers. `DraftClient` sets this to False after a message without an
         answer. The next answer sets it to True."""
         self.was_lost = False
-        """Whether the stream broke since the last wait of the previous round, so that all open
+        """Whether the stream broke after the last wait of the previous round. If so, all open
         requests must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Gets each proposal that was drafted ahead."""
@@ -360,7 +359,7 @@ class SessionRoute(Generic[Item, Answer]):
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
-        """Earlier round whose answer `put` keeps for `take_awaited`."""
+        """Number of an earlier round whose answer `put` keeps for `take_awaited`, or None."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
@@ -398,10 +397,9 @@ class SessionRoute(Generic[Item, Answer]):
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
-        """Begins or repeats a round. Drops answers to earlier rounds. Returns the round's number
-        for messages. After a move, numbers are larger than those that the old replica may still
-        answer, also when it runs ahead. So if the session returns to it, late answers match no
-        round."""
+        """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
+        number for messages. Each move raises this number by more than a replica runs ahead. So if
+        the session returns to a replica, this replica's late answers match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -472,9 +470,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round, and returns True. Returns False if its
-        epoch is another one, its round has ended or already has a verdict or proposal, or
-        `MAILBOX_REPLIES_MAX` answers are kept."""
+        """Keeps an answer to the current round, to a later round or to `awaited`, and returns True.
+        Returns False for an answer of another epoch or to an ended round, for a second verdict or
+        proposal of a round, and if `MAILBOX_REPLIES_MAX` answers are kept already."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -504,12 +502,12 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def lose(self, error: Exception) -> None:
-        """Must be called when the stream to the replica broke."""
+        """Must be called when the stream to the replica breaks."""
         self._lost, self.awaited = error, None
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """Handles the answer of a replica that lacks the stated prefix."""
+        """Handles the answer of a replica that lacks part of the prefix."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
         self.cached_length = answer.cached_length if known else 0
@@ -527,15 +525,15 @@ class SessionRoute(Generic[Item, Answer]):
             self._leave()
 
     def move(self) -> bool:
-        """Moves to another replica that fits. If there is none, returns False, and only leaves a
-        draft that ends soon. After a move, open requests get no answer."""
+        """Moves to another replica that fits, and returns True. Otherwise returns False, and only
+        leaves a draft that ends soon. After a move, open requests get no answer."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":
                 self._leave()
             return False
         session_id = self.context.session.session_id
-        _log.debug("session %s moves: %s, %s", session_id, self.replica, found.name)
+        _log.debug("session %s moves from %r to %r", session_id, self.replica, found.name)
         self._leave()
         self._num_moves += 1
         self._enter(found)
@@ -557,11 +555,11 @@ class SessionRoute(Generic[Item, Answer]):
         not fit, because a look-up can replace it. If no fitting replica is present, a session
         without a replica gets one that is away or leaving.
 
-        - The replica named `preferred` goes first.
-        - Replicas with the numerics of the route's first replica go next, at any load. They
-          continue the session's text with exactly the same tokens.
-        - A replica on trial gets its share of the sessions, by a hash of the session's id. Other
-          sessions get it only if all fitting replicas are on trial.
+        - The replica named `preferred` ranks first.
+        - Replicas with the `numerics` of the route's first replica rank next, whatever their load.
+          They compute the same logits, so the session's text continues with the same tokens.
+        - A replica on trial gets its share of the sessions, chosen by a hash of the session's id.
+          Other sessions get it only if all fitting replicas are on trial.
         - Among replicas of equal rank, `choose` decides by `affinity`."""
         session_id, pool = self.context.session.session_id, self._pool
         without = [*self._rejected, self._replica]

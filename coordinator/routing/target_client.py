@@ -52,10 +52,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal that the newest verdict is about. If it is shorter than the proposal that
-        `verify` got, the target could not read q, and the caller must reject the drafter: q may be
-        unreadable only after certain tokens, and repeated cuts before them would bias the output.
-        """
+        """The proposal that the newest verdict is about. If it is shorter than the proposal given
+        to `verify`, the target could not read q. The caller must then reject the drafter: q may be
+        unreadable only after certain tokens, and repeated cuts before these would bias the
+        output."""
 
     async def verify(
         self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
@@ -113,13 +113,13 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # Ignores the second refusal, which may answer a message from before the cut.
+                    # Ignores the second refusal, which may answer a message sent before the cut.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
                         proposal = part if len(part) < len(proposal) else NOTHING_SEALED
                         _log.warning(
-                            "only %d tokens are verified: %s", len(proposal), answer.message
+                            "only %d draft tokens are verified: %s", len(proposal), answer.message
                         )
                         self.context.observer.count("unreadable_proposals")
                     continue
@@ -157,7 +157,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         if answer.code == CANCELLED_CODE:
             # An earlier run with the same epoch has released the session at the target. So the
             # store has lost its last writes, and has given the epoch a second time.
-            raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
+            raise DataLoss(f"the target has already released this session: {answer.message}")
         if isinstance(error, BadRequest):
             # The coordinator has validated the user's request, so the refusal shows a bug.
             raise InvariantError(f"the target refuses a message: {error.message}")

@@ -30,7 +30,8 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
-        "Rounds except the first of a request, by the number of draft tokens asked for.",
+        "Rounds except the first of a request, by the number of draft tokens asked for. Length"
+        " control chooses it up to the request's num_draft_tokens, or it is fixed to that.",
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),

@@ -146,7 +146,7 @@ async def test_a_proposal_for_another_prefix_is_not_used() -> None:
 
 @pytest.mark.parametrize(
     ("proposal", "message"),
-    [(sealed(3), "the proposal has 3 tokens; 2 were asked for"), (SealedProposal((4, 5)), "q")],
+    [(sealed(3), "the proposal has 3 tokens; 2 are allowed"), (SealedProposal((4, 5)), "q")],
 )
 async def test_tokens_that_were_not_asked_for_are_not_used(
     proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
