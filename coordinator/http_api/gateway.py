@@ -5,8 +5,8 @@
 
 The gateway forwards each request to a coordinator. If that coordinator does not answer, or cannot
 serve the request now, the gateway tries the next coordinator. To resume a stream, the gateway
-repeats the request with its `Idempotency-Key` (if the client gave none, the gateway adds one) and
-the id of the last event that the client has (docs/http.md).
+repeats the request with the same `Idempotency-Key`, and with the id of the last event that the
+client has (docs/http.md). If the client gives no `Idempotency-Key`, the gateway adds one.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
 """If an event without an id contains these bytes, another coordinator can continue the stream.
-Quotes in generated text are escaped, so it cannot contain these bytes."""
+Generated text cannot contain these bytes, because its quotes are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
 """Finds a request's deadline without parsing the body, which would block all other streams."""
@@ -158,7 +158,7 @@ class Forwarded(LiveResponse):
             if now() + wait_s >= until or not self._may_ask_again:
                 if answer is not None:
                     return answer
-                raise Unavailable(f"no coordinator answers: {failure}")
+                raise Unavailable(f"no coordinator answers: {_reason(failure)}")
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
 
@@ -206,6 +206,12 @@ class Forwarded(LiveResponse):
                 await send_part(send, event)
                 self._last_id, self._has_sent = event_id or self._last_id, True
                 self._num_failures = 0
+
+
+def _reason(error: object) -> str:
+    """Returns the text of an error. If the text is empty, returns the name of its class in words,
+    such as `read error`."""
+    return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:

@@ -184,8 +184,12 @@ async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx
 
 @pytest.mark.parametrize(
     ("step", "status", "text"),
-    [(refusal(503), 503, "e503"), (ERRORS["refused"], 503, "no coordinator answers: refused")],
-    ids=["refused", "dead"],
+    [
+        (refusal(503), 503, "e503"),
+        (ERRORS["refused"], 503, "no coordinator answers: refused"),
+        (ERRORS["reset"], 503, "no coordinator answers: read error"),
+    ],
+    ids=["refused", "dead", "dead without a reason"],
 )
 async def test_coordinators_are_asked_for_a_limited_time(
     step: Step, status: int, text: str, caplog: pytest.LogCaptureFixture
@@ -193,7 +197,7 @@ async def test_coordinators_are_asked_for_a_limited_time(
     """Some seconds before the response begins, then until the deadline; once for other requests."""
 
     def made(*steps: Step) -> Deployment:
-        again = [refusal(503) if step is not ERRORS["refused"] else step for _ in range(2000)]
+        again = [step if isinstance(step, Exception) else refusal(503) for _ in range(2000)]
         return Deployment(*steps, *again)
 
     caplog.set_level("INFO")
