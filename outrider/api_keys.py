@@ -11,13 +11,15 @@ A key file is a JSON object with a field for each key. The field's name is the k
 """
 
 import hashlib
+import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -73,8 +75,8 @@ def new_key() -> str:
 def check_key_name(name: str) -> str:
     """Returns the name. Raises `ValueError` if the name is invalid."""
     if not _NAME.fullmatch(name):
-        words = "up to 64 letters and digits, and after the first also _ . @ -"
-        raise ValueError(f"{name[:64]!r} is wrong; it must be {words}")
+        rule = "begin with a letter or digit, and have up to 64 characters of A-Z a-z 0-9 _ . @ -"
+        raise ValueError(f"{name[:64]!r} is not a valid name; it must {rule}")
     return name
 
 
@@ -134,8 +136,16 @@ def read_key_file(path: Path) -> dict[str, Caller]:
 
 
 def _read(path: Path) -> dict[str, _StoredKey]:
+    def check_names(pairs: Sequence[tuple[str, Any]]) -> None:
+        for name, number in Counter(name for name, _ in pairs).items():
+            if number > 1:
+                raise ConfigError(f"{path}: the name {name!r} is given {number} times")
+
     try:
-        return _FILE.validate_json(read_file(path))
+        data = read_file(path)
+        stored = _FILE.validate_json(data)  # Of fields with the same name, pydantic keeps the last.
+        json.loads(data, object_pairs_hook=check_names)
+        return stored
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = "".join(f"{part}: " for part in first["loc"] if part != "[key]")
