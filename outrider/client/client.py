@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from outrider.client import transport
@@ -69,7 +70,7 @@ class Client:
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """Yields the events of one generation as they arrive. Closing the iterator early cancels
-        the session. Raises the coordinator's errors. If the last event does not arrive within some
+        the session. Raises the coordinator's errors. If the last event does not arrive within ten
         seconds after the generation's deadline, raises `DeadlineExceeded`. If the stream breaks and
         cannot be resumed, raises `StreamBroken`. A later `resume` may then succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
@@ -78,11 +79,11 @@ class Client:
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """Continues a generation whose stream broke, in any client. Yields `Started` again, and
-        then all events after the first `num_tokens` tokens. An earlier stream of the session that
-        is still open ends with `StaleEpoch`. Raises `NotFound`. Raises `DataLoss` if the store has
-        fewer than `num_tokens` tokens, and `Unavailable` while another coordinator owns the
-        session, for about two seconds."""
+        """Continues a generation whose stream broke, in this client or another. Yields `Started`
+        again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
+        session is still open, that stream ends with `StaleEpoch`. Raises `NotFound`. Raises
+        `DataLoss` if the store has fewer than `num_tokens` tokens. For about two seconds, while
+        another coordinator owns the session, raises `Unavailable`."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
@@ -167,6 +168,10 @@ def _blocking(
     def call(self: "SyncClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
         return run(method(self._client, *args, **kwargs))
 
+    found = signature(method)
+    if found.return_annotation == AsyncGenerator[Event]:
+        found = found.replace(return_annotation=Generator[Event])
+    call.__signature__ = found  # type: ignore[attr-defined]
     return call
 
 

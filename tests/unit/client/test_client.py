@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from dataclasses import replace
+from inspect import signature
+from pydoc import render_doc
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from outrider.client import (
     ChatMessage,
     Client,
+    Completion,
     CompletionBuilder,
     Event,
     Finished,
@@ -251,6 +254,15 @@ async def test_an_http_port_is_told_from_a_grpc_port() -> None:
         async with Client(f"{host}:{port}") as client:
             with pytest.raises(Unavailable, match=rf"{port} is not a gRPC port; .* 50051"):
                 await client.describe()
+
+
+def test_blocking_methods_show_what_they_return() -> None:
+    for method, returned in (
+        (SyncClient.generate, Generator[Event]), (SyncClient.resume, Generator[Event]),
+        (SyncClient.complete, Completion), (SyncClient.cancel, None),
+    ):  # fmt: skip
+        assert signature(method).return_annotation == returned
+        assert "AsyncGenerator" not in render_doc(method)
 
 
 async def test_leaving_the_blocking_stream_cancels(
