@@ -9,8 +9,8 @@ Each generation holds a slot. A slot's name is the id of its session, so a sessi
 when another coordinator resumes the session. Each coordinator renews the leases of its slots. If a
 coordinator dies, its slots become free after `SLOT_LEASE_MS`.
 
-Redis keeps a bucket and slots for each caller. Both keys expire. `<name>` is the caller's name, and
-the braces are literal:
+Redis keeps a bucket and slots for each caller, under two keys that expire. `<name>` is the caller's
+name, and the braces are literal:
 
     <prefix>limit:{<name>}:bucket    string: time at which the bucket is full again, ms
     <prefix>limit:{<name>}:slots     sorted set: names of slots, and the ends of their leases, ms
@@ -75,7 +75,7 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request, and its slots. A caller without a limit of `concurrency` needs none."""
+    """An admitted request, and its slots. It has none if the caller's `concurrency` is 0."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
@@ -120,8 +120,8 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """Returns the caller of a request. `shown` has all values of `authorization`. If API keys
-        are configured, there must be exactly one, `Bearer KEY`. Raises `Unauthenticated`."""
+        """Returns the caller of a request. `shown` has all values of its header `authorization`. If
+        API keys are configured, exactly one, `Bearer KEY`, is allowed. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -160,7 +160,7 @@ class AccessControl:
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
         ends. `resumes` has the ids of resumed sessions. Raises `Overloaded` with the time to wait
-        if a limit is reached, and `StoreUnavailable`. After an error, no slot is held."""
+        if a limit is reached, or `StoreUnavailable`, and then holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:
@@ -289,7 +289,6 @@ class RedisSlots:
                 raise answer
 
     async def close(self) -> None:
-        """Closes the connections to Redis."""
         await self._scripts.close()
         await self._client.aclose()
 

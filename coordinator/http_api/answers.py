@@ -33,15 +33,15 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""A token's offset in the answer's text, and pairs of bytes and log-probability: first for the
-token itself, then for the likeliest tokens. The log-probability of a prompt's first token is
-None."""
+"""A token's offset in the answer's text, in characters, and pairs of bytes and log-probability. The
+first pair is the token's, and the others are those of the likeliest tokens at its position. The
+log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
-        `given` is the prompt's text. A special token adds text only where `given` contains it."""
+        `given` is the prompt's text. A special token adds its name only if `given` has it there."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 
@@ -104,7 +104,7 @@ class EventStream:
     """Whether the answer is a stream. If not, `whole` returns the answer."""
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """Adds a choice's event. Returns the server-sent events for it, often none."""
+        """Adds an event of choice `index`. Returns the server-sent events to send now, if any."""
         raise NotImplementedError
 
     def whole(self) -> Json:
@@ -191,7 +191,7 @@ class Answer(EventStream):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # If answers are not parsed, each round has a chunk, even if it adds no text.
+        # If answers are not parsed, each round sends a chunk, even if the round adds no text.
         is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
@@ -243,7 +243,7 @@ class Answer(EventStream):
 
     def _metrics(self) -> Json:
         """Returns statistics of all choices together, under vLLM's names. Rounds without draft
-        tokens count as steps, and accepted tokens after the end of the answer count, too."""
+        tokens also count as steps. Accepted tokens after the end of the answer also count."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -270,8 +270,8 @@ class Answer(EventStream):
 
 
 def stop_reason(finished: Finished) -> str | int | None:
-    """Returns the stop string, the id of the stop token, or the finish reason of a text that was
-    cut off."""
+    """Returns the stop string or the id of the stop token that ended the text. Returns the finish
+    reason if a deadline or a cancel request ended it. Otherwise returns None."""
     if finished.finish_reason in _CUT_OFF:
         return finished.finish_reason
     return finished.stop_token_id if finished.stop_string is None else finished.stop_string

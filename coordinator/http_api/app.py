@@ -78,10 +78,10 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams: first the first event of each stream, then, stream by
-    stream, the events that the client already has, then the other events as they come. An error of
-    one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued. A stream
-    can raise `BadRequest` only in place of its first event."""
+    """Merges the events of all streams. Begins with the first event of each stream. Next come,
+    stream by stream, the events that the client already has. All further events follow as they
+    arrive. An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events
+    are queued. A stream can raise `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -144,7 +144,7 @@ class Generations:
         headers: RepeatHeaders, session_id: str = "",
     ) -> Response:  # fmt: skip
         """Responds with an answer of the class `kind`. If `session_id` is given, the response has
-        the rest of this session's answer. Raises `BadRequest`."""
+        the rest of this session's answer. Raises `BadRequest` for an unusable `Last-Event-ID`."""
         service = self._service
         answer = kind(asked, service.text, service.config.num_draft_tokens, int(time.time()))
         key, event_id = headers.idempotency_key, headers.last_event_id
@@ -165,9 +165,9 @@ class Generations:
         """Yields the events of all choices. Continues the session `session_id` or the sessions of
         the `key`, if there are any. Otherwise opens new sessions.
 
-        All choices together count as one request of the caller, and each choice as one generation,
-        until the last choice ends. No choice runs before all are admitted. Raises `BadRequest` for
-        more choices than the caller may run at a time, and the errors of `CoordinatorService`."""
+        All choices together count as one request of the caller. Until the last choice ends, each
+        choice counts as one generation. No choice runs before all are admitted. Raises `BadRequest`
+        if the caller may not run so many choices at a time. Raises the errors of the service."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
@@ -322,9 +322,9 @@ def _add_generation(
     async def generate(body: bodies.NativeBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation or a prompt, with an event for every round."""
         if "stream" in body.model_fields_set and not body.stream:
-            raise BadRequest("stream", "must be true, or be left out: events are always a stream")
+            raise BadRequest("stream", "must be true, or be left out: the answer is a stream")
         if isinstance(body, CompletionBody) and body.echo:
-            raise BadRequest("echo", "is served by POST /v1/completions alone; leave it out")
+            raise BadRequest("echo", "is allowed only in POST /v1/completions; leave it out")
         asked = body.translate()
         if len(asked.requests) != 1:
             field = "n" if asked.n > 1 else "prompt"
@@ -374,7 +374,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> schemas.ModelList:
-        """Lists the only model of this server."""
+        """Lists the served model. There is only one."""
         return schemas.ModelList(data=[served_model()])
 
     @app.get("/v1/models/{name:path}")

@@ -39,7 +39,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 Unserved = Mapping[str, tuple[Any, ...]]
 """Field that is not implemented -> the accepted values, besides null."""
 ANY_VALUE = object()
-"""Stands for every value in `Unserved`, for fields that are only labels or hints."""
+"""In `Unserved`, means that every value is accepted, because the field is only a label or hint."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
@@ -94,7 +94,7 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    # In Python 1 equals True, so bool is told apart.
+    # In Python, 1 equals True. So a bool may only match a bool.
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -121,7 +121,7 @@ class Speculation(Body):
     rule: Annotated[Rule, Field(strict=False)] | None = None
     """How draft tokens are accepted. The default depends on the sampling parameters."""
     num_draft_tokens: int | None = None
-    """Most draft tokens of a round, 0..16."""
+    """Largest number of draft tokens in a round, 0..16."""
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round, ms."""
     histograms: bool = False
@@ -142,7 +142,7 @@ class StreamedBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """Add the token ids to the text."""
+    """Add `token_ids` to each text."""
 
     @model_validator(mode="after")
     def _options_are_for_streams(self) -> Self:
@@ -159,7 +159,7 @@ def _without_nulls(given: Any) -> Any:
 
 
 class GenerationBody(Body):
-    """The fields that all routes for generations share."""
+    """Fields of all routes that generate text."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("request_id user metadata safety_identifier", ANY_VALUE),
@@ -221,15 +221,15 @@ class GenerationBody(Body):
         self, prompts: Sequence[Prompt], names: Mapping[str, str], tools: Tools = NO_TOOLS,
         formats: ChatFormats | None = None, **own: Any,
     ) -> TranslatedBody:  # fmt: skip
-        """Makes the requests for these prompts. `names` is for `TranslatedBody.names`. Without
-        `formats`, the answers are not parsed. `own` has the other request fields."""
+        """Makes the requests for these prompts. `names` becomes a part of `TranslatedBody.names`.
+        Without `formats`, the answers are not parsed. `own` has the other fields of requests."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
-            reason = f"is given beside {found[0][0]}; allowed: one of them"
+            reason = f"cannot be combined with {found[0][0]}; give only one of these fields"
             raise BadRequest(found[1][0], reason)
         if not speculation.enabled and speculation.num_draft_tokens:
             raise BadRequest(
-                "speculation.num_draft_tokens", "must be 0, or be left out, with enabled false"
+                "speculation.num_draft_tokens", "must be 0 or be left out if enabled is false"
             )
         constraint = found[0][1] if found else None
         if formats is not None:
@@ -293,8 +293,8 @@ class ChoicesBody(GenerationBody, StreamedBody):
 
 
 def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
-    """Returns the constraint of a response format, if any. Raises `BadRequest` with one of the
-    fields."""
+    """Returns the constraint of a response format, if any. A `BadRequest` names `field`, its type,
+    or `schema_field`."""
     match given:
         case {"type": "text"}:
             return []
@@ -320,7 +320,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
         case _ if isinstance(value, list):
             return Constraint.of_choices(value, field)
-    raise BadRequest(field, "must be a list of texts")
+    raise BadRequest(field, "must be a list of strings")
 
 
 class ResumeBody(StreamedBody):
@@ -387,8 +387,8 @@ class Message(Body):
         return self
 
     def turn(self, place: str) -> ChatMessage:
-        """Returns the message for the chat template. `place` is its path in the body. Raises
-        `BadRequest` if a call's arguments are not a JSON object."""
+        """Returns the message for the chat template. `place` is the message's path in the body.
+        Raises `BadRequest` if a call's arguments are not a JSON object."""
         calls = list[dict[str, Any]]()
         for index, call in enumerate(self.tool_calls):
             field, function = f"{place}.tool_calls[{index}].function.arguments", call.function
@@ -504,7 +504,7 @@ class CompletionBody(ChoicesBody):
         | Annotated[Several[Several[int]], Field(min_length=1, max_length=limits.PROMPTS_MAX)],
         must_be(
             f"a string, a list of 1 to {limits.PROMPTS_MAX} strings, a list of token ids, or a "
-            f"list of 1 to {limits.PROMPTS_MAX} such lists"
+            f"list of 1 to {limits.PROMPTS_MAX} lists of token ids"
         ),
     ]
     logprobs: int | None = None
@@ -543,7 +543,7 @@ class TokenizeBody(Body):
 
     def translate(self) -> TranslatedBody:
         if (self.prompt is None) is (self.messages is None):
-            raise BadRequest("prompt", "give either this or messages")
+            raise BadRequest("prompt", "give either prompt or messages")
         if self.messages is None:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(self, name):
@@ -581,7 +581,7 @@ class TranslatedBody:
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """Returns the coordinator's error about the request `index`, with the body's field."""
+        """Returns the coordinator's error about request `index`, but names the body's field."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest

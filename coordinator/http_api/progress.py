@@ -2,8 +2,8 @@
 
 The client receives server-sent events, here called *parts*. The id of a part says how much of each
 choice the client has after this part. To resume an answer, the coordinator makes all its parts
-again, and sends only those that the client lacks. So a part may depend on all earlier parts, and on
-data that is stored with the session, but on nothing else.
+again, and sends only those that the client lacks. So a part may depend only on earlier parts and on
+data that is stored with the session.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _EVENT_ID = re.compile(
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 _WAITING_MAX = 8
-"""At most this many requests wait for one with the same key."""
+"""At most this many requests wait for a running request with the same key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in the events of one choice: what comes before it."""
+    """A position in the events of one choice. The fields count the events before it."""
 
     num_tokens: int = 0
     """Number of the answer's tokens."""
@@ -66,7 +66,7 @@ class Progress:
         self._sent = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self.num_parts = 0
-        """Number of parts that the client has. At first, 0 without a `last_event_id`."""
+        """Number of parts that the client has. Begins at the number in `last_event_id`, or at 0."""
         self._begun = (0, 0, 0)
         """If the client has only some parts of an event: the event's choice, its number of tokens,
         and the number of parts that the client has. Otherwise zeros."""
@@ -84,7 +84,7 @@ class Progress:
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request that makes all events of a choice again. Must be called before the
         choice's first event. The client has all parts of the events up to the first of two `cuts`.
-        If the cuts differ, it also has some parts of the event between them."""
+        If the cuts differ, the client also has some parts of the event between them."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -97,14 +97,14 @@ class Progress:
         return any(now != Position() for now in self._now)
 
     def is_behind(self, index: int) -> bool:
-        """Whether the client has the choice's next event."""
+        """Whether the client already has the choice's next event."""
         now, known = self._now[index], self._sent[index]
         return now.num_tokens < known.num_tokens or now.num_others < known.num_others
 
     def unsent(
         self, index: int, event: Event, parts: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yields those of an event's `parts` that the client lacks, with their ids."""
+        """Yields the `parts` of an event that the client lacks, with their ids ("" = no id)."""
         before, is_known, num_known = self._now[index], self.is_behind(index), 0
         if isinstance(event, RoundReport):  # A resumed session repeats no round reports.
             after, is_known = before, False
@@ -170,7 +170,7 @@ class RepeatedRequests:
         while not progress.num_parts and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
-                    f"{_WAITING_MAX} requests with this Idempotency-Key wait for the one that runs"
+                    f"{_WAITING_MAX} requests with this Idempotency-Key are waiting already"
                 )
             turn.num_waiting += 1
             try:
@@ -184,7 +184,7 @@ class RepeatedRequests:
         finally:
             is_newest = turn.running[-1] is progress
             turn.running.remove(progress)
-            # The first event of the newest request has ended the streams of the other requests.
+            # The newest request ended the streams of the other requests with its first event.
             if not turn.running or (is_newest and progress.has_begun):
                 turn.ended.set()
                 if self._turns.get(key) is turn:

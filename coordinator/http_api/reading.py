@@ -97,7 +97,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 def error_response(error: Exception) -> Response:
     """Returns the response for an error. OpenAI's clients repeat requests after status 409 and 504,
-    unless `x-should-retry: false` says that this cannot help."""
+    unless the response has `x-should-retry: false`, because a repetition cannot help."""
     status = error.http_status if isinstance(error, errors.OutriderError) else 500
     headers = {}
     if isinstance(error, errors.Incompatible | errors.DeadlineExceeded):
@@ -135,9 +135,9 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
-    """Chooses one of pydantic's errors about a body. pydantic reports an error for each member of a
-    union that a value does not fit. Among the errors about the first wrong field, the one with the
-    longest path is the most specific."""
+    """Converts the most specific of pydantic's errors about a body. pydantic reports an error for
+    each member of a union that a value does not fit. Among the errors about the first wrong field,
+    the most specific error has the longest path."""
     same = [one for one in wrong if one["loc"][:2] == wrong[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
@@ -167,8 +167,8 @@ def of_body(reason: str) -> errors.BadRequest:
 
 
 def _names_a_field(part: object) -> bool:
-    """Whether a part of an error's path is a field or an index. Other parts name a union's members:
-    they are in `_WORDS_OF_TYPES`, or are no identifiers."""
+    """Whether a part of an error's path is a field or an index. Other parts name a union's members.
+    These names are in `_WORDS_OF_TYPES`, or are not identifiers."""
     return isinstance(part, int) or (
         isinstance(part, str) and part.isidentifier() and part not in _WORDS_OF_TYPES
     )
@@ -212,7 +212,7 @@ class BodyRoute(APIRoute):
 
 
 class Unsent(Response):
-    """For a client that has disconnected."""
+    """Sends nothing, because the client has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -257,7 +257,7 @@ def read_body(data: bytes) -> Any:
     than `HTTP_VALUES_MAX` values, or more than `HTTP_CONTAINERS_MAX` lists and objects."""
     if _too_many(data):  # Some marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        # Each string is a key or a value.
+        # Each string is a key or a value, so too many strings are too many values.
         found = f"more than {limits.HTTP_VALUES_MAX} values"
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
@@ -270,7 +270,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """Returns the exceeded limit, if any. Marks within strings count, too."""
+    """Returns the exceeded limit, or "". Marks within strings count, too."""
     if sum(map(data.count, _OPENINGS)) > limits.HTTP_CONTAINERS_MAX:
         return f"more than {limits.HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > limits.HTTP_VALUES_MAX:
@@ -279,7 +279,7 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key: probes have none, and the window asks its user for one."""
+    """Whether a path needs no API key. Probes have no key. The window's page asks for a key."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 

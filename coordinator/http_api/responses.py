@@ -47,9 +47,8 @@ _FIELDS = {
 
 
 class Item(Body):
-    """A message with `role` and `content`, an earlier answer's call with `call_id`, `name` and
-    `arguments`, the result of a call with `call_id` and `output`, or the reasoning before an
-    earlier answer."""
+    """A message (`role`, `content`), a call of an earlier answer (`call_id`, `name`, `arguments`),
+    the result of a call (`call_id`, `output`), or an earlier answer's reasoning (`content`)."""
 
     unserved = asks_nothing("id status phase namespace caller summary encrypted_content", ANY_VALUE)
 
@@ -69,7 +68,7 @@ class Item(Body):
             if name not in self.model_fields_set:
                 raise bodies.field_error(name, "is missing")
         for name in sorted(self.model_fields_set - {"type", *needed, *optional}):
-            raise bodies.field_error(name, f"is no field of a {self.type}")
+            raise bodies.field_error(name, f"is not a field of a {self.type}")
         return self
 
     def turn(self, place: str) -> Json:
@@ -106,7 +105,7 @@ class TextOptions(Body):
     unserved = asks_nothing("verbosity", "medium")
 
     format: dict[str, Any] = Field(default={"type": "text"})
-    """Has the type text, json_object or json_schema. The type json_schema needs a schema."""
+    """`type` is text, json_object or json_schema. With json_schema, `schema` must be given."""
 
 
 class ReasoningOptions(Body):
@@ -202,7 +201,7 @@ class _Item:
     begins, gets new text, and ends."""
 
     def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
-        """`call` has the `call_id` and `name` of a call."""
+        """`call` has the `call_id` and `name` of a call, and is empty for other items."""
         self.kind, self._index, self._call = kind, index, call
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
@@ -281,7 +280,7 @@ class ResponseAnswer(ChatAnswer):
 
     def _changes(self, event: Event) -> Iterator[Json]:
         """Adds the choice's new parts to the items, and yields the events for these changes. Only
-        messages have log-probabilities: each part those of all tokens since the previous part."""
+        parts of messages have log-probabilities: those of all tokens since the previous part."""
         [choice], has_ended = self._choices, isinstance(event, Finished)
         if not choice.is_opened:
             choice.is_opened, begun = True, self._response("in_progress")

@@ -73,7 +73,7 @@ class FunctionCall(Schema):
 
 class ToolCall(Schema):
     index: int = 0
-    """In a stream, the number of the call to which this part belongs."""
+    """In a stream, the index of the call to which this part belongs."""
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -148,7 +148,7 @@ class ResponseUsage(Schema):
 
 
 class ResponseObject(Schema):
-    """OpenAI's response object. Fields that are not listed here repeat fields of the request."""
+    """OpenAI's response object. Most of the fields that are not listed here repeat the request."""
 
     id: str
     object: Literal["response"]

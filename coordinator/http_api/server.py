@@ -68,7 +68,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, config: CoordinatorConfig) -> Self | None:
-        """None without TLS."""
+        """Returns None if the server has no TLS."""
         if not config.ssl_certfile:
             return None
         authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
@@ -77,7 +77,7 @@ class TlsFiles:
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Without a password, OpenSSL would ask for one at the terminal.
+        # If `password` were None, OpenSSL would ask for a password at the terminal.
         context.load_cert_chain(self.certificate, self.key, password="")
         if self.authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -91,8 +91,6 @@ Metrics = Callable[[], bytes]
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """The options of a server."""
-
     host: str = "127.0.0.1"
     port: int = 0
     """0 = any free port."""
@@ -256,7 +254,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio also sets the kernel's queue to `backlog`, until `listen` changes it.
+        # handshake. asyncio also sets the kernel's queue to `backlog`, so `listen` resets it.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -265,7 +263,7 @@ class HttpServer:
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, and records its time. While the server stops, each response closes
+        """Serves a request, and records its duration. While the server stops, each response closes
         its connection. If the request is cancelled before the response has begun, for example while
         the body arrives, responds with an error."""
         status: int | None = None
@@ -314,7 +312,7 @@ class HttpServer:
     async def _leave_port(self, listening: socket.socket) -> None:
         """Closes the listening socket, and serves the connections that the kernel has queued."""
         queued: list[socket.socket] = []
-        # `accept` raises an error once the queue is empty. New connections may keep it full.
+        # `accept` raises an error if the queue is empty. New connections could keep it full.
         with suppress(OSError):
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
         self._server.servers[0].close()  # The kernel resets all connections still in the queue.
@@ -343,9 +341,8 @@ class HttpServer:
 
 class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
-    is cancelled. If the server cancels the response, it fails with `Unavailable`, unless it is
-    complete. An error is raised if the response has not begun. A later error becomes the last event
-    of the response."""
+    is cancelled. If the server cancels an incomplete response, the error is `Unavailable`. An error
+    before the response has begun is raised. A later error becomes the last event."""
 
     _has_begun = False
 
@@ -415,11 +412,11 @@ def _bind(options: HttpOptions) -> socket.socket:
         )  # fmt: skip
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port} for HTTP: {error.strerror or error} (0 = any free "
-            "port)"
+            f"cannot listen on {host}:{port} for HTTP: {error.strerror or error} (port 0 = any "
+            "free port)"
         ) from error
     bound.setblocking(False)
-    # The connections of the socket inherit this option.
+    # Accepted connections inherit this option.
     timeout_ms = round(limits.HTTP_STUCK_WRITE_S * 1e3)
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     return bound

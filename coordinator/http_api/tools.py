@@ -59,8 +59,8 @@ class CallFormat(NamedTuple):
     """How a family of models writes calls."""
 
     marks: tuple[str, ...] = ()
-    """After the first of these marks, the text has one or several calls. The other marks are
-    dropped. Without marks, all text is content."""
+    """The first mark begins one or several calls. The other marks are dropped. Without marks, all
+    text is content."""
     named_head: re.Pattern[str] | None = None
     """Matches the text before the arguments of a call that is written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
@@ -99,10 +99,10 @@ CALL_FORMATS = {
 }  # fmt: skip
 """Formats by their names in `--tool-call-parser`."""
 LIST = "list"
-"""Instead of a format: the answer is a JSON list of calls. Any other text is dropped."""
+"""In place of a format's name: the answer is a JSON list of calls. Any other text is dropped."""
 ARGUMENTS = "arguments"
-"""Instead of a format: the answer is the arguments of a named tool. As in OpenAI's API, the finish
-reason of these answers is not `tool_calls`."""
+"""In place of a format's name: the answer is the arguments of a named tool. As in OpenAI's API, the
+finish reason of these answers is not `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class AnswerForm:
         return self.format.marks + self.format.separators + reasoning
 
     def to_json(self) -> str:
-        """Empty text stands for `PLAIN`."""
+        """Returns an empty text for `PLAIN`."""
         return "" if self == PLAIN else json.dumps(asdict(self))
 
 
@@ -275,8 +275,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call, and returns True. If no call follows, adds `before` as content, and a JSON
-        object that is not a call, and returns False."""
+        """Parses a call, and returns True. If no call follows, returns False, and adds as content
+        `before` and the JSON object that is not a call, if any."""
         self._is_extra = self._num_calls > 0 and not self._form.several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
@@ -417,7 +417,7 @@ def tools_of(
     if len(names) < len(functions):
         raise BadRequest("tools", f"{names.most_common(1)[0][0]!r} is the name of several tools")
     if named and named not in names:
-        raise BadRequest("tool_choice", f"{named[:64]!r} is none of the tools")
+        raise BadRequest("tool_choice", f"{named[:64]!r} is not the name of a tool")
     size = len(json.dumps(functions, ensure_ascii=False).encode(errors="surrogatepass"))
     if size > limits.TOOLS_BYTES_MAX:
         raise BadRequest(
@@ -463,7 +463,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Returns the schema with this prefix before each `$ref`, for a larger schema."""
+    """Returns the schema for use at `place` in a larger schema. Changes each local `$ref`."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -497,9 +497,9 @@ class ChatFormats:
         self, tools: Tools, constraint: Constraint | None, variables: Mapping[str, Any]
     ) -> AnswerForm:
         """Returns the form of answers that may call these tools. `variables` are those of the chat
-        template. Constrained answers have no reasoning. JSON that the body asks for is content even
-        if it looks like a call. Raises `BadRequest` if the answer may have calls but it is unknown
-        how the model writes them."""
+        template. Constrained answers have no reasoning. If the body asks for JSON, the JSON is
+        content even if it looks like a call. Raises `BadRequest` if the answer may have calls but
+        it is unknown how the model writes them."""
         form = PLAIN
         if tools.functions and self._text is not None:
             self._text.check_tools("tools")

@@ -37,8 +37,8 @@ LOOK_S = 0.5
 GONE_MAX = 16
 """A pool keeps at most this many endpoints that are no longer named. Calls may still use them."""
 AVOIDED_S = 5.0
-"""New calls avoid a coordinator that did not answer for this time, and a coordinator that cannot
-serve now for the `retry_after_ms` of its error."""
+"""If a coordinator does not answer, new calls avoid it for this time. If it cannot serve now, they
+avoid it for the `retry_after_ms` of its error."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries."""
 
@@ -100,7 +100,7 @@ class EndpointPool(Generic[Endpoint]):
         all. Raises `StreamBroken` if there are no endpoints."""
         each, now = self.each, self.clock()
         if not each:
-            raise StreamBroken("no coordinator is named yet")
+            raise StreamBroken("no coordinator is known yet")
         start = self._next % len(each)
         order = each[start:] + each[:start]
         found = next((one for one in order if self._avoided.get(one, now) <= now), order[0])
@@ -130,7 +130,9 @@ class EndpointPool(Generic[Endpoint]):
                 if text := self._name():
                     self._set_named(addresses_of(text))
             except Exception as error:  # noqa: BLE001 (the caller's function)
-                _log.warning("cannot read the coordinators, so they stay the same: %r", error)
+                _log.warning(
+                    "cannot look up coordinators, so the known ones stay in use: %r", error
+                )
             gone = [address for address in self._open if address not in self._named]
             return [self._open.pop(address) for address in gone[:-GONE_MAX]]
 
@@ -287,8 +289,9 @@ class Tries:
         that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. Also raises `error` if all coordinators have failed to begin the call, unless a
-        function may name other coordinators, or a coordinator answered a stream's request."""
+        over. Also raises `error` if all coordinators have failed to begin the call. There are two
+        exceptions. If none of them answers, a function may name others later. If one answered a
+        request for a stream, it may serve the request later."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

@@ -273,7 +273,7 @@ def call_error(error: Any, address: str) -> errors.OutriderError:
         return meant
     if "Failed parsing HTTP/2" in meant.message:
         return errors.StreamBroken(
-            f"{address} is not a gRPC port; the coordinator's is 50051 by default"
+            f"{address} is not a gRPC port; the default gRPC port of coordinators is 50051"
         )
     reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
     return errors.StreamBroken(f"nothing answers at {address} ({reason})")

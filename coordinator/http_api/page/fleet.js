@@ -56,7 +56,7 @@ export function follow(body, note, served, mayLook, hear) {
       served.textContent = replicas.find((one) => one.here)?.model ?? "";
       note.textContent = remark(replicas, heard);
     } catch (error) {
-      note.textContent = `not known: ${error.message}`;
+      note.textContent = `the replicas are unknown: ${error.message}`;
       hear(error);
     }
   };

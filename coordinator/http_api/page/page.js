@@ -168,8 +168,8 @@ async function runDrafts() {
 
 function ending(event) {
   const { completion_tokens: count } = event.usage;
-  const why = { stop: "the model came to its end", length: "as many as were allowed",
-    deadline: "the deadline has passed", cancelled: "it was cancelled" }[event.finish_reason];
+  const why = { stop: "the text has ended", length: "the limit was reached",
+    deadline: "the deadline has passed", cancelled: "the request was cancelled" }[event.finish_reason];
   return `${count} tokens: ${why} (rule ${last.rule}, seed ${last.seed})`;
 }
 
@@ -272,7 +272,7 @@ of("keys").addEventListener("submit", (event) => {
   const key = of("key").value.trim();
   of("key").value = "";
   if (!VISIBLE_ASCII.test(key)) {
-    of("keys-words").textContent = "An API key is one word of letters, digits and signs.";
+    of("keys-words").textContent = "An API key has only visible ASCII characters, and no spaces.";
     return;
   }
   useKey(key);

@@ -1,4 +1,4 @@
-// The text of an answer. Each token's style shows its origin. Refused draft tokens are shown, too.
+// Shows the text of an answer. Each token's style shows its origin. Shows refused drafts, too.
 
 const GHOST_MS = 1200;
 
@@ -38,7 +38,7 @@ export class Writing {
     clearTimeout(this.fading);
   }
 
-  /** Begins a round. The next call of `write` has its tokens. */
+  /** Begins a round. The next call of `write` must have the round's tokens. */
   begin(round) {
     this.round = { ...round, tokens: [] };
   }
@@ -106,7 +106,7 @@ export class Writing {
       if (first.left > 0) break;
       this.waiting.shift();
     }
-    // At the end of the answer, text may come for which no token waits. The last token gets it.
+    // At the end of the answer, there may be text but no waiting token. The last token gets it.
     if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
   }
 

@@ -349,7 +349,7 @@ async def test_calls_wait_while_no_coordinator_answers(
     async with Client(lambda: "", resume_timeout_s=0) as client:
         assert not await client.healthy()
         for call in (client.describe(), client.complete(REQUEST)):
-            with pytest.raises(errors.StreamBroken, match="no coordinator is named yet"):
+            with pytest.raises(errors.StreamBroken, match="no coordinator is known yet"):
                 await call
     await server.stop(0)
 

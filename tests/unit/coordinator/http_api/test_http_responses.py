@@ -174,7 +174,7 @@ def test_it_stands_for_a_chat_completion(fields: Any, chat: Any) -> None:
         ({"input": [5]}, "input[0]: input should be a valid dictionary"),
         ({"input": [message("user", "a"), message("tool", "b")]}, "input[1].role: "),
         ({"input": [{"role": "user"}]}, "input[0].content: is missing"),
-        ({"input": [{**RESULT, "content": "a"}]}, "input[0].content: is no field of a function_"),
+        ({"input": [{**RESULT, "content": "a"}]}, "input[0].content: is not a field of a "),
         ({"input": [message("user", [{"type": "input_image"}])]}, "input[0].content[0].type: "),
         ({"input": [message("user", "a", tool_calls=[])]}, "input[0].tool_calls: there is no"),
         ({"input": [message("user", "a"), call(), call("[1]")]}, "input[2].arguments: "),
