@@ -129,7 +129,9 @@ def read_key_file(path: Path) -> dict[str, Caller]:
     callers = {}
     for name, key in stored.items():
         if key.hash in callers:
-            raise ConfigError(f"{path}: the key {name!r} is given under two names")
+            raise ConfigError(
+                f"{path}: the key {name!r} has the same hash as {callers[key.hash].name!r}"
+            )
         own = key.model_dump(exclude={"hash"})
         callers[key.hash] = Caller(name, **own | {"tenant": key.tenant or name})
     return callers
@@ -155,8 +157,8 @@ def _read(path: Path) -> dict[str, _StoredKey]:
 
 @contextmanager
 def _changing(path: Path, creates: bool = False) -> Iterator[dict[str, _StoredKey]]:
-    """Locks a key file, yields its keys, and writes the changed keys back. All symbolic links to
-    the file share one lock. If `creates` is true, the file may be missing."""
+    """Locks a key file, yields its keys, and writes the changed keys back. The lock also excludes
+    writers that use a symbolic link to the file. If `creates` is true, the file may be missing."""
     file = without_links(path)
     with locked(file.with_name(f"{file.name}.lock")):
         stored = {} if creates and not path.exists() else _read(path)

@@ -1,7 +1,7 @@
 """Configurations: one frozen dataclass of settings for each service, and one for a deployment.
 
 Each field is a setting with a flag, an `OUTRIDER_*` variable, a YAML key and a row in
-`docs/settings.md`, except the `Internal` fields, which the code that starts a service sets."""
+`docs/settings.md`. Only `Internal` fields are not: the code that starts a service sets them."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -156,9 +156,9 @@ class ModelServerConfig(ServerConfig):
     Longer prompts are prefilled in several steps. A larger number raises throughput, but requests
     wait longer for other prompts."""
     deterministic: bool = False
-    """Compute the same logits of a token, bit for bit, whatever other tokens are in the step. Then
-    under the rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on
-    other sessions. This setting makes all kernels slower except the fused CPU kernels."""
+    """Compute bit-identical logits of a token, whatever other tokens are in the step. Under the
+    rules coupled and greedy, the output then depends neither on `num_draft_tokens` nor on other
+    sessions. This setting makes all kernels slower except the fused CPU kernels."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels for steps on a CPU: `torch` = torch's operators; `auto` = the fused kernels of
     amd-pace if it is installed and supports the processor and the model, otherwise `torch`."""
@@ -241,8 +241,8 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs. The target sends draft replicas that run a head a row of hidden
-    states for each token."""
+    """Where an EAGLE-3 head runs: on targets or on draft replicas. A target sends one row of hidden
+    states for each token to a head on draft replicas."""
     ngram_min: Annotated[int, between(1, NGRAM_MAX)] = 1
     """Shortest match of prompt lookup, in tokens."""
     ngram_max: Annotated[int, between(1, NGRAM_MAX)] = 16
@@ -302,8 +302,8 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys or their hashes, in several flags or separated by commas. Callers must send one.
-    Prefer the environment variable, because other users of the machine can see flags."""
+    """API keys or their hashes, in several flags or separated by commas. Callers must send one of
+    them. Prefer the environment variable, because other users of the machine can see flags."""
     api_key_file: str = ""
     """File of API keys, tenants and limits (see `outrider keys`). A changed file is read again."""
     ssl_certfile: str = ""
@@ -331,7 +331,7 @@ class CoordinatorConfig(ServerConfig):
     tool calls in the text."""
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
     """Which part of a chat answer is reasoning: `qwen3` = a `<think>` block at the beginning,
-    `deepseek_r1` = all text before `</think>`, `none` = none, `auto` = the template decides."""
+    `deepseek_r1` = all text before `</think>`, `none` = no part, `auto` = the template decides."""
     redis: Internal[RedisAddress] = RedisAddress()
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the
@@ -515,7 +515,7 @@ class DeploymentConfig:
         apart = drafter.runs_on == "draft" and drafter.kind
         # Other heads run on the leading rank, so the target may have several ranks.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
-        reads = f"{self.draft.model} reads the target's states"
+        reads = f"{self.draft.model} reads the target's hidden states"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
         if on_one_rank and ranks > 1:
             raise SettingError(
@@ -588,9 +588,9 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """The settings of all layers, in increasing precedence (see `layers`). In each layer, the
-    settings that a `speculative_config` stands for replace it. Raises `ConfigError` if the layer
-    also sets one of them directly."""
+    """The settings of all layers, in increasing precedence (see `layers`). In each layer,
+    a `speculative_config` is replaced by the settings that it stands for. Raises `ConfigError` if
+    the layer also sets one of these settings directly."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):

@@ -17,8 +17,8 @@ class DecayedSums:
         """Adds each amount to the sum of the same name. `now`, in seconds, must never decrease."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # `_sums` has the sums as of the time `_at`. The new amounts are scaled up to this time,
-        # which is faster than decaying all sums to `now`.
+        # `_sums` are the sums at the earlier time `_at`. It is faster to scale the new amounts up
+        # by the decay since then than to decay all sums to `now`.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
@@ -35,8 +35,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """Returns the amount of `name` per second: its sum, divided by the time since the start.
-        This time is decayed in the same way as the sum."""
+        """Returns the amount of `name` per second: its sum, divided by the time since the start,
+        which is decayed like the sum."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

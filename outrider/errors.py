@@ -22,7 +22,7 @@ class OutriderError(Exception):
 
 
 class BadRequest(OutriderError, grpc_code=3, http_status=400):
-    """INVALID_ARGUMENT: a request's field is wrong. `field` is its path: `sampling.top_p`."""
+    """INVALID_ARGUMENT: a request's field is wrong. `field` is its path, like `sampling.top_p`."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -134,15 +134,15 @@ def check(condition: bool, message: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The hint `; did you mean X?`, for the end of an error about an unknown word; empty if no
-    `known` word is similar. Ignores case. `cutoff` is that of `difflib.get_close_matches`."""
+    """Returns the hint `; did you mean X?`, to append to an error about an unknown word, or an
+    empty text if no `known` word is similar. Ignores case. For `cutoff`, see `difflib`."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def error_from_code(grpc_code: int, message: str) -> OutriderError:
-    """The error that a peer raised, from a google.rpc.Code and a message."""
+    """Returns the error that a peer raised. `grpc_code` is a google.rpc.Code."""
     for kind in (NotFound, Incompatible, StaleEpoch, DataLoss, Overloaded, Unavailable,
                  DeadlineExceeded, Unauthenticated, PermissionDenied):  # fmt: skip
         if kind.grpc_code == grpc_code:

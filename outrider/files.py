@@ -68,8 +68,8 @@ class FileWatch(Generic[Found]):
     """Parsed contents of files, which are read again after a file has changed."""
 
     def __init__(self, paths: Sequence[Path | None], read: Callable[[], Found]) -> None:
-        """`read` returns the parsed contents of `paths`. The constructor passes its errors on.
-        Later, files are checked for changes at most every `KEY_FILE_LOOK_MS`."""
+        """`read` returns the parsed contents of `paths`. The constructor raises the errors of
+        `read`. Later, files are checked for changes at most every `KEY_FILE_LOOK_MS`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._looked_at = monotonic()
@@ -79,7 +79,7 @@ class FileWatch(Generic[Found]):
 
     def current(self) -> Found:
         """Returns the contents. Reads again if a file has changed and none is missing. If `read`
-        fails, logs the error once, keeps the earlier contents, and reads at the next check."""
+        fails, logs the error once, keeps the earlier contents, and retries at the next check."""
         now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

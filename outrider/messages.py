@@ -44,13 +44,13 @@ class RoundHead:
     rule: Rule
     seed: int
     sampling: SamplingParams | None
-    """None = this stream has sent the parameters before with the same `sampling_hash`."""
+    """None = this stream has already sent the parameters with this `sampling_hash`."""
     sampling_hash: int
     deadline_ms: int = 0
     """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """None = no constraint, or this stream has sent it before with the same `constraint_hash`."""
+    """None = no constraint, or this stream has already sent it with this `constraint_hash`."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
@@ -101,16 +101,16 @@ class VerifyItem:
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
     run_ahead: int = 0
-    """Number of later rounds that the target may run and answer without a new item for each."""
+    """Number of later rounds that the target may run and answer without further items."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
     """Largest number of tokens to draft for the next round, if the target drafts for itself."""
     features_from: int | None = None
-    """The answer has features of the committed tokens from this position on; None = none."""
+    """The answer has features of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False
-    """Whether to audit the proposal, which is a part of the answer of an ended session."""
+    """Whether to audit the proposal, which then is a part of an ended session's completion."""
 
     @property
     def num_rows(self) -> int:
@@ -184,13 +184,13 @@ class VerdictReply:
     next_base_length: int = 0
     """Number of committed tokens that `next_proposal` extends."""
     next_draft_ms: float = 0.0
-    """The part of `compute_ms` in which the step drafted, for all its sessions together."""
+    """The part of `compute_ms` in which the step drafted for all sessions."""
     next_work_ms: float = 0.0
     """This session's share of `next_draft_ms`."""
     next_out_of_time: bool = False
     """Whether a time limit has shortened `next_proposal`."""
     features: Features | None = None
-    """Features of the tokens from `VerifyItem.features_from` on, as many as fit in a message. The
+    """Features of the tokens from `VerifyItem.features_from` on, up to a message's limit. The
     last token that this verdict commits has no features yet, because the target has not run it."""
     audit: AuditSums | None = None
     """None if the item did not ask for an audit."""

@@ -47,7 +47,7 @@ class GenerateRequest:
     include_rounds: bool = False
     """Whether to send a `RoundReport` for every round."""
     draft_deadline_ms: int | None = None
-    """Time limit for drafting in a round. A draft then returns the tokens drawn so far."""
+    """Time limit for drafting in a round, ms. At the limit, the draft returns what it has drawn."""
     constraint: Constraint | None = None
     """The completion ends when no further token can match."""
     # Only HTTP requests set the following fields. gRPC does not send them.
@@ -57,11 +57,11 @@ class GenerateRequest:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, in addition to messages and tools."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that the text contains, such as marks of tool calls. Others are omitted."""
+    """Special tokens to keep in the text, such as marks of tool calls. Others are omitted."""
     answer_form: str = ""
-    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = do not."""
+    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = neither."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """If `max_tokens` is None, the smaller of this number and the model's room replaces it."""
+    """Used if `max_tokens` is None. The room in the model's context may reduce this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ResumeRequest:
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Numbers of tokens after which events end. If set, all tokens are sent again. Not in gRPC."""
+    """Events end after these numbers of tokens. If set, all tokens are sent again. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Some tokens of the prompt. Events of this kind come before those with completion tokens."""
+    """Some tokens of the prompt. These events come before the events with completion tokens."""
 
     token_ids: tuple[int, ...]
     """[n]"""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
-    is the alias of its field, or else the field's name, with `prefix` if `fields` has it."""
+    is the alias of its field, or else the field's name, after `prefix` if it is in `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -48,7 +48,7 @@ NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
-"""Variables that begin with `OUTRIDER_` but are paths of local files or credentials of clients."""
+"""Variables that begin with `OUTRIDER_` but hold local paths or credentials of clients."""
 
 _KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",
