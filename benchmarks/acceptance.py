@@ -41,7 +41,7 @@ SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
 """Numbers of predicted outcomes for which `--hits` reports the hit rate."""
 AT_ONCE = 8
-"""Prompts decoded together, few because p [V] of every answer token is kept in memory."""
+"""Number of prompts decoded together. It is small, because p [V] of each token stays in memory."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -84,7 +84,7 @@ class Guessing:
         """Entry n - 1 is the chance that a round's outcome is among the n outcomes that the draft
         finds likeliest, for n up to `LOOK_AHEAD_MAX`. `accepted` [K] has each draft token's chance
         of acceptance, given that all earlier draft tokens were accepted. A deployment's
-        `OutcomeModel` predicts better, because this model also uses the round's own q."""
+        `OutcomeModel` predicts better, because it also uses the round's own q."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -130,8 +130,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """The draft's quantised q at each place of `token_ids[first:]`. For temperature 0, returns
-        q at temperature 1, because then only the order of q's tokens matters."""
+        """The draft's quantised q at each place of `token_ids[first:]`. At temperature 0, only the
+        order of q's tokens matters, so this method returns q at temperature 1."""
         vocabulary = DraftVocabulary.of(self._engine.info.logit_token_ids)
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:

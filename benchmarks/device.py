@@ -81,7 +81,7 @@ def measure(
     module: Any, info: ModelInfo, options: DeviceOptions, backend: DeviceBackend | None,
     progress: Progress,
 ) -> Report:  # fmt: skip
-    """Measures `module`, in which faster modules replace some of the modules."""
+    """Replaces some modules in `module` by faster ones, and measures the result."""
     device = module.device
     weight_bytes = _weight_bytes(module)
     progress("copying")

@@ -3,9 +3,9 @@
 The engines are emulated, with set step times and acceptance (`outrider.engine.emulated`). The
 services and Redis are real, each in a process of its own.
 
-Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting (without
-look-ahead) and look-ahead. The two modes with drafts also run with a longer round trip between
-coordinator and draft. Each K was the fastest in an earlier measurement.
+Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting, and drafting
+with look-ahead, which drafts the next round during verification. Both modes with drafts also run
+with a longer round trip between coordinator and draft. Each K is the fastest in a measurement.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
@@ -46,7 +46,7 @@ STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branche
 LAW = {"vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645}
 """Parameters of `EmulatedSpec` for the distributions of the emulated models."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted after all earlier ones of the round. Follows from `LAW`."""
+"""Chance that a draft token is accepted if all earlier ones of the round were, by `LAW`."""
 
 
 class Run(NamedTuple):

@@ -62,7 +62,7 @@ SETTLING_GAPS = 16
 GAPS_BEFORE = 64
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the answer to the long prompt, in which gaps that overlap its prefill end."""
+"""Wait after the long prompt's answer, so that gaps that began during its prefill can end."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5

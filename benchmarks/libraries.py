@@ -43,9 +43,9 @@ class TargetInputs:
     """The target's model and the prompts, as all libraries get them."""
 
     setup: Mapping[str, Any]
-    """What each library's process gets first: tokens of a context (`context_tokens`), prompts at a
-    time (`batch`), a `directory` with the target's safetensors, and settings of the target
-    (`target`). `gguf` is a GGUF file with the same weights as float16; empty if there is none."""
+    """The first message to each library's process: the context length in tokens (`context_tokens`),
+    prompts at a time (`batch`), a `directory` with the target's safetensors, and settings of the
+    target (`target`). `gguf` is a GGUF file with the same weights as float16; empty = none."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Token ids of each prompt, by the prompt's text."""
@@ -198,7 +198,7 @@ async def fastest_settings(
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
     setup = inputs.setup
-    # Files of earlier versions have other names here, and settings of another form.
+    # Files of earlier versions have other keys and another format, so they do not match.
     key = {"directory": setup["directory"], "num_threads": setup["target"]["num_threads"]}
     if not again and path.exists():
         kept = json.loads(path.read_text("utf-8"))

@@ -1,8 +1,8 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
-turn, a side decodes one prompt or half of the prompts (`_blocks`). After all sides had their turn,
-their order is reversed."""
+turn, a side decodes one prompt or half of the prompts (`_blocks`). The order of the sides is
+reversed after each round of turns."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def measure(
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False, rest_s: float = 0.0,
 ) -> dict[str, SideResult]:  # fmt: skip
     """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
-    turn. If a side raises an error and `drops` returns True, continues without this side."""
+    turn. If a side fails, calls `drops`. If this returns True, continues without the side."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -194,8 +194,8 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
 
     With several requests at a time, there are two turns, each with every second prompt. At the end
-    of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With
-    one turn, the same side would always come first, and only later sides find cached prefixes."""
+    of each turn, fewer than `concurrency` requests run, so more turns would mean less load. A
+    single turn would favour later sides, because only they find cached prefixes."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 

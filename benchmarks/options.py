@@ -63,7 +63,7 @@ class DecodingOptions(PromptOptions):
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
-        """The first prompt's request with drafts, without its text. `num_draft_tokens` is the
+        """The request for the first prompt, with drafts but without text. `num_draft_tokens` is the
         deployment's default. If it is 0 and the option is unset, raises `SettingError`."""
         from .measurement import bench_request
 

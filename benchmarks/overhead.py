@@ -43,7 +43,7 @@ from .report import Report
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Chance of acceptance of a canned draft token. A round with 8 of them commits about 3 tokens."""
+"""Chance that a canned draft token is accepted. A round with 8 such tokens commits about 3."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
@@ -86,7 +86,7 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
         "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
     }  # fmt: skip
     figures = {part: await measures[part](options, progress) for part in options.parts}
-    return Report.of("overhead beside the models", figures.pop("rounds", {}) | figures)
+    return Report.of("overhead in addition to the models", figures.pop("rounds", {}) | figures)
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
@@ -170,7 +170,7 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
-    an event loop. So the added time is that of their code and of the kernel's loopback.
+    an event loop. So the added time is the time of their code and of the kernel's loopback.
 
     `X_ttft_added_ms_p50` is the median of a difference: the time to the first token at a client of
     transport X, minus the coordinator's own time to the first token. `X_chunk_added_ms` is the

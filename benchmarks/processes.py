@@ -152,7 +152,7 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
-    """The role of a target, a draft or a coordinator: the `service` of `setup`. Each message to or
+    """The role of the service `setup["service"]`: target, draft or coordinator. Each message to or
     from a target or draft takes `delay_ms` longer. For a coordinator `delay_ms` must be 0."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()

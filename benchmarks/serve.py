@@ -116,8 +116,8 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
     """An endless sequence of arrival times, s.
 
     Gaps have the distribution Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`.
-    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. Unlike
-    vLLM, this function does not rescale the times so that the last one equals its mean."""
+    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. vLLM
+    also rescales the times so that the last one has its expected value; this function does not."""
     generator = random.Random(0)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0

@@ -129,9 +129,7 @@ def read_key_file(path: Path) -> dict[str, Caller]:
     callers = {}
     for name, key in stored.items():
         if key.hash in callers:
-            raise ConfigError(
-                f"{path}: the key {name!r} has the same hash as {callers[key.hash].name!r}"
-            )
+            raise ConfigError(f"{path}: {name!r} has the same hash as {callers[key.hash].name!r}")
         own = key.model_dump(exclude={"hash"})
         callers[key.hash] = Caller(name, **own | {"tenant": key.tenant or name})
     return callers

@@ -117,7 +117,7 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
     deployment the two sides are different tenants, so neither finds the other's prompts cached."""
     key, is_own = new_key(), not arguments.server and "api_key" not in arguments.settings
     if is_own and running_deployment(state_directory(os.environ)) is None:
-        # A copy, because `arguments` also serve for the next deployment.
+        # A copy, because `arguments` are also used for the next deployment.
         settings = arguments.settings | {"api_key": key}
         arguments = Arguments(**vars(arguments) | {"settings": settings})
     async with connected(arguments) as connection, connection.client() as client:

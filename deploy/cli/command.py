@@ -26,6 +26,7 @@ class Arguments(argparse.Namespace):
     settings: dict[str, object]
     """The deployment settings that the command line sets, by key."""
     given: frozenset[str]
+    """Names of the options and arguments that the command line has."""
     config: Path | None = None
 
 
@@ -35,7 +36,7 @@ class Seconds(click.FloatRange):
     ) -> float:
         seconds: float = super().convert(value, param, ctx)
         if not math.isfinite(seconds):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         return seconds
 
 

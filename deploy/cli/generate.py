@@ -62,7 +62,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
     *options.request_options(max_tokens=128),
     Option(
         "--logprobs", type=int, metavar="N", group="Request", rare=True,
-        help="print log-probabilities: of each token, and of the N likeliest tokens at its place",
+        help="print log-probabilities of each token, and of the N likeliest tokens at its position",
     ),
     *options.connection_options(without=options.REQUEST_KEYS),
 )  # fmt: skip
@@ -223,7 +223,7 @@ def logprob_table(completion: Completion, directory: str) -> Table:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
         return f"{token_id} {json.dumps(text, ensure_ascii=False)}"
 
-    table = Table("token", "logprob", "likeliest at its place", box=None, pad_edge=False)
+    table = Table("token", "logprob", "likeliest at its position", box=None, pad_edge=False)
     for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
         top = ", ".join(f"{name(other)} {logprob:.4f}" for other, logprob in found.top)
         table.add_row(*map(Text, (name(token_id), f"{found.logprob:.4f}", top)))
@@ -275,8 +275,8 @@ class Chat:
     """All complete answers, including those before a reset."""
 
     async def run(self) -> int:
-        """Runs until the end of input, `/exit` or an interrupt. An interrupt of an answer on a
-        terminal stops only the answer. Returns the exit code."""
+        """Runs until the end of input, `/exit` or an interrupt. On a terminal, an interrupt of an
+        answer stops only the answer. Returns the exit code."""
         loop = asyncio.get_running_loop()
         while True:
             turn = asyncio.create_task(self._take_turn())

@@ -104,16 +104,16 @@ def _field_option(setting: Setting) -> Option:
 
 def request_options(max_tokens: int) -> list[Option]:
     numbers: Mapping[str, tuple[float | None, str]] = {
-        "--max-tokens": (max_tokens, "most tokens to generate"),
+        "--max-tokens": (max_tokens, "largest number of tokens to generate"),
         "--temperature": (0.0, "sampling temperature, 0 to 2; 0 = greedy"),
         "--top-p": (1.0, "sample from the likeliest tokens with this total probability; 1 = all"),
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
         "--min-p": (0.0, "sample from tokens with at least this share of the top probability"),
         "--presence-penalty": (0.0, "lower logits of tokens that have occurred, -2 to 2"),
-        "--frequency-penalty": (0.0, "lower logits of tokens for each occurrence, -2 to 2"),
+        "--frequency-penalty": (0.0, "lower logits of tokens at each occurrence, -2 to 2"),
         "--repetition-penalty": (1.0, "divide logits of tokens that have occurred, up to 10"),
         "--seed": (None, "seed of the request's random numbers"),
-        "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
+        "--num-draft-tokens": (None, "largest number of draft tokens a round; 0 = plain decoding"),
         "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
             None, "time limit of each proposal, ms; by default the deployment's --draft-timeout-ms",
@@ -255,12 +255,12 @@ class Connection:
 
 
 def connection_options(without: Iterable[str]) -> list[Option]:
-    """`--server`, options for TLS, and settings. The settings are for the temporary deployment that
-    a command starts if no deployment runs."""
+    """`--server`, options for TLS, and settings. The settings configure the temporary deployment
+    that a command starts if no deployment runs."""
     server = Option(
         "--server", metavar="HOST:PORT",
-        help="the coordinator to call; by default the deployment on this machine, or if none runs, "
-        "a temporary one",
+        help="the coordinator to call; by default the deployment on this machine, or a temporary "
+        "deployment if none runs",
     )  # fmt: skip
     return [
         *grouped("Connection", [server, *trust_options()]),
@@ -305,9 +305,9 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """Yields the deployment at `--server`, or that of this machine, or a temporary one, which stops
-    when the context ends. Raises `ConfigError` if flags contradict the settings of a running
-    deployment."""
+    """Yields a connection to the deployment at `--server`, or to this machine's deployment, or to a
+    temporary deployment, which stops when the context ends. Raises `ConfigError` if flags
+    contradict the settings of a running deployment."""
     state = local_state.state_directory(os.environ)
     if arguments.server:
         if given := arguments.settings.keys() - set(OF_CALLERS):
@@ -350,7 +350,7 @@ def caller_key(arguments: Arguments) -> str:
 
 def own_config(arguments: Arguments) -> DeploymentConfig:
     """The configuration of a temporary deployment. By default, gRPC takes any free port, and HTTP
-    is off if `port` is not set."""
+    is on only if `port` is set."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
     return config.configuration(own | given)
@@ -388,8 +388,8 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """Returns the deployment on this machine, or another one if `PLACE_KEYS` identify it. Raises
-    `Unavailable` if one of `PLACE_KEYS` is needed and missing."""
+    """Returns the deployment that `PLACE_KEYS` identify, by default the deployment on this machine.
+    Raises `Unavailable` if nothing runs here, and one of `PLACE_KEYS` is missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(local_state.state_directory(os.environ))

@@ -43,7 +43,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Begins the work that `line` describes, which lasts until the next call or `rest`. Unless
+        """Begins the work that `line` describes. It lasts until the next call or `rest`. Unless
         `at_once`, the line is first printed after `period_s`. A warning begins no work."""
         if line.startswith(_WARNING):
             note(line)
@@ -127,7 +127,7 @@ def program() -> str:
 
 
 def shell_command() -> str:
-    """The shell words that call this program with the same state directory."""
+    """The words of a shell command that calls this program with the same state directory."""
     ours = shlex.quote(program())
     if not os.environ.get("OUTRIDER_STATE_DIR"):
         return ours
@@ -135,8 +135,8 @@ def shell_command() -> str:
 
 
 def hide_words(given: frozenset[str]) -> None:
-    """If a secret is among the `given` options, hides all options in the process list, which other
-    users see, and which `ray.init` stores in Ray's head."""
+    """If a secret is among the `given` options, hides all options in the process list. Other users
+    see this list, and `ray.init` stores this process's entry in Ray's head."""
     from outrider.config import deployment_settings
 
     if any(one.secret and one.key in given for one in deployment_settings().values()):

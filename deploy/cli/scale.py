@@ -27,7 +27,7 @@ from .options import PLACE_KEYS, SECRETS
 from .output import progress, tell
 
 _POLL_S = 0.2
-PLACE = "A deployment on a Ray cluster elsewhere"
+PLACE = "A deployment on another Ray cluster"
 
 
 def _wait_option(until: str) -> Option:

@@ -127,7 +127,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["scale", "drafts=4"], "drafts=4: must be ROLE=N, with each of the roles coordinator, "),
         (["scale", "draft"], "error: draft: must be ROLE=N"),
         (["scale", f"draft={'9' * 5000}"], "at most once, and N a whole number up to 1024"),
-        (["scale", "draft=1", "--wait", "nan"], "--wait: nan is no finite number"),
+        (["scale", "draft=1", "--wait", "nan"], "--wait: nan is not a finite number"),
         (["upgrade", "--autoscale-targets", "0:2"], "--autoscale-targets: '0:2' is wrong; it must"),
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
         (["upgrade", "--trial-minutes", "3"], "--trial-minutes: needs --trial-share"),
