@@ -53,8 +53,7 @@ def watch_keys(
     path: Path | None, given: dict[str, Caller] | None = None
 ) -> FileWatch[Mapping[str, Caller]]:
     """Watches a file of API keys. The keys in `given` are added to those of the file. The result
-    maps the hash of each key to the key's caller. Raises `ConfigError` if the file cannot be read
-    or has errors."""
+    maps the hash of each key to the key's caller. Raises `ConfigError` for an unusable file."""
 
     def read() -> Mapping[str, Caller]:
         return (given or {}) | (read_key_file(path) if path else {})

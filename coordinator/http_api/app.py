@@ -208,8 +208,6 @@ class Generations:
 
 
 class Fleet(BaseModel):
-    """The coordinators, targets and drafts of the deployment."""
-
     replicas: list[SeenReplica]
     heard_ms_ago: float | None
     """Time since the registry was last read, ms. null = there is no registry."""

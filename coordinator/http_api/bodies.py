@@ -137,8 +137,6 @@ class StreamOptions(Body):
 
 
 class StreamedBody(Body):
-    """Fields of requests whose answers may be streams of chunks."""
-
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -159,8 +157,6 @@ def _without_nulls(given: Any) -> Any:
 
 
 class GenerationBody(Body):
-    """Fields of all routes that generate text."""
-
     unserved: ClassVar[Unserved] = {
         **asks_nothing("request_id user metadata safety_identifier", ANY_VALUE),
         **asks_nothing("prompt_cache_key prompt_cache_retention", ANY_VALUE),
@@ -564,8 +560,6 @@ _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "
 
 @dataclass(frozen=True, slots=True)
 class TranslatedBody:
-    """A body and the coordinator's requests for it."""
-
     body: GenerationBody | ResumeBody
     requests: tuple[GenerateRequest, ...]
     """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""

@@ -86,9 +86,8 @@ def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTran
 
 @dataclass(frozen=True, slots=True)
 class Coordinators:
-    """The coordinators of a gateway. The pool has their base URLs."""
-
     pool: EndpointPool[str]
+    """The coordinators' base URLs."""
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
     tls_name: str = ""
     """The host name in the coordinators' certificates. Empty = the host of the URL."""
@@ -209,8 +208,7 @@ class Forwarded(LiveResponse):
 
 
 def _reason(error: object) -> str:
-    """Returns the text of an error. If the text is empty, returns the name of its class in words,
-    such as `read error`."""
+    """Returns the text of an error. If it is empty, returns the class's name, as `read error`."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 

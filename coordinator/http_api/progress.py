@@ -55,8 +55,7 @@ class Position:
 
 
 class Progress:
-    """Tracks how much of each choice of a request the client has. An event becomes zero or more
-    parts."""
+    """Tracks how much of each choice the client has. An event becomes zero or more parts."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
         """`last_event_id` is the id of the newest part that the client has, if any. Raises
@@ -131,8 +130,7 @@ class Progress:
 
 
 def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
-    """Makes a key for each choice of a request with this `Idempotency-Key`. Raises `BadRequest` for
-    a malformed `key`."""
+    """Derives a key for each choice from the `Idempotency-Key`. Raises `BadRequest`."""
     if not _KEY.fullmatch(key):
         raise BadRequest(
             "Idempotency-Key",

@@ -74,8 +74,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error response."""
-
     error: ErrorDetail
 
 

@@ -197,7 +197,6 @@ class ModelList(Schema):
 
 
 def _answers(whole: type[Schema], chunk: type[Schema]) -> Responses:
-    """Documents the responses of a route: a whole answer, or a stream of chunks."""
     chunks = {"schema": {"$ref": REF_TEMPLATE.format(model=chunk.__name__)}}
     text = "The answer. If `stream` is true, it is a stream of chunks."
     return {200: {"description": text, "model": whole, "content": {"text/event-stream": chunks}}}

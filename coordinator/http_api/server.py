@@ -226,8 +226,6 @@ class HttpConnection(H11Protocol):
 
 
 class HttpServer:
-    """Serves an application, from `start` to `stop`."""
-
     def __init__(self, options: HttpOptions, app: ASGIApp) -> None:
         """Raises `OSError` or `ValueError` if the TLS files cannot be read."""
         self._options, self._app = options, app
@@ -321,7 +319,6 @@ class HttpServer:
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
 
     async def wait(self) -> None:
-        """Returns when the server has stopped."""
         if self._serving is not None:
             await asyncio.wait([self._serving])
 

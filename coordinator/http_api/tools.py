@@ -59,8 +59,7 @@ class CallFormat(NamedTuple):
     """How a family of models writes calls."""
 
     marks: tuple[str, ...] = ()
-    """The first mark begins one or several calls. The other marks are dropped. Without marks, all
-    text is content."""
+    """The first mark begins one or several calls. The others are dropped. () = no calls."""
     named_head: re.Pattern[str] | None = None
     """Matches the text before the arguments of a call that is written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
@@ -114,11 +113,9 @@ class AnswerForm:
     names: Sequence[str] = ()
     """The tools that may be called."""
     several: bool = True
-    """Whether the answer may have more than one call. If not, the second call and all text after
-    it are dropped."""
+    """Whether several calls are allowed. If not, all text from the second call on is dropped."""
     opens: bool | None = None
-    """Whether the text begins within reasoning, without `<think>`. None = reasoning is not
-    parsed."""
+    """Whether the text begins within reasoning, without `<think>`. None = there is no reasoning."""
 
     @property
     def format(self) -> CallFormat:
@@ -141,8 +138,7 @@ PLAIN = AnswerForm()
 
 
 class Part(NamedTuple):
-    """A piece of an answer. A call becomes one part with its name, and then parts with its
-    arguments."""
+    """A piece of an answer. A call becomes a part with its name, then parts with its arguments."""
 
     kind: Kind
     text: str
@@ -437,14 +433,12 @@ def check_arguments(texts: Sequence[str], field: str) -> None:
 
 
 def call_id_of(session_id: str, index: int) -> str:
-    """Makes the id of a call in a session: nine letters and digits, as Mistral's chat templates
-    require."""
+    """Makes a call's id: nine letters and digits, as Mistral's chat templates require."""
     return hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:9]
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """Returns a call for chat templates, with its arguments as an object. Raises `BadRequest` with
-    this `field`."""
+    """Returns a call for chat templates. Raises `BadRequest` about `field` for wrong arguments."""
     try:
         found = from_json(arguments) if arguments else {}
     except ValueError as error:

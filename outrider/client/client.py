@@ -97,8 +97,7 @@ class Client:
         return builder.build()
 
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Ends a session with finish reason `cancelled`. A finished session is unchanged. Raises
-        `NotFound`."""
+        """Ends a session as `cancelled`. A finished session stays as it is. Raises `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
     async def get_session(
@@ -187,8 +186,7 @@ class SyncClient:
         self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """`address` is like `server` of `Client`, but must not be a transport. The other parameters
-        are those of `Client`."""
+        """Takes the parameters of `Client`. `address` is its `server`, but not a transport."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)

@@ -222,8 +222,7 @@ class ResumingTransport(Transport):
 
 
 class Tries:
-    """State of one call: the events that the caller has received, and the coordinators that were
-    tried."""
+    """State of one call: the caller's events so far, and the coordinators that were tried."""
 
     def __init__(
         self, pool: EndpointPool[Transport], resume_timeout_s: float, random: Callable[[], float],
