@@ -1,5 +1,5 @@
-"""Hidden states in messages: outputs of some of the target's layers, one row for each token. A
-drafting head reads these rows. This module imports no numeric library."""
+"""Hidden states in messages from a target to an EAGLE-3 head on a draft replica. Each row is the
+head's feature of one token (`DraftHead.fuse`). This module imports no numeric library."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ def rows_max(width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Hidden states of consecutive tokens, one row for each token."""
+    """The features of consecutive tokens of a session."""
 
     first: int  # the first token's position in the session
     width: int  # length of a row, in numbers

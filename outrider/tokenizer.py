@@ -17,7 +17,7 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""Largest number of tokens that are held back because a character may be incomplete."""
+"""If a character may be incomplete, at most this many tokens wait for the missing bytes."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 _UNKNOWN_BYTES_MAX = 256
@@ -158,11 +158,10 @@ class TokenizerText:
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a special token."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a byte-level token; empty for unknown ids and other tokenizers."""
+        """The bytes of a byte-level token; empty for unknown ids and other kinds of tokenizers."""
         token = self._backend.id_to_token(token_id) if self._backend is not None else None
         if token is None or self._bytes_of is None:
             return b""
@@ -202,9 +201,9 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Converts tokens of any tokenizer. Decodes the pending tokens together with the `_context`,
-    some tokens before them whose text `_shown` is known, because the first token of a text may lose
-    its leading space."""
+    """Converts tokens of any tokenizer. The first token of a decoded text may lose its leading
+    space. So `_pending` tokens are decoded together with the tokens before them, the `_context`,
+    whose text is `_shown`."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text

@@ -6,7 +6,7 @@ that its content depends on.
 
 measured-<hash>     the answers that the target wrote to the prompts of `--measure`
 written-<hash>      the texts that the target wrote for training
-answers-<hash>      the target's distributions along texts
+answers-<hash>      the target's distributions for the tokens of texts
 <kind>-<hash>       the checkpoint of a drafter
 """
 
@@ -36,8 +36,8 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4  # share of the time in which the target writes texts
 READING_SHARE = 0.15
-"""Share of the time in which the target computes its distributions along texts. With `--tokens`,
-this share is larger by half of `WRITING_SHARE`."""
+"""Share of the time in which the target computes its distributions for the tokens of texts. With
+`--tokens`, half of `WRITING_SHARE` is added."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # the least share; training gets all time left
 MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt of `--measure` once at each of these temperatures."""
@@ -95,8 +95,8 @@ class _Run:
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. The prompts of `--measure` come first. If they do not fit into the
-        target's pages, the run fails early."""
+        """Runs all stages. Answers the prompts of `--measure` first, so that the run fails early if
+        a prompt does not fit into the target's pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens

@@ -37,11 +37,11 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or a piece of a text. Tokens from index `first` on are learned."""
+    """A text, or a piece of a text. The drafter learns the tokens from index `first` on."""
 
     token_ids: Array
     first: int  # at least 1, because nothing predicts the first token of a text
-    answer_first: int  # acceptance is measured from here on; `first` if there is no answer
+    answer_first: int  # where the answer begins; `first` if the whole text is measured
     temperature: float | None  # of the target's answer; None for a text from `--corpus`
     is_held_out: bool = False
 
@@ -64,8 +64,8 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents in a random order that depends only on their number. So the documents
-    that the target reads in a limited time are a fair sample. The first is held out, so that the
-    drafter can be measured: if no hash has chosen a document, the first of the random order."""
+    that the target reads in a limited time are a fair sample. To measure the drafter, at least one
+    document must be held out. So a held-out document comes first. If none is, holds one out."""
     found = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
     chosen = next((i for i, document in enumerate(found) if document.is_held_out), 0)
     return [replace(found.pop(chosen), is_held_out=True), *found] if found else []
@@ -88,7 +88,7 @@ def corpus_files(directory: Path) -> tuple[Path, ...]:
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
-    `SettingError` with file and line if a text cannot be read, and if there is no `encode`."""
+    `SettingError` if `encode` is None. If a text cannot be read, the error has file and line."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:

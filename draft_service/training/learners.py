@@ -50,8 +50,8 @@ class Learner:
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads
     num_depths: int | None = None
-    """Number of tokens of the chains that `draft` returns. None = one token, so acceptance is
-    measured as if consecutive tokens of the text were a chain."""
+    """Number of tokens of a chain that `draft` returns. None = chains of one token; acceptance is
+    then measured as if consecutive tokens of the text were a chain."""
     stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any
     weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and head
@@ -96,8 +96,8 @@ class Learner:
 
 
 class Eagle3(Learner):
-    """One layer, which reads the inputs of three layers of the target. The target has not computed
-    these inputs for a draft token, so there the head reads its own output."""
+    """One layer, which reads the inputs of three layers of the target. For a draft token, the
+    target has not computed these inputs, so the head reads its own previous output instead."""
 
     kind = EAGLE3
     stored_form = (
@@ -231,7 +231,7 @@ class Student(Learner):
         rows = self._target.get_output_embeddings().weight
         all_layers = layers_of(self._target)
         dropped = [layer for index, layer in enumerate(all_layers) if index not in self._layers]
-        # The copy shares these.
+        # The copy shares these with the target.
         shared = [self._embeddings, rows, *dropped]
         module = copy.deepcopy(self._target, {id(one): one for one in shared})
         layers: Any = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)
@@ -291,11 +291,11 @@ def kept_layers(
 
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
-    """Returns the two layers with which the target copies from earlier text (an induction head). A
-    head of the first layer attends to the previous token. A head of the second, later layer attends
-    to the token that followed an earlier occurrence of the current token. Measures the mean shares
-    of attention over repeated random texts. Returns None if no heads attend enough, as in an
-    untrained model, or if the library does not return attention."""
+    """Returns the two layers with which the target copies from earlier text (an induction head). An
+    attention head of the first layer attends to the previous token. One of the second, later layer
+    attends to the token that followed an earlier occurrence of the current token. Measures the mean
+    shares of attention in repeated random texts. Returns None if no head's share is large enough,
+    as in an untrained model, or if the library does not return attention."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)

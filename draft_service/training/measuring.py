@@ -22,8 +22,9 @@ _TOKENS_OF_A_PASS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in held-out answers. `greedy` is from texts that the target wrote at temperature
-    0, and `sampled` from those at temperature 1. Without such texts, they are from all texts."""
+    """Acceptance in held-out answers. `greedy` is measured in answers that the target wrote at
+    temperature 0, and `sampled` in answers at temperature 1. If there are none, all texts are used.
+    """
 
     num_tokens: int
     greedy: float  # share of positions where p and q have the same likeliest token
@@ -37,7 +38,7 @@ class Measured:
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Drafts along the held-out documents. Measures only answers, because user turns were drawn
-    with other parameters. `greedy` and `sampled` are about the first draft token of each chain."""
+    with other parameters. `greedy` and `sampled` use only the first draft token of each chain."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -67,8 +68,8 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
-    """Returns, for each draft token of C chains, its rows in the batch [C] and its `_scores`
-    [C, 3]."""
+    """For each index in C chains, returns the rows [C] of the draft tokens at this index, and their
+    `_scores` [C, 3]."""
     found = []
     with torch.inference_mode():
         for depth in learner.draft(batch):
@@ -98,8 +99,8 @@ def render_card(
     options: DistillOptions, target: str, fingerprint: str, trainer: Trainer, dataset: Dataset,
     seconds: Mapping[str, float], measured: Mapping[str, Measured],
 ) -> str:  # fmt: skip
-    """Returns the model card. `fingerprint` is that of the target's tensors. `seconds` are by
-    stage. `measured` is by the name of the texts."""
+    """Returns the model card. `fingerprint` is that of the target's tensors. The keys of `seconds`
+    are stages, and the keys of `measured` are names of the texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""
@@ -116,8 +117,8 @@ Made by `outrider distill` for speculative decoding of the target {target} with 
 `{fingerprint}`, and for no other. Serve it with
 `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 
-- Of the kind `{options.kind}`, with {num_own / 1e6:.1f} million parameters of its own. It can
-  propose {len(learner.token_ids):,} different tokens.
+- It is of the kind `{options.kind}`, and has {num_own / 1e6:.1f} million parameters of its own. It
+  can propose {len(learner.token_ids):,} different tokens.
 - {learner.stored_form}
 - {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included. Seed {options.seed};
   {times}.{start}
@@ -139,7 +140,7 @@ the beginning of the answer is also hashed.
 The drafter was measured in answers of conversations and in whole texts of the corpus, with its
 weights as they are stored. `greedy`: the share of places where target and drafter have the same
 likeliest token. `sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the
-probability at temperature 1 that draft token 1, 2, .. is accepted if all earlier ones are.
+probability at temperature 1 that draft token 1, 2, .. is accepted if all before it are.
 """
 
 

@@ -44,8 +44,8 @@ class DistillOptions:
     tokens: Annotated[int | None, between(0, 2**26)] = None
     """Number of tokens that the target writes; unset = as many as the minutes allow; 0 = train only
     with the texts of `--corpus`. Each token takes about 260 bytes on disk. With `--kind eagle3`,
-    each token, also of prompts, takes another 6 bytes for each hidden dimension. If `--steps` is
-    also set, a run without a GPU can be repeated exactly."""
+    each token of texts and prompts takes another 6 bytes for each hidden dimension. If `--steps`
+    is also set, a run without a GPU can be repeated exactly."""
     steps: Annotated[int | None, between(1, 10**7)] = None
     """Number of training steps; unset = as many as the minutes allow."""
 

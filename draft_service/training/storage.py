@@ -1,4 +1,4 @@
-"""Writes files that are complete or absent after a kill, and counts the time of each stage."""
+"""Writes files so that a kill leaves no incomplete file, and counts the time of each stage."""
 
 import hashlib
 import json
@@ -74,8 +74,8 @@ class Stopwatch:
 
 
 def check_out(out: Path) -> Path:
-    """Returns `out` with links resolved. Raises `SettingError` if `out` is not empty, or if a
-    drafter cannot be written to `out`."""
+    """Returns `out` with links resolved. Raises `SettingError` if `out` is a file or not empty, or
+    if a drafter cannot be written there."""
     try:
         out = out.resolve()
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):

@@ -1,6 +1,6 @@
-"""Asks the target about every learned token, and keeps the answers on disk.
+"""Runs the target over documents, and keeps its distribution for every learned token on disk.
 
-The answers about a document with R learned tokens are these arrays:
+In this module, the target's *answers* about a document with R learned tokens are these arrays:
 
 ids         [R, 64]: the target's likeliest tokens, likeliest first; uint16 or uint32
 logprobs    [R, 64]: their log-probabilities at temperature 1; float16
@@ -102,8 +102,8 @@ class TeacherCache:
         return found
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target about further documents, until all answers are known or the time is over.
-        The `seconds` include earlier runs. Always asks about the documents of the first file."""
+        """Runs the target over further documents, until all answers are known or the time is over.
+        The `seconds` include earlier runs. The documents of the first file have no time limit."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
@@ -150,7 +150,7 @@ def _fingerprint(documents: Sequence[Document]) -> str:
 
 
 def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, list[Array]]:
-    """Returns the target's answers. Maps the name of an array to the arrays of `documents`."""
+    """Runs the target over `documents`. Maps each array's name to one array for each document."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), watched_layers(module, taps) as watched:
@@ -178,8 +178,8 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
 
 def packed(documents: Sequence[Document]) -> tuple[Array, Array, Array]:
     """Returns the token ids [B, T] of B documents, padded with zeros. For their R learned tokens,
-    also returns the index of the position before each token, among all B * T positions, and the
-    tokens themselves."""
+    also returns the indices [R], among all B * T positions, of the positions before the tokens, and
+    the tokens [R]."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []

@@ -1,5 +1,5 @@
 """Trains a drafter. At first the loss is cross-entropy. Later the loss is mostly -log(acceptance).
-The acceptance of a draft token is sum min(p, q).
+The acceptance is sum min(p, q), for the target's distribution p and the drafter's distribution q.
 
 The budget is a number of steps or of seconds. Learning rate and loss depend on the used share of
 the budget. With a budget of steps, a run that is killed and resumed makes the same drafter as a run
@@ -37,8 +37,8 @@ _LIKELIHOOD_SHARE = 0.9
 """While the used share of the budget grows from `_LIKELIHOOD_FROM` to `_LIKELIHOOD_UP_TO`, the
 weight of -log(acceptance) in the loss grows linearly from 0 to `_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
-"""Weight of a draft token in the loss, divided by that of the previous draft token, which is more
-often accepted."""
+"""Each draft token of a chain has this share of the previous draft token's weight in the loss,
+because it is less often accepted."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
@@ -113,7 +113,7 @@ class Trainer:
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, report: Callable[[float, float], None]) -> None:
-        """Trains until the budget is used. Calls `report` with the used share and the loss."""
+        """Trains until the budget is used. Reports the used share and the loss after each step."""
         with self.spent.working():
             saved = time.monotonic()
             batches = self._batches()
@@ -188,7 +188,7 @@ class Trainer:
         self._put_weights()
 
 
-_LEAST_OVERLAP = 1e-3  # In the gradient of -log(acceptance), a lower acceptance counts as this.
+_LEAST_OVERLAP = 1e-3  # lower limit of the acceptance in the gradient of -log(acceptance)
 
 
 def overlap_loss(

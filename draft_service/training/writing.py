@@ -24,13 +24,13 @@ _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 """Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
-_BEGINNING = 16  # number of an answer's first tokens that may decide whether it is held out
+_BEGINNING = 16  # number of an answer's first tokens whose hash may hold the text out
 
 
 class WrittenCorpus:
     """Conversations in a file, one in each line. The target first answers the given prompts, and
-    then writes whole conversations. Apart from rounding in the target's steps, a conversation
-    depends only on seed, index and target."""
+    then writes whole conversations. A conversation depends only on seed, index, prompt and target.
+    Rounding may depend on the conversations that are written at the same time."""
 
     def __init__(
         self, directory: Path, template: Template, prompts: Sequence[Sequence[int]], seed: int,

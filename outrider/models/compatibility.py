@@ -31,7 +31,7 @@ differences. Attention to wrong slots or at wrong positions makes a difference o
 _LONG_TRIAL_TOKENS = 136
 """The length of the sequence of `dependent_at`. Attention with fixed shapes divides its slots into
 several splits (`SPLIT_SLOTS`)."""
-_ALONE_TOKENS = 5  # number of tokens in each step that has no other sequence
+_ALONE_TOKENS = 5  # number of tokens in a step that runs one sequence alone
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)  # numbers of tokens in steps with other sequences
 CROWD_SLOTS = 1024
 """Slots of the cache for `dependent_at`. The sequences of the largest step fit into these slots,
@@ -76,7 +76,6 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """The tokens of the trial."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 
@@ -108,8 +107,8 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
 
 
 def check_features(engine: DraftingEngine, expected: Tensor) -> None:
-    """Raises `ConfigError` if the features of the trial's last step differ from `expected` [T, D].
-    Call this right after `check_answers`."""
+    """Raises `ConfigError` if the features, which a draft head reads, of the trial's last sequence
+    differ from `expected` [T, D]. Call this right after `check_answers`."""
     _check_close(engine.features()[-1], expected, "features")
 
 

@@ -1,5 +1,5 @@
-"""The interface of draft heads, which run as one more layer on a target's pages
-(`outrider/engine/draft_layer.py`)."""
+"""The interface of draft heads (EAGLE-3 heads and MTP layers), which run as one more layer on a
+target's pages (`outrider/engine/draft_layer.py`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Computes the attention of N pairs (see `DraftHead`) to themselves and all earlier pairs. Takes
-queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value width].
-Returns [N, heads, value width]."""
+"""Computes the attention of N pairs (see `DraftHead`), each to itself and to all earlier pairs.
+Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
+width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""Name in transformers of the attention function that calls its argument `attend`, an `Attend` for
-pairs [B, L]."""
+"""The name under which transformers finds the function `_attention`. It calls its argument
+`attend`, an `Attend` for pairs [B, L]."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 
@@ -38,8 +38,8 @@ class DraftHead(nn.Module):
     value_width: int
     scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
-    """The target's layers whose inputs are the taps, counted from 0. The number of layers means the
-    input of the norm after the last layer. `OUTPUT` is allowed as the only entry."""
+    """The target's layers whose inputs are the taps, counted from 0. An id equal to the number of
+    layers means the input of the norm after the last layer. `OUTPUT` must be the only entry."""
     rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any

@@ -2,10 +2,10 @@
 
 A head's files may count the target's layers in another way, or not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
-At each place the head's likeliest token is compared with the target's, once after the text itself
-and once after one drafted pair, for each of `DraftHead.ways`. For the stated way, the check also
-tries features of the next token ("pairs one off"). It only reports that agreement, because in use
-the head drafts before the target has run the next token."""
+For each of `DraftHead.ways`, the head then predicts tokens at each place of the text: the next
+token, and the token after it. The *agreement* is the share of predictions that are the target's
+likeliest token. For the stated way, the check also tries the features of the next token ("pairs one
+off"). Their agreement is only reported: in use, the head drafts before these features exist."""
 
 import logging
 from collections.abc import Callable, Sequence

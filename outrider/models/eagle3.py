@@ -1,7 +1,7 @@
 """Published EAGLE-3 heads (arXiv 2503.01840). A head is one more layer of a target:
 
     g_i    = fc [t_a, t_b, ..]           t_a is the input of the target's layer a at position i
-    pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
+    pair j = (g_{j-1}, token j) for j >= 1; its rotary position is j - 1
     x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in x
     y_j    = r_j + O attention(q_j, keys and values of the pairs 1 .. j)
     h_j    = y_j + MLP(norm(y_j))
@@ -12,8 +12,8 @@ norm(h) with `norm_output`. With `fc_norm`, each tap t is normed before `fc`. Wi
 the concatenation of all taps is normed before `fc`.
 
 form         sizes in config.json         ids of tapped layers     tensors
-speculators  `transformer_layer_config`   as in `hidden_states`    `layers.0.*`
-raw          at the top, as for a Llama   the same, or one lower   `midlayer.*`, `layers.0.*`
+speculators  `transformer_layer_config`   a, b, ..                 `layers.0.*`
+raw          at the top, as for a Llama   a, b, .. or a-1, b-1, .. `midlayer.*`, `layers.0.*`
 
 Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
 `embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's
@@ -49,7 +49,7 @@ _LAYER_IDS = (
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")  # The formulas above lack these factors.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # Their angles depend only on the position.
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
-"""If files have biases only for queries, keys and values, this bias is zero."""
+"""Zero if the files lack it. Some files have biases only for queries, keys and values."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 """Suffixes of tensors that some checkpoints have, but no head uses."""

@@ -65,9 +65,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors,
-    whatever their division among files. If there are no safetensors, returns the fingerprint of
-    `PICKLED_FILE`."""
+    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. It does
+    not depend on which tensors share a file. If there are no safetensors, returns the fingerprint
+    of `PICKLED_FILE`."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -113,7 +113,6 @@ variant, which may end texts with another token."""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:
-    """Returns the table of a tokenizer of transformers."""
     tokens = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     table = {f"id {token_id}": token for token, token_id in tokens}
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
@@ -133,8 +132,8 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str:
 def compare_tokenizers(
     target_name: str, target: TokenizerTable | None, draft_name: str, draft: TokenizerTable | None
 ) -> None:
-    """If the tables differ, raises `ConfigError` with both names and one difference. None = the
-    model has no tokenizer."""
+    """If the tables differ, raises `ConfigError` with both names and one difference. A table of
+    None means that the model has no tokenizer."""
     if target == draft:
         return
     if target is None or draft is None:

@@ -81,7 +81,7 @@ _BLOCK_WEIGHTS = 2**20
 
 class WidenedLinear(InferenceLinear):
     """Multiplies in float32, for weights in bfloat16 on a CPU without bfloat16 instructions.
-    Converts about `_BLOCK_WEIGHTS` weights at a time, and none for fewer rows than `_ROWS_MIN`."""
+    Converts about `_BLOCK_WEIGHTS` weights at a time. Below `_ROWS_MIN` rows, converts nothing."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Shares the memory of `weight` if it is contiguous."""

@@ -24,8 +24,8 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Maps the name of every stored tensor to its open file. Opens the files that transformers
-    would load, because others may hold the same weights again."""
+    """Maps the name of every stored tensor to its open file. Opens only the files that transformers
+    would load, because a directory may hold the same weights a second time."""
     if (path / WEIGHTS_FILE).is_file():
         files = {path / WEIGHTS_FILE}
     elif (path / _INDEX_FILE).is_file():
@@ -48,8 +48,8 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """Maps the name of each tensor in the model to the tensor's stored name, which earlier versions
-    of transformers chose differently. The keys of `wanted` are the names in the model."""
+    """Maps the name of each tensor in the model to its name in the files, which may be the name in
+    an earlier version of transformers. The keys of `wanted` are the names in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -137,8 +137,8 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
 
 
 def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
-    """Describes the model in `path`, of which `module` is an instance. Reads no parameters of
-    `module`. Raises `ConfigError`."""
+    """Describes the model in `path`, of which `module` is an instance. The parameters of `module`
+    need no values. Raises `ConfigError`."""
     head = getattr(module.get_output_embeddings(), "weight", None)
     vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
     return describe_files(path, module.config, vocab_size, str(module.dtype), **options)
@@ -193,7 +193,7 @@ def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, 
 
 def stated_eos_token_ids(path: Path, *sources: Any) -> tuple[int, ...]:
     """Returns the ids, ascending, that any file of a model states as an EOS token. `sources` are
-    its tokenizer and configurations that are loaded already."""
+    its tokenizer and its configurations, as far as they are already loaded."""
     for kind in (transformers.AutoConfig, transformers.GenerationConfig):
         with suppress(*_LOADING_ERRORS):
             sources += (kind.from_pretrained(str(path), local_files_only=True),)

@@ -2,12 +2,12 @@
 result up to rounding. On a CPU, linear layers are also replaced (`linear_layers.py`).
 
 The names and shapes of a module's parts suggest a replacement, but only a call shows whether the
-module also clamps, adds an offset or rotates in another way. So a probe calls both with a few
-random rows of different magnitudes. It leaves out the last layer of a block, which the replacement
-shares, because this layer may wait for other ranks. If the probe fails, only the linear layers in
-the module are replaced. Nothing is replaced in a module with hooks, or with a `forward` that is set
-on the instance. In a replacement, `__call__` is `forward`, which saves a millisecond in a step of
-30 layers, but excludes hooks."""
+module also clamps, adds an offset or rotates in another way. So a probe calls the module and its
+replacement with a few random rows of different magnitudes. It leaves out the last layer of a block,
+because the replacement uses the same layer, and this layer may wait for other ranks. If the probe
+fails, only the linear layers in the module are replaced. Nothing is replaced in a module with
+hooks, or with a `forward` that is set on the instance. In a replacement, `__call__` is `forward`,
+which saves a millisecond in a step of 30 layers, but excludes hooks."""
 
 import inspect
 import logging
@@ -79,8 +79,8 @@ class FusedMLP(nn.Module):
 
 
 class DirectLayer(nn.Module):
-    """A decoder layer with less overhead between its blocks, which are those of `layer`: [..., D]
-    -> [..., D]. With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with
+    """A decoder layer, [..., D] -> [..., D], that runs the blocks of `layer` with less overhead
+    between them. With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with
     four norms (as in Gemma) also norms the outputs of attention and MLP."""
 
     def __init__(self, layer: Any) -> None:
@@ -207,8 +207,9 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     Linear layers use the `kernels` if the kernels can pack their weights.
 
     Needs memory for the model and one more block, because weights are copied and freed block by
-    block. A weight that head and embedding share is copied for the head. Call `to` and
-    `load_state_dict` before, because they do not change the weights of replacements."""
+    block. A weight that head and embedding share is copied for the head. `to` and
+    `load_state_dict` do not change the weights of replacements, so call them before this function.
+    """
     check(not module.training, "only a model in evaluation mode can be sped up")
     quick_linear = partial(_quick_linear, kernels=kernels)
     with torch.no_grad():
@@ -404,9 +405,9 @@ def _call_attention(
     block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     """Runs a probe [1, 4, width] through an attention `block`, up to the layer `o_proj`. The first
-    `rotated` elements of each head get a rotary angle. Returns the query, key and value of the
-    attention function with the input of `o_proj`, and the options that the block itself passes to
-    the attention function. Returns None if the block cannot be called like Llama's."""
+    `rotated` elements of each head get a rotary angle. Returns two things: (query, key, value,
+    input of `o_proj`), and the options that the block itself passes to the attention function.
+    Returns None if the block cannot be called like Llama's."""
     rows, angles = _probe_rows(width, like), _probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}

@@ -6,9 +6,9 @@
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
 
-A pair of a draft token has norm(h) of the pair before in place of g, as in transformers and
-`speculators`. For DeepSeek and GLM, vLLM uses h in place of norm(h), which `MtpHead.ways` includes.
-In the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
+For a draft token, norm(h) of the previous pair takes the place of g, as in transformers and
+`speculators`. For DeepSeek and GLM, vLLM uses h instead of norm(h); `MtpHead.ways` includes both.
+In the first pair, vLLM uses zeros instead of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, and the
@@ -46,12 +46,13 @@ _PREFIXES = {
 }
 """Maps the target's `model_type` to the prefix of the names of the first MTP layer's tensors."""
 _NOT_SERVED = "qwen3_next"
-"""The engines refuse this target, because the state of linear attention cannot be rolled back. A
-test compares its MTP layers with those of `speculators`."""
+"""The engines refuse this target, because the state of linear attention cannot be rolled back. Its
+layers can be loaded, so that a test can compare them with those of `speculators`."""
 _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
 """Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""Suffix of the names of float8 scales, and the default numbers of a scale's rows and columns."""
+"""Suffix of the names of float8 scales, and the default size (rows, columns) of the block of
+weights that shares a scale."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -93,8 +94,9 @@ class MtpHead(DraftHead):
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """`way` says whether the output, not the input, is read of the target's last norm, and of
-        the layer's own norm."""
+        """`way` has two flags. The first says whether the head reads the output of the target's
+        last norm, the second whether it reads the output of its own norm. Otherwise it reads the
+        norm's input."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:

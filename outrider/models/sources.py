@@ -72,7 +72,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, drafts: bool = False) -> None:
-    """Raises the errors of `resolve_model` that show without fetching or converting a model."""
+    """Checks what `resolve_model` checks before it fetches or converts a model, with its errors."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     path = local_path(name)
@@ -113,7 +113,7 @@ def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration is that of a head with a vocabulary of its own, such as EAGLE-3."""
+    """Whether the configuration has a draft vocabulary, as that of an EAGLE-3 head does."""
     try:
         text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
         return "draft_vocab_size" in json.loads(text)
@@ -122,7 +122,7 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """Does not import the demo's package, because that would load another inference library."""
+    """Finds the file without importing the package, which would load an inference library."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(DEMO_DISTRIBUTION) or []:
             located = Path(str(file.locate()))
@@ -172,7 +172,7 @@ def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     """Returns `path`. If `path` does not exist, `make` writes the file or directory to a temporary
-    path, which is then renamed to `path`. Other processes that need `path` wait meanwhile."""
+    path, which is then renamed to `path`. Meanwhile, other processes that need `path` wait."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

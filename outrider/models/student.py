@@ -80,7 +80,7 @@ def load_student(
         token_ids = tensors[_TOKEN_IDS].long()
         logit_ids = tuple(token_ids.tolist())
         if not logit_ids or any(a >= b for a, b in pairwise([-1, *logit_ids, info.vocab_size])):
-            raise ValueError(f"{_TOKEN_IDS} must be ascending tokens of the vocabulary")
+            raise ValueError(f"{_TOKEN_IDS} must be ascending ids of the target's tokens")
         narrow_head(module, len(logit_ids))
         # Converted one by one, because all weights in float32 would need more memory.
         weights = {

@@ -52,7 +52,7 @@ class Watched(nn.Module):
         `ConfigError` if there was no call with a positional argument."""
         if self.read is None:
             kind = type(self.inner).__name__
-            raise ConfigError(f"the model does not call its {kind}, so that input is not known")
+            raise ConfigError(f"the model gives its {kind} no positional argument to read")
         rows: Tensor = self.read[0]
         return rows
 
@@ -80,7 +80,7 @@ def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
 
 @contextmanager
 def watched_layers(module: Any, indices: Sequence[int]) -> Iterator[list[Watched]]:
-    """Like `watch_layers`, but removes the wrappers at the end of the context."""
+    """Like `watch_layers`, but the layers are wrapped only in this context."""
     watched = watch_layers(module, indices)
     try:
         yield watched
