@@ -283,7 +283,7 @@ def test_each_way_to_ask_for_a_form(
         ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object: got 0"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs.regex: is given beside response_format",
+            "structured_outputs.regex: cannot be combined with response_format",
         ),
     ],
 )
