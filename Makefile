@@ -59,8 +59,8 @@ programs: ## List the programs that some tests need and this machine lacks, with
 demo: $(STAMP) ## Start, generate with the real model, and print the speed-up against plain decoding.
 	@export OUTRIDER_STATE_DIR=$(DEMO_STATE); \
 	trap '$(BIN)/outrider stop --quiet; \
-		echo "The demo is stopped; $(BIN)/outrider serve demo --detach starts one" >&2' EXIT; \
-	$(BIN)/outrider serve demo --grpc-port 0 --port 0 --detach; \
+		echo "The demo is stopped; to start it again: $(BIN)/outrider serve demo --detach" >&2' EXIT; \
+	$(BIN)/outrider serve demo --grpc-port 0 --port 0 --detach >/dev/null; \
 	$(BIN)/outrider generate --chat --max-tokens 64 "In two sentences: why is the sky blue?"; \
 	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96

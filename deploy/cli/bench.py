@@ -107,7 +107,7 @@ def found_models(config: DeploymentConfig) -> DeploymentConfig:
         raise SettingError("engine", "is emulated; this command needs a model")
     # This call must precede the import of torch, because torch reads the number of threads then.
     use_threads(config.target.num_threads or available_cores())
-    progress("finding the models")
+    progress("finding, downloading or converting models")
     return resolve_models(config)
 
 

@@ -57,7 +57,9 @@ def drafters(arguments: Arguments) -> int:
     from rich.table import Table
 
     found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
-    about = "q: what a draft sends of its distribution (one-hot: nothing; sparse: likely tokens)"
+    about = (
+        "q: how a draft's distribution is sent (one-hot: a certain token; sparse: likely tokens)"
+    )
     table = Table(show_lines=True, caption=about)
     for name in DRAFTER_COLUMNS:
         is_name = name == "draft_model"

@@ -314,7 +314,8 @@ class Chat:
         elif command == "/stats":
             for answer in self.answers:
                 _say(figures(answer))
-            _say(f"{len(self.answers)} complete answers, {len(self.turns)} messages")
+            num = len(self.answers)
+            _say(f"{num} complete answer{'s' * (num != 1)}, {len(self.turns)} messages")
         else:
             if command != "/help":
                 _say(f"{command}: no such command")

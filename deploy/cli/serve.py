@@ -126,16 +126,16 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> int:
 
 def endpoints_text(record: DeploymentRecord) -> str:
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
-    needed = ["an API key"] if record.asks_for_keys else []
+    needed = ["send an API key"] if record.asks_for_keys else []
     if certificate := record.settings.get("ssl_certfile"):
-        needed.append(f"TLS with {certificate}")
+        needed.append(f"use TLS (certificate {certificate})")
     scheme = "https" if certificate else "http"
     by_http = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
     sections = {
         "gRPC": record.grpc_address.split(","),
         "OpenAI": [f"{one}/v1" for one in by_http],
         "window": [f"{one}/" for one in by_http],
-        "others": [f"need {' and '.join(needed)}"] if needed else [],
+        "access": [f"callers must {' and '.join(needed)}; your commands here do"] if needed else [],
         "try": [f"{shell_command()} generate {words}"],
         "stop": [f"{shell_command()} stop"],
     }

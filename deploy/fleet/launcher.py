@@ -31,8 +31,8 @@ from outrider.sessions.redis_address import with_password
 from outrider.sessions.redis_store import RedisStore
 from outrider.settings import blaming
 
+from . import preflight
 from .local_state import DeploymentRecord, namespace_of
-from .preflight import check_before_start, check_ports, resolve_models, warnings, without_secrets
 from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, repeated, resources
 from .reconciler import FIXED, ReconcilerClient, differing, find_reconciler, start_reconciler
 from .replica_set import STOP_CALL_TIMEOUT_S, Overview, raise_first
@@ -53,7 +53,7 @@ class Deployment:
     ) -> None:
         """`state` is a directory for logs and Redis' data. Each step calls `report` with a text."""
         self._passwords: dict[str, Any]
-        config, self.api_key, self._passwords = without_secrets(config)
+        config, self.api_key, self._passwords = preflight.without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         self._state = state
@@ -107,10 +107,10 @@ class Deployment:
 
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
-        self._report(f"{verb} Ray and Redis, finding the models")
+        self._report(f"{verb} Ray and Redis; finding, downloading or converting models")
         self._forget_secrets()  # A deployment that was killed may have left secrets.
         config = await self._prepare()
-        for line in warnings(config):
+        for line in preflight.warnings(config):
             self._report(line)
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class Deployment:
     async def _prepare(self) -> DeploymentConfig:
         front = self.config.coordinator
         if self.ray.local:
-            await asyncio.to_thread(check_before_start, self.config)
+            await asyncio.to_thread(preflight.check_before_start, self.config)
         if front.redis.url:  # A wrong URL is reported before models are loaded.
             with blaming("redis_url"):
                 reached = with_password(replace(front.redis, **self._passwords))
@@ -176,12 +176,14 @@ class Deployment:
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
         if self.ray.local:
-            check_ports(self.config)
+            preflight.check_ports(self.config)
+        if preflight.needs_hub(self.config):  # It may lack one, so ask before Ray starts.
+            await asyncio.to_thread(preflight.resolve_models, self.config)
         config: DeploymentConfig
         _, redis_url, config = await _all(
             self._connect(),
             asyncio.to_thread(self._start_redis),
-            asyncio.to_thread(resolve_models, self.config),
+            asyncio.to_thread(preflight.resolve_models, self.config),
         )
         files: dict[str, Any] = {}
         if self.ray.local:

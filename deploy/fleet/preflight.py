@@ -23,7 +23,7 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import EAGLE3, MTP, check_model_name, eagle3_name
+from outrider.drafters.names import DEMO, EAGLE3, MTP, check_model_name, eagle3_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
@@ -115,6 +115,14 @@ def check_names(config: DeploymentConfig) -> None:
     if name:
         with blaming("draft_model"):
             check_name(name, drafts=True)
+
+
+def needs_hub(config: DeploymentConfig) -> bool:
+    """Whether a model is not on this machine, so that the hub must have it."""
+    from outrider.models.sources import local_path
+
+    names = {config.target.model, config.draft.drafter.name} - {"", DEMO, MTP}
+    return config.target.emulated is None and not all(local_path(one).exists() for one in names)
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:

@@ -241,7 +241,8 @@ def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
 def test_an_interrupt_while_models_load_is_told_by_the_exit_code(tmp_path: Path) -> None:
     shell = Shell(tmp_path / "state")
     process = shell.start("serve", "--engine", EMULATED, "--no-http")
-    assert process.stderr.readline() == "outrider: starting Ray and Redis, finding the models\n"
+    line = "outrider: starting Ray and Redis; finding, downloading or converting models\n"
+    assert process.stderr.readline() == line
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (128 + signal.SIGINT, ""), err

@@ -40,7 +40,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
         "--ssl-certfile", str(one.certificate.file), "--ssl-keyfile", str(one.certificate.key_file),
     )  # fmt: skip
     assert started.returncode == 0, started.stderr
-    assert "others  need an API key" in started.stdout
+    assert "access  callers must send an API key and use TLS (cert" in started.stdout
     yield one
     stopped = one.run("stop")
     assert stopped.returncode == 0, stopped.stderr

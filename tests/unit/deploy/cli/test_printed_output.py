@@ -105,6 +105,15 @@ def test_a_line_feed_ends_a_prompt_on_standard_input(
     assert generate._text("-") == prompt
 
 
+def test_statistics_count_the_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "figures", lambda answer: "3 tokens")
+    mock = Mock()
+    generate.Chat(mock, mock, mock, {}, False, answers=[mock])._run_command("/stats")
+    assert capsys.readouterr().err == "3 tokens\n1 complete answer, 0 messages\n"
+
+
 def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read outside of an event loop, which would catch the first Ctrl-C."""
 

@@ -59,7 +59,11 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         f"  stop    {ours} stop",
     ]
     monkeypatch.delenv("OUTRIDER_STATE_DIR")
-    spoken = endpoints_text(record(tokenizer_directory="/somewhere")).splitlines()[-2]
+    with_tls = {"ssl_certfile": "c.pem"}
+    locked = record(tokenizer_directory="/x", asks_for_keys=True, settings=with_tls)
+    access, spoken, _ = endpoints_text(locked).splitlines()[-3:]
+    must = "callers must send an API key and use TLS (certificate c.pem)"
+    assert access == f"  access  {must}; your commands here do"
     assert spoken == f'  try     {shlex.quote(program())} generate "The capital of France is"'
 
 

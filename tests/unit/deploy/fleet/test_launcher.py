@@ -112,6 +112,20 @@ async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) 
         await Deployment(config, tmp_path).start()
 
 
+async def test_a_model_that_does_not_exist_ends_the_start_before_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no such")))
+    deployment = Deployment(
+        load_config({"model": "nothere", "grpc_port": 0, "port": 0}, {}), tmp_path
+    )
+    connect = AsyncMock()
+    monkeypatch.setattr(deployment.ray, "connect", connect)
+    with pytest.raises(SettingError, match="model: model nothere: not a local directory"):
+        await deployment.start()
+    connect.assert_not_awaited()
+
+
 @pytest.mark.parametrize(
     ("other", "asked"),
     [
