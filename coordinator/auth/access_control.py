@@ -120,7 +120,7 @@ class AccessControl:
 
     def identify(self, shown: Sequence[str]) -> Caller:
         """Returns the caller of a request. `shown` has all values of its header `authorization`. If
-        API keys are configured, exactly one, `Bearer KEY`, is allowed. Raises `Unauthenticated`."""
+        API keys are configured, it must be one value, `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -158,8 +158,8 @@ class AccessControl:
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
-        ends. `resumes` has the ids of resumed sessions. Raises `Overloaded` with the time to wait
-        if a limit is reached, or `StoreUnavailable`, and then holds no slot."""
+        ends. `resumes` has the ids of resumed sessions. If a limit is reached, raises `Overloaded`
+        with the time to wait. Raises `StoreUnavailable`. After an error, no slot is held."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:

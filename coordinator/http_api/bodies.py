@@ -289,8 +289,8 @@ class ChoicesBody(GenerationBody, StreamedBody):
 
 
 def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
-    """Returns the constraint of a response format, if any. A `BadRequest` names `field`, its type,
-    or `schema_field`."""
+    """Returns the constraint of a response format, if any. Raises `BadRequest` about the `type` of
+    `field`, or about `schema_field`."""
     match given:
         case {"type": "text"}:
             return []

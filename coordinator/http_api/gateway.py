@@ -208,7 +208,7 @@ class Forwarded(LiveResponse):
 
 
 def _reason(error: object) -> str:
-    """Returns the text of an error. If it is empty, returns the class's name, as `read error`."""
+    """Returns an error's text or, if it has none, its class's name in words: `read error`."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 

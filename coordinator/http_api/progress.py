@@ -36,7 +36,7 @@ _WAITING_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in the events of one choice. The fields count the events before it."""
+    """A position in the events of one choice. The fields describe the events before it."""
 
     num_tokens: int = 0
     """Number of the answer's tokens."""

@@ -133,9 +133,9 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
-    """Converts the most specific of pydantic's errors about a body. pydantic reports an error for
-    each member of a union that a value does not fit. Among the errors about the first wrong field,
-    the most specific error has the longest path."""
+    """Converts one of pydantic's errors about a body. pydantic reports an error for each member of
+    a union that a value does not fit. Among the errors about the first wrong field, the error with
+    the longest path is the most specific, and is converted."""
     same = [one for one in wrong if one["loc"][:2] == wrong[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")

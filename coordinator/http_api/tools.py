@@ -98,10 +98,10 @@ CALL_FORMATS = {
 }  # fmt: skip
 """Formats by their names in `--tool-call-parser`."""
 LIST = "list"
-"""In place of a format's name: the answer is a JSON list of calls. Any other text is dropped."""
+"""A value of `AnswerForm.calls`: the answer is a JSON list of calls. Any other text is dropped."""
 ARGUMENTS = "arguments"
-"""In place of a format's name: the answer is the arguments of a named tool. As in OpenAI's API, the
-finish reason of these answers is not `tool_calls`."""
+"""A value of `AnswerForm.calls`: the answer is the arguments of a named tool. As in OpenAI's API,
+the finish reason of these answers is not `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)

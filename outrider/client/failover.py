@@ -288,9 +288,9 @@ class Tries:
         that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. Also raises `error` if all coordinators have failed to begin the call. There are two
-        exceptions. If none of them answers, a function may name others later. If one answered a
-        request for a stream, it may serve the request later."""
+        over. Also raises `error` if all coordinators have failed to begin the call, unless a later
+        try may succeed. It may if none of them answered and a function names the coordinators, or
+        if the call is a stream and one of them answered."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None
