@@ -127,10 +127,8 @@ class Sequences:
             drawn, _ = draw_from_logits(logits, params, noises, indices)
             for own, token in zip(drafted, drawn, strict=True):
                 own.append(token)
-            states = [
-                self._step[state][token_id]
-                for state, (token_id, _) in zip(states, drawn, strict=True)
-            ]
+            pairs = zip(states, drawn, strict=True)
+            states = [self._step[state][token_id] for state, (token_id, _) in pairs]
         found = []
         for own in drafted:
             q = tuple(q for _, q in own) if self._rule.needs_q else ()

@@ -112,9 +112,8 @@ def all_accepted(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def changed(questions: Sequence[Question], **params: float) -> list[Verdict]:
-    return verdicts_from_logits(
-        [replace(one, params=replace(one.params, **params)) for one in questions]
-    )
+    asked = [replace(one, params=replace(one.params, **params)) for one in questions]
+    return verdicts_from_logits(asked)
 
 
 @pytest.mark.parametrize("fault", [all_accepted, partial(changed, temperature=0.6)])

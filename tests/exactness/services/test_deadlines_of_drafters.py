@@ -126,12 +126,9 @@ def by_target() -> Propose:
 
 
 def by_draft(
-    proposer: Proposer,
-    sampling: SamplingParams = PLAIN,
-    look_ahead: int = 0,
+    proposer: Proposer, sampling: SamplingParams = PLAIN, look_ahead: int = 0,
     features: Features | None = None,
-) -> Propose:
-
+) -> Propose:  # fmt: skip
     def propose(seeds: Sequence[int], draws: Draws, ends_at: float) -> list[Proposal]:
         items = [
             DraftItem(

@@ -116,13 +116,11 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
 
 def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -> None:
     known = with_states(60)
-    letters = constrained.hf_tokenizer().encode(
-        "abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba"
-    )
+    text = "abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba"
+    letters = constrained.hf_tokenizer().encode(text)
+    said = r"^regex: cannot be followed after \d+ tokens: needs too many lexer states"
     for _ in range(3):
-        with pytest.raises(
-            Incompatible, match=r"regex: cannot be followed after \d+ tokens: .*many"
-        ):
+        with pytest.raises(Incompatible, match=said):
             Matchers(known).follow("a", known.get(MANY_STATES), letters).after(())
         again = Matchers(known).follow("b", known.get(MANY_STATES), letters[:1])
         assert again.after(()) is not None

@@ -118,9 +118,8 @@ class Slots:
     def copy_pages(self, copies: list[Copy]) -> None:
         size = self.pool.page_size
         for origin, target in copies:
-            self.values[target * size : (target + 1) * size] = self.values[
-                origin * size : (origin + 1) * size
-            ]
+            copied = self.values[origin * size : (origin + 1) * size]
+            self.values[target * size : (target + 1) * size] = copied
 
     def held(self, name: str) -> list[Value | None]:
         return [self.values[self.slot(name, i)] for i in range(self.pool.length(name))]

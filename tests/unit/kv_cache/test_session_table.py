@@ -158,7 +158,5 @@ class CoordinatorAndReplica(RuleBasedStateMachine):
         assert len(self.replica.table) <= 3
 
 
-TestCoordinatorAndReplica = CoordinatorAndReplica.TestCase
-TestCoordinatorAndReplica.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+TestReplica = CoordinatorAndReplica.TestCase
+TestReplica.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -17,12 +17,11 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(),
-        SamplingParams(temperature=0.6, top_p=0.8),
+        SamplingParams(), SamplingParams(temperature=0.6, top_p=0.8),
         SamplingParams(top_k=3, logit_bias=((1, 2.0),)),
         SamplingParams(frequency_penalty=1.5, repetition_penalty=1.2),
     ],
-)
+)  # fmt: skip
 def test_sums_are_those_of_the_sampled_distribution(params: SamplingParams) -> None:
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (4, 7))).float()
     history = TokenHistory((1, 2), (2, 5), (5, 5, 0, 6))
@@ -30,12 +29,10 @@ def test_sums_are_those_of_the_sampled_distribution(params: SamplingParams) -> N
     tokens = p.argmax(dim=1).tolist()
     expected = [0.0, 0.0, 0.0]
     for row, token_id in zip(p.tolist(), tokens, strict=True):
-        surprises = [-math.log(mass) for mass in row if mass > 0]
-        masses = [mass for mass in row if mass > 0]
-        mean = sum(m * s for m, s in zip(masses, surprises, strict=True))
+        mean = sum(-mass * math.log(mass) for mass in row if mass > 0)
         expected[0] += -math.log(row[token_id])
         expected[1] += mean
-        expected[2] += sum(m * (s - mean) ** 2 for m, s in zip(masses, surprises, strict=True))
+        expected[2] += sum(mass * (math.log(mass) + mean) ** 2 for mass in row if mass > 0)
     sums = audit(logits, tokens, params, history)
     assert (sums.num_tokens, sums.num_impossible) == (4, 0)
     found = [sums.surprise, sums.entropy, sums.variance]
@@ -44,9 +41,8 @@ def test_sums_are_those_of_the_sampled_distribution(params: SamplingParams) -> N
 
 def test_tokens_that_cannot_be_drawn_are_counted_and_left_out() -> None:
     """A filter drops them, their logit is minus infinity, or they are outside the vocabulary."""
-    logits = torch.tensor(
-        [[3.0, 0.0, -1.0], [0.0, -math.inf, 0.0], [0.0, 0.0, 0.0], [1.0, 2.0, 0.0]]
-    )
+    rows = [[3.0, 0.0, -1.0], [0.0, -math.inf, 0.0], [0.0, 0.0, 0.0], [1.0, 2.0, 0.0]]
+    logits = torch.tensor(rows)
     params = SamplingParams(top_k=2)
     sums = audit(logits, (2, 1, 7, 1), params)
     assert (sums.num_tokens, sums.num_impossible) == (4, 3)

@@ -45,17 +45,14 @@ def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
     return [weights[v] / total if v in kept else 0.0 for v in range(len(logits))]
 
 
+def rows_of(width: int) -> st.SearchStrategy[list[float]]:
+    logits = st.integers(-12, 12).map(lambda i: i / 4) | st.just(-INF)
+    return st.lists(logits, min_size=width, max_size=width).filter(lambda row: max(row) > -INF)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
-    rows=st.integers(2, 9).flatmap(
-        lambda v: st.lists(
-            st.lists(
-                st.integers(-12, 12).map(lambda i: i / 4) | st.just(-INF), min_size=v, max_size=v
-            ).filter(lambda row: max(row) > -INF),
-            min_size=1,
-            max_size=3,
-        )
-    ),
+    rows=st.integers(2, 9).flatmap(lambda v: st.lists(rows_of(v), min_size=1, max_size=3)),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
     top_p=st.sampled_from([1.0, 0.97, 0.713, 0.291, 1e-9]),
     top_k=st.sampled_from([-1, 0, 1, 2, 5, 100]),
@@ -90,9 +87,8 @@ def test_top_p_of_wide_rows(spread, top_p):
 
 def test_exact_ties_keep_the_lowest_ids():
     flat = torch.zeros(2, 1000)
-    assert target_probabilities(flat, SamplingParams(top_k=3)).nonzero().tolist() == [
-        [row, v] for row in range(2) for v in range(3)
-    ]
+    three = target_probabilities(flat, SamplingParams(top_k=3)).nonzero().tolist()
+    assert three == [[row, v] for row in range(2) for v in range(3)]
     few = target_probabilities(flat, SamplingParams(top_p=0.0025))
     assert few[0].nonzero()[:, 0].tolist() == [0, 1, 2]
     many = target_probabilities(flat, SamplingParams(top_p=0.4995))
@@ -113,23 +109,19 @@ def test_penalties_count_what_each_row_has_seen():
     x_1..x_{i-1}; bias comes first."""
     history = TokenHistory(prompt_ids=[0, 7], output_ids=[1, 1], drafted_ids=[2, 1])
     params = SamplingParams(
-        repetition_penalty=2.0,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
         logit_bias=((0, -3.0), (3, 1.0)),
-    )
+    )  # fmt: skip
     logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64)
     before = logits.clone()
-    expected = torch.tensor(
-        [
-            [-4.0, 2.0 - 0.5 - 0.25 * 2, -2.0, 1.5],
-            [-4.0, 2.0 - 0.5 - 0.25 * 2, -4.0 - 0.5 - 0.25, 1.5],
-            [-4.0, 2.0 - 0.5 - 0.25 * 3, -4.0 - 0.5 - 0.25, 1.5],
-        ],
-        dtype=torch.float64,
-    )
+    expected = [
+        [-4.0, 2.0 - 0.5 - 0.25 * 2, -2.0, 1.5],
+        [-4.0, 2.0 - 0.5 - 0.25 * 2, -4.0 - 0.5 - 0.25, 1.5],
+        [-4.0, 2.0 - 0.5 - 0.25 * 3, -4.0 - 0.5 - 0.25, 1.5],
+    ]
     result = target_probabilities(logits, params, history)
-    torch.testing.assert_close(result, expected.softmax(dim=1), rtol=1e-12, atol=0)
+    law = torch.tensor(expected, dtype=torch.float64).softmax(dim=1)
+    torch.testing.assert_close(result, law, rtol=1e-12, atol=0)
     assert torch.equal(logits, before)
 
 

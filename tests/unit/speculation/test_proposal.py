@@ -25,15 +25,9 @@ HALF = COUNT_TOTAL // 2
 @st.composite
 def distributions(draw):
     ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=9, unique=True))
-    cuts = draw(
-        st.lists(
-            st.integers(1, COUNT_TOTAL - 1),
-            min_size=len(ids) - 1,
-            max_size=len(ids) - 1,
-            unique=True,
-        )
-    )
-    edges = [0, *sorted(cuts), COUNT_TOTAL]
+    size = len(ids) - 1
+    cuts = st.lists(st.integers(1, COUNT_TOTAL - 1), min_size=size, max_size=size, unique=True)
+    edges = [0, *sorted(draw(cuts)), COUNT_TOTAL]
     counts = [high - low for low, high in itertools.pairwise(edges)]
     return DraftDistribution(tuple(ids), tuple(counts))
 
@@ -92,14 +86,10 @@ GOOD = packed((1, 2), (HALF, HALF))
 @pytest.mark.parametrize(
     ("second", "num_readable"),
     [
-        (GOOD, 2),
-        (b"", 1),
-        (GOOD[:-1], 1),
-        (packed((1, 2), (HALF, HALF - 1)), 1),
-        (packed((3, 4), (HALF, HALF)), 1),
-        (GOOD + b"\0", 1),
+        (GOOD, 2), (b"", 1), (GOOD[:-1], 1), (packed((1, 2), (HALF, HALF - 1)), 1),
+        (packed((3, 4), (HALF, HALF)), 1), (GOOD + b"\0", 1),
     ],
-)
+)  # fmt: skip
 def test_how_far_a_proposal_can_be_read(second, num_readable):
     part = SealedProposal((1, 2), GOOD + second).readable()
     assert part == SealedProposal((1, 2)[:num_readable], GOOD * num_readable)

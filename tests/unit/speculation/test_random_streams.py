@@ -15,12 +15,9 @@ FULL = 0xFFFFFFFF
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ((FULL,) * 4, (FULL,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+     "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
 WORDS = st.integers(0, FULL)
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -73,10 +70,8 @@ def test_round_places(rule):
     assert noise.place(0) == random_streams.Place(77, 0x80000000)
     assert noise.place(5) == random_streams.Place(77, 0x80000005)
     assert noise.place(random_streams.INDEX_MAX) == random_streams.Place(77, 0x8000FFFF)
-    assert (noise.draft_stream, noise.residual_stream) == (
-        random_streams.Stream.DRAFT,
-        random_streams.Stream.RESIDUAL,
-    )
+    assert noise.draft_stream is random_streams.Stream.DRAFT
+    assert noise.residual_stream is random_streams.Stream.RESIDUAL
     places = [noise.place(index) for index in range(4)]
     words = random_streams.row_words(row_keys(1, places, [random_streams.Stream.ACCEPT] * 4))[0]
     assert list(noise.accept_uniforms(4)) == [random_streams.uniform(int(word)) for word in words]
@@ -84,10 +79,8 @@ def test_round_places(rule):
 
 @pytest.mark.parametrize("rule", Rule)
 def test_many_rounds_have_the_keys_that_each_has_alone(rule):
-    noises = [
-        random_streams.RoundNoise(SEED_MAX, rule, 2**32 - 1),
-        random_streams.RoundNoise(5, rule, 3),
-    ]
+    ends = ((SEED_MAX, 2**32 - 1), (5, 3))
+    noises = [random_streams.RoundNoise(seed, rule, length) for seed, length in ends]
     assert random_streams.draft_keys(noises, [2, 1]).tolist() == [
         [*noise.place(index), noise.draft_stream, noise.seed & FULL, noise.seed >> 32]
         for noise, index in zip(noises, (2, 1), strict=True)

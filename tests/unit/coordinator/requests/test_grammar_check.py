@@ -80,9 +80,8 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
         with pytest.raises(BadRequest, match=r"^json_schema: takes more than 2 s to compile"):
             await endless
         assert busy.returncode is not None
-        with pytest.raises(
-            BadRequest, match="takes more than 2 s"
-        ):  # The refusal is kept for a minute.
+        # The refusal is kept for a minute.
+        with pytest.raises(BadRequest, match="takes more than 2 s"):
             async with asyncio.timeout(0.5):
                 await prompts.check_constraint(ENDLESS, EOS, "a")
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")

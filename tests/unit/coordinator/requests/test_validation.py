@@ -65,9 +65,8 @@ def test_the_rule_is_the_requests_or_the_seeds_or_the_default(
 ) -> None:
     config = replace(CONFIG, unseeded_rule="block")
     request = GenerateRequest(prompt=PROMPT, **fields)
-    assert (
-        validation.resolve(request, "token_ids", PROMPT, MODEL, config, random_seed=7).rule is rule
-    )
+    found = validation.resolve(request, "token_ids", PROMPT, MODEL, config, random_seed=7)
+    assert found.rule is rule
     assert "temperature 0" in refused("rule", rule=Rule.GREEDY)
 
 
