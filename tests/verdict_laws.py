@@ -91,6 +91,14 @@ def verdict_law(
     return VerdictLaw(torch.from_numpy(accept), weights.view(probabilities.shape))
 
 
+def drafted(logits: torch.Tensor, params: SamplingParams, noise: RoundNoise) -> Proposal:
+    """A proposal with a token drawn from each row of `logits`."""
+    num = len(logits)
+    drawn, _ = draw_from_logits(logits, [params] * num, [noise] * num, range(num))
+    q = tuple(q for _, q in drawn) if noise.rule.needs_q else ()
+    return Proposal(tuple(token_id for token_id, _ in drawn), q)
+
+
 def draft_token(probabilities: torch.Tensor, noise: RoundNoise, index: int) -> DraftedToken:
     """Token `index` (from 0) of a round's draft, drawn from `probabilities` [V]."""
     params = SamplingParams(temperature=float(noise.rule is not Rule.GREEDY))

@@ -45,7 +45,7 @@ class PrefixMatcher:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of `token_ids` that were added.
         `is_ahead` says whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar
-        takes too many states or too long, or has been too slow after draft tokens."""
+        needs too many states or too much time, or has been too slow after draft tokens."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
@@ -63,7 +63,7 @@ class PrefixMatcher:
 
     def mask(self) -> TokenMask:
         """The tokens that may come next. Raises `Incompatible` if no token may come next, or if the
-        grammar takes too many states or too long."""
+        grammar needs too many states or too much time."""
         if self._num_fed < len(self._tokens):
             return self.grammar.tokenizer.eos_mask
         began = self._grammars.clock()

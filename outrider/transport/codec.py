@@ -284,7 +284,7 @@ def sampling_from_proto(
 ) -> SamplingParams:
     """Raises `BadRequest` for a value beyond its limit. Does not know the vocabulary."""
     if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:
-        reason = f"got {size} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}"
+        reason = f"got {size} entries; allowed: up to {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
     bias = tuple(sorted(message.logit_bias.items()))
     params = from_proto(message, SamplingParams, path, logit_bias=bias)

@@ -76,9 +76,8 @@ async def check_tokens(
         for k in NUM_DRAFT_TOKENS[1:] if seed < num_alone else ():
             assert await text(seed, k) == expected[-1]
     for first in range(len(NUM_DRAFT_TOKENS)):
-        together = [
-            text(seed, NUM_DRAFT_TOKENS[(first + seed) % 3]) for seed in range(len(prompts))
-        ]
+        ks = [NUM_DRAFT_TOKENS[(first + seed) % 3] for seed in range(len(prompts))]
+        together = [text(seed, k) for seed, k in enumerate(ks)]
         assert await asyncio.gather(*together) == expected
 
 
@@ -116,10 +115,8 @@ def test_rows_of_fused_steps_are_bit_equal(num_threads: int) -> None:
         assert torch.equal(torch.cat(rows), alone), name
     assert engine.attach("shared", context) > 1_100
     held = engine.length("shared")
-    assert torch.equal(
-        engine.forward([SequenceStep("shared", context[held:], len(context) - held)])[0],
-        alone[held - len(begun) :],
-    )
+    [found] = engine.forward([SequenceStep("shared", context[held:], len(context) - held)])
+    assert torch.equal(found, alone[held - len(begun) :])
     engine.keep("shared", len(begun))
     [found] = engine.forward([SequenceStep("shared", (*rest[:3], 5, 6, 7), 6)])
     assert torch.equal(found[:3], alone[:3])

@@ -53,8 +53,7 @@ def letters() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
-    special = {"eos_token": "<|end|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")  # noqa: S106
 
 
 def grammars() -> Grammars:
@@ -93,14 +92,12 @@ PARAMS = {
     "plain": SamplingParams(),
     "top-k": SamplingParams(top_k=2),
     "top-p": SamplingParams(top_p=0.8),
-    "penalised": SamplingParams(
-        temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
-    ),
-    "biased": SamplingParams(
-        temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5
-    ),
+    "penalised": SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4,
+                                frequency_penalty=0.2),
+    "biased": SamplingParams(temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)),
+                             presence_penalty=0.5),
     "late": SamplingParams(top_p=0.9, min_tokens=2, stop_token_ids=(1,)),
-}
+}  # fmt: skip
 """The last ones end no completion before two tokens; for them `END` is an EOS."""
 
 
@@ -158,9 +155,7 @@ class Cell:
 
 CELLS = [
     # A draft that knows two tokens more than the target, which are never accepted.
-    Cell(
-        Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, num_samples=540, detects=SOON
-    ),
+    Cell(Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, num_samples=540, detects=SOON),
     # A head that is sent the target's features.
     Cell(Rule.TOKEN, 2, drafter="apart", token_ids=(0, 1), num_samples=660, detects=SOON),
     # An EAGLE-3 head on the target's pages, which knows two of its tokens.
@@ -168,17 +163,11 @@ CELLS = [
     # A target's own MTP layer, with latent attention and experts.
     Cell(Rule.TOKEN, 3, "top-p", "mtp", num_samples=660, detects=SOON),
     # Ends that are masked for the first tokens of a completion alone, on both sides.
-    Cell(
-        Rule.BLOCK, 3, "late", vocab_size=4, draft_vocab_size=5, num_samples=740, detects=SOON
-    ),
+    Cell(Rule.BLOCK, 3, "late", vocab_size=4, draft_vocab_size=5, num_samples=740, detects=SOON),
     # A model that drafts in one pass.
-    Cell(
-        Rule.BLOCK, 3, "top-p", "parallel", draft_vocab_size=4, num_samples=740, detects=SOON
-    ),
+    Cell(Rule.BLOCK, 3, "top-p", "parallel", draft_vocab_size=4, num_samples=740, detects=SOON),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
-    Cell(
-        Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), num_samples=740, detects=SOON
-    ),
+    Cell(Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), num_samples=740, detects=SOON),
 ]  # fmt: skip
 FEW: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5, "length_control": True}
 ADAPTIVE_CELLS = [
@@ -187,9 +176,7 @@ ADAPTIVE_CELLS = [
     Cell(Rule.TOKEN, 3, lookup=LookupKind.SUFFIX, repeated=True, **FEW),
     # The same with a grammar, of one kind of drafter after the other.
     Cell(Rule.BLOCK, 3, vocab_size=4, draft_vocab_size=4, grammar=True, **FEW),
-    Cell(
-        Rule.TOKEN, 3, drafter="parallel", vocab_size=4, draft_vocab_size=5, grammar=True, **FEW
-    ),
+    Cell(Rule.TOKEN, 3, drafter="parallel", vocab_size=4, draft_vocab_size=5, grammar=True, **FEW),
     *(
         Cell(Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True, **FEW)
         for drafter in ("apart", "eagle3")

@@ -265,5 +265,5 @@ def test_more_is_refused_and_the_field_is_named(schema: dict[str, Any]) -> None:
 
 def test_references_that_lead_to_one_another_are_followed_so_far_and_no_further() -> None:
     chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, TWO]} for i in range(900)}
-    with pytest.raises(BadRequest, match=r"^json_schema: has too many nested references"):
+    with pytest.raises(BadRequest, match=r"^json_schema: has too many"):
         check_alternatives({"$defs": chain, "$ref": "#/$defs/d0"}, "json_schema")

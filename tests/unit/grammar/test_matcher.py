@@ -118,7 +118,7 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -
     known = with_states(60)
     text = "abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba"
     letters = constrained.hf_tokenizer().encode(text)
-    said = r"^regex: cannot be followed after \d+ tokens: needs too many lexer states"
+    said = r"^regex: cannot be followed after \d+ tokens: .*many"
     for _ in range(3):
         with pytest.raises(Incompatible, match=said):
             Matchers(known).follow("a", known.get(MANY_STATES), letters).after(())

@@ -141,9 +141,8 @@ def test_a_mask_may_leave_fewer_tokens_than_q_has_entries():
     logits = torch.full((1, 20_001), -torch.inf)
     logits[0, [5, 20_000]] = torch.tensor([2.0, 1.0])
     noise = RoundNoise(1, Rule.TOKEN, 5)
-    [(token_id, q)], [likely] = draw_from_logits(
-        logits, [SamplingParams()], [noise], [0], (), vocabulary
-    )
+    rest = [SamplingParams()], [noise], [0], (), vocabulary
+    [(token_id, q)], [likely] = draw_from_logits(logits, *rest)
     assert q.token_ids == (11, 40_001)
     assert token_id in q.token_ids
     assert likely.ids[0, :2].tolist() == [11, 40_001]

@@ -14,6 +14,8 @@ if not ON_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="the compiler of the kernels is not installed")
 
+from verdict_laws import drafted  # noqa: E402
+
 from outrider.errors import InvariantError  # noqa: E402
 from outrider.grammar.token_mask import TokenMask  # noqa: E402
 from outrider.speculation import cuda_verdicts, draft_sampling, verification  # noqa: E402
@@ -66,9 +68,7 @@ def question(
     noise = RoundNoise(seed, rule, 100 + seed)
     flatter = replace(params, temperature=1.25 * params.temperature, top_p=1.0, logit_bias=())
     flatter = replace(flatter, repetition_penalty=1.0)
-    drafted, _ = draw_from_logits(logits[:-1].double(), [flatter] * num, [noise] * num, range(num))
-    q = tuple(q for _, q in drafted) if rule.needs_q else ()
-    proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
+    proposal = drafted(logits[:-1].double(), flatter, noise)
     history = TokenHistory((1, 2), (3, 3), proposal.token_ids) if params.penalised else NO_HISTORY
     asked = Question(logits.to(DEVICE), params, history, proposal, noise)
     if not is_masked:
@@ -90,9 +90,8 @@ def test_verdicts_equal_those_without_kernels() -> None:
     expected = verdicts_from_logits([on_cpu(each) for each in asked])
     for own, other in zip(found, expected, strict=True):
         assert own.correction == other.correction
-        np.testing.assert_allclose(
-            own.accept_probability, other.accept_probability, rtol=2e-5, atol=1e-7
-        )
+        accept = own.accept_probability, other.accept_probability
+        np.testing.assert_allclose(*accept, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("is_reduced", [False, True])

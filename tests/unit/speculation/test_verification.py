@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import row_keys, score, verdict_from_logits
+from verdict_laws import drafted, row_keys, score, verdict_from_logits
 
 from outrider.errors import InvariantError
-from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
@@ -128,17 +127,13 @@ def test_a_fused_verdict_is_the_verdict_on_full_rows(
     near = logits.double() + torch.randn(logits.shape, dtype=torch.float64)
     wide = torch.cat([near, near[:, :1]], dim=1)[:num_draft_tokens]
     sampling = SamplingParams(temperature=0.0) if one_hot else SamplingParams(top_p=0.9)
-    num = num_draft_tokens
-    drafted, _ = draw_from_logits(wide, [sampling] * num, [noise] * num, range(num))
-    q = tuple(entry for _, entry in drafted) if rule.needs_q else ()
-    proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
+    proposal = drafted(wide, sampling, noise)
     rows = logits[: num_draft_tokens + 1]
     expected = score(target_probabilities(rows, params, HISTORY), proposal, noise)
     verdict = verdict_from_logits(rows, params, HISTORY, proposal, noise)
     assert verdict.correction == expected.correction
-    assert verdict.accept_probability == pytest.approx(
-        expected.accept_probability, rel=1e-12, abs=1e-12
-    )
+    accept = pytest.approx(expected.accept_probability, rel=1e-12, abs=1e-12)
+    assert verdict.accept_probability == accept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,15 +149,12 @@ def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, param
         logits = (torch.randn(4, 20_000, generator=generator) * 3).to(dtype)
         noise = RoundNoise(seed, rule, 30)
         near = logits[:3].float() + torch.randn(3, 20_000, generator=generator)
-        drafted = draw_from_logits(near, [SamplingParams()] * 3, [noise] * 3, range(3))[0]
-        q = tuple(entry for _, entry in drafted) if rule.needs_q else ()
-        proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
+        proposal = drafted(near, SamplingParams(), noise)
         found = verdict_from_logits(logits, params, NO_HISTORY, proposal, noise)
         expected = verdict_from_logits(logits.double(), params, NO_HISTORY, proposal, noise)
         assert found.correction == expected.correction
-        assert found.accept_probability == pytest.approx(
-            expected.accept_probability, rel=1e-5, abs=1e-12
-        )
+        accept = pytest.approx(expected.accept_probability, rel=1e-5, abs=1e-12)
+        assert found.accept_probability == accept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -180,11 +172,8 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
         logits = (torch.randn(num + 1, 9_000, generator=generator) * 3).to(dtype)
         noise = RoundNoise(index, rule, 20 + index)
         near = logits[:num].float() + torch.randn(num, 9_000, generator=generator) / 2
-        drafted = draw_from_logits(near, [params] * num, [noise] * num, range(num))[0]
-        q = tuple(entry for _, entry in drafted) if rule.needs_q else ()
-        questions.append(
-            Question(logits, params, NO_HISTORY, Proposal(tuple(v for v, _ in drafted), q), noise)
-        )
+        proposal = drafted(near, params, noise)
+        questions.append(Question(logits, params, NO_HISTORY, proposal, noise))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -206,6 +195,5 @@ def test_logits_that_are_no_numbers_name_their_row(bad, rule, presence_penalty):
     with pytest.raises(InvariantError, match="row 1"):
         verdict_from_logits(logits, params, HISTORY, proposal, RoundNoise(1, rule, 4))
     with pytest.raises(InvariantError, match="row 0"):
-        verdict_from_logits(
-            torch.full((1, 4), -INF), params, HISTORY, Proposal(), RoundNoise(1, rule, 4)
-        )
+        empty = torch.full((1, 4), -INF)
+        verdict_from_logits(empty, params, HISTORY, Proposal(), RoundNoise(1, rule, 4))
