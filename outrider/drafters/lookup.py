@@ -19,8 +19,7 @@ class Guess:
     """Tokens that followed an earlier occurrence of the text's last tokens."""
 
     token_ids: tuple[int, ...] = ()
-    score: float = 0.0
-    """Expected number of accepted tokens."""
+    score: float = 0.0  # expected number of accepted tokens
 
     def proposal(self, request: DraftRequest) -> Proposal:
         """The guess as a proposal in which the draft gives each token the probability 1."""
@@ -38,7 +37,7 @@ def share_of(num: int, num_all: int, match_length: int) -> float:
 
 class LookupDrafter:
     """A drafter without a model. Keeps the texts of `SEQUENCES_PER_REPLICA_MAX` sessions, and
-    builds missing texts again."""
+    builds the texts of other sessions again."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         """`begin` makes an empty text for a request's session."""
@@ -79,8 +78,7 @@ class TextIndex:
         self._digest = EMPTY_DIGEST
         self._last: dict[tuple[int, ...], int] = {}
         """The place after the last occurrence of each n-gram."""
-        self._previous: list[int] = []
-        """The link of the place after each kept token; 0 = none."""
+        self._previous: list[int] = []  # the link of the place after each kept token; 0 = none
 
     def __len__(self) -> int:
         return len(self._ids)

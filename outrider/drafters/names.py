@@ -39,7 +39,7 @@ _WORDS = (*_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A look-up, a model, a head, or a hybrid of a look-up with one of the others."""
+    """A look-up, a model, a head, or a hybrid of a look-up and a model or head."""
 
     lookup: LookupKind | None
     runs_on: Literal["coordinator", "target", "draft"]

@@ -44,10 +44,8 @@ class SuffixConfig:
 
 class _Occurrence(NamedTuple):
     text: TextIndex
-    place: int
-    """The place after the occurrence."""
-    length: int
-    """How many tokens before the place equal the session's last tokens."""
+    place: int  # the place after the occurrence
+    length: int  # number of tokens before the place that equal the session's last tokens
 
     def follower(self, drafted: Sequence[int]) -> int:
         """The token `len(drafted)` tokens after the place. The drafted tokens count as the
@@ -162,7 +160,7 @@ class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Seed -> length of its output with `END`, the oldest output first."""
+        """By seed: the length of its output, with `END`. The oldest output comes first."""
 
 
 class History:
@@ -172,11 +170,11 @@ class History:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
         self._tokens_total = tokens_total
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
-        """The tenant whose last output is the oldest comes first."""
+        """By the age of each tenant's last output, the oldest first."""
         self._num_tokens = 0
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs in one text, or None. Valid until the next `add`."""
+        """The tenant's outputs in one text; None = no outputs. Valid until the next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ class Aligned(NamedTuple):
     """A session that holds only committed tokens, and the tokens to run next."""
 
     sequence: TokenSequence
-    """The tokens held (`Engine.tokens`)."""
+    """The tokens that the engine holds for the session (`Engine.tokens`)."""
     new_tokens: tuple[int, ...]
     """The committed tokens that are not held. Has at least the last committed token."""
 

@@ -39,7 +39,6 @@ class LayerShape:
 
 
 def page_bytes_of(shapes: Sequence[LayerShape], page_size: int) -> int:
-    """The bytes of a page of layers with these shapes."""
     return page_size * sum(shape.slot_bytes for shape in shapes)
 
 
@@ -107,7 +106,7 @@ class BlockedKeysAndValues(NamedTuple):
 
 
 class KVCache:
-    """The caches of layers."""
+    """The caches of all attention layers."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_pages: int, page_size: int, is_blocked: bool = False
@@ -140,7 +139,7 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages (from, to) in every layer, all at once."""
+        """Copies pages (from, to) in every layer, as if all were copied at the same time."""
         if not copies or not self._stacks:
             return
         sources, targets = torch.tensor(copies, device=self._stacks[0].device).unbind(1)

@@ -23,8 +23,7 @@ from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, Tok
 NEAR_TIE = 2.0**-6
 """A greedy token is a near tie if its logit is at most `NEAR_TIE` * max(1, |m|) below the largest
 logit m. Neighbouring bfloat16 numbers differ by up to 2^-7 of their size."""
-_P_MIN = 1e-300
-"""Replaces p = 0 in a division 0 / p."""
+_P_MIN = 1e-300  # replaces p = 0 in a division 0 / p
 
 
 def audit(

@@ -14,9 +14,7 @@ class AuditSums:
     """Greedy tokens that are neither the likeliest token nor a near tie."""
     num_near_ties: int = 0
     """Greedy tokens that are a near tie of the likeliest token."""
-    surprise: float = 0.0
-    """Sum of -log p(x), in nats, without greedy tokens."""
-    entropy: float = 0.0
-    """Expected value of `surprise`."""
+    surprise: float = 0.0  # sum of -log p(x), in nats, without greedy tokens
+    entropy: float = 0.0  # expected value of `surprise`
     variance: float = 0.0
     """Variance of `surprise`, in nats squared."""

@@ -62,10 +62,8 @@ DraftedToken = tuple[int, DraftDistribution | None]
 class LikelyTokens:
     """The M likeliest tokens of each of R rows, likeliest first, on the CPU."""
 
-    ids: IntArray
-    """[R, M], the target's ids."""
-    mass: RealArray
-    """[R, M], proportional to the probabilities."""
+    ids: IntArray  # [R, M]: token ids of the target
+    mass: RealArray  # [R, M]: proportional to the probabilities
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -77,7 +75,6 @@ class LikelyTokens:
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
-        """Splits the rows into consecutive parts."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]

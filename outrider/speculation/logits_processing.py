@@ -24,8 +24,7 @@ from outrider.grammar.token_mask import Allowed, Flags, TokenMask
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, TokenHistory
 
-_HEAD_ENTRIES = 64
-"""Top-p first searches only this many of the largest weights."""
+_HEAD_ENTRIES = 64  # top-p first searches only this many of the largest weights
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
@@ -34,8 +33,7 @@ _BUCKETS = {
 leaves the exponent and six bits of the fraction."""
 _NUM_BUCKETS = 64 * 64
 """64 buckets for each power of 2 from 1 to 2^-64. Smaller weights share the last bucket."""
-_BLOCK = 64
-"""`largest` compares the maxima of blocks of this size first."""
+_BLOCK = 64  # `largest` first compares the maxima of blocks of this size
 
 
 def target_probabilities(
@@ -271,8 +269,7 @@ def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
 class DraftVocabulary:
     """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
 
-    token_ids: npt.NDArray[np.int64]
-    """[N], ascending."""
+    token_ids: npt.NDArray[np.int64]  # [N], ascending
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -89,15 +89,12 @@ def guess_outcomes(
     return OutcomeGuesses(corrections, scores, evidence)
 
 
-_FADE = 1 - 1 / 500
-"""Each new outcome multiplies the weight of earlier outcomes by this factor."""
+_FADE = 1 - 1 / 500  # each new outcome multiplies the weight of earlier outcomes by this
 _PRIOR_INFORMATION = 5.0
 """Initial information about each coefficient, as much as about twenty outcomes give."""
 _WEIGHT_MAX, _OFFSET_MAX = 8.0, 6.0
-_STEP_MAX = 0.5
-"""Largest change of a coefficient by one outcome."""
-RANKS_MAX = 16
-"""Largest number of guesses of one correction."""
+_STEP_MAX = 0.5  # largest change of a coefficient by one outcome
+RANKS_MAX = 16  # largest number of guesses of one correction
 
 
 class LikelyOutcome(NamedTuple):
@@ -194,11 +191,10 @@ class OutcomeModels:
     first session with a seed uses a shared model, and each later one has its own."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
-        """After `seeds_max` seeds, forgets them and the shared models under token and block."""
+        """After `seeds_max` seeds, forgets all seeds, and the shared models of token and block."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
-        self._first: dict[int, str] = {}
-        """The first session with each seed."""
+        self._first: dict[int, str] = {}  # by seed: its first session
         self._alone: dict[str, OutcomeModel] = {}
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
