@@ -97,8 +97,7 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Returns when the coordinators serve. After a failure, raises an `OutriderError`, and
-        nothing that was started still runs."""
+        """Returns when coordinators serve. After a failure, stops and raises an `OutriderError`."""
         try:
             await self._start()
         except BaseException:
@@ -215,9 +214,8 @@ class Deployment:
 
     async def stop(self) -> None:
         """Stops everything that `start` has started. First, coordinators get `stop_timeout_s` to
-        end their requests. Then targets and drafts get as long to end their steps. Idempotent. On
-        another cluster, raises `Unavailable` if Ray's head does not answer. Replicas may then still
-        run."""
+        end their requests. Then targets and drafts get as long for their steps. Idempotent. Raises
+        `Unavailable` if another cluster's head does not answer; replicas may then still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)

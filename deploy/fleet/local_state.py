@@ -116,8 +116,7 @@ def logged_error(directory: Path) -> str | None:
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
     """Writes the record and, unless `key` is empty, the API key for this machine's commands. Each
-    file is written atomically, and only its owner can read it. Raises `ConfigError`, for example if
-    the disk is full."""
+    file is written atomically, and only its owner can read it. Raises `ConfigError`."""
     try:
         if key:
             write_whole(directory / KEY_NAME, key, 0o600)

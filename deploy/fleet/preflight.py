@@ -50,8 +50,7 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     """Setting, host and port of each server of a deployment on this machine; port 0 = any free
-    port. Raises `SettingError` if two settings need the same port, or a port is above
-    `PORT_MAX`."""
+    port. Raises `SettingError` if two settings need the same port, or one exceeds `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []

@@ -239,8 +239,7 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
 
 
 async def run_task(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function in another process of the cluster. Raises the function's `OutriderError`, and
-    `Unavailable` if the process died."""
+    """Runs a function in a process of the cluster. Raises `Unavailable` if the process died."""
     try:
         called = ray.remote(function).options(num_cpus=0, max_retries=0).remote(*arguments)
         found: T = await _result(called)

@@ -169,8 +169,7 @@ class Reconciler(PlacedActor):
         await asyncio.shield(self._begun)
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
-        """Stores the wanted numbers of replicas, and returns the settings of autoscaling. Raises
-        `ConfigError` and `StoreUnavailable`."""
+        """Stores wanted numbers of replicas. Returns the settings of autoscaling."""
         await self._ready()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
@@ -333,8 +332,7 @@ class Reconciler(PlacedActor):
         return self._fleet.spec
 
     async def overview(self, seen: Overview | None = None) -> Overview:
-        """Returns the overview as soon as it differs from `seen`, at the latest after `NEWS_S`.
-        Raises like `_ready`."""
+        """Returns the overview as soon as it differs from `seen`, at the latest after `NEWS_S`."""
         await self._ready()
         loop = asyncio.get_running_loop()
         until = loop.time() + NEWS_S

@@ -555,8 +555,7 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        """Kills the actors. While Ray's head does not answer, tries again, because a replica that
-        is forgotten would run for ever."""
+        """Kills the actors. Retries while Ray's head does not answer, so no actor is forgotten."""
         one.found = Engagement()
         try:
             await retried(f"{one.name} cannot be killed", partial(self._cluster.remove, one.ranks))

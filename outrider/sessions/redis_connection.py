@@ -297,8 +297,7 @@ class ScriptRunner:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """Runs a script. Runs that begin during a round trip of the script share the next round
-        trip. Raises the run's error."""
+        """Runs a script. Runs that begin during a round trip share the next round trip."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()

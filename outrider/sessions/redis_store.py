@@ -31,15 +31,7 @@ from typing import Any, Self
 import redis.asyncio
 from pydantic import TypeAdapter
 
-from outrider import limits
-from outrider.errors import (
-    DataLoss,
-    InvariantError,
-    OutriderError,
-    StaleEpoch,
-    StoreUnavailable,
-    Unavailable,
-)
+from outrider import errors, limits
 from outrider.sessions import store
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import Call, Script, ScriptRunner, check_server, new_client
@@ -100,9 +92,9 @@ class RedisStore(store.SessionStore):
             "opened", _OPENED.dump_json(opened), *_progress(session),
         )  # fmt: skip
         if answer == 0:
-            raise InvariantError(f"another session has the id {session.session_id}")
+            raise errors.InvariantError(f"another session has the id {session.session_id}")
 
-    async def append(self, appends: Sequence[store.Append]) -> list[int | OutriderError]:
+    async def append(self, appends: Sequence[store.Append]) -> list[int | errors.OutriderError]:
         calls: list[Call] = []
         for one in appends:
             arguments = (
@@ -138,7 +130,7 @@ class RedisStore(store.SessionStore):
             asked = (self._lease(seen.owner), (wanted, self.lease_ms))
             left_ms = await self._scripts.run(_READ_LEASE, asked)
             if left_ms >= 0:
-                raise Unavailable(
+                raise errors.Unavailable(
                     f"session {session_id} has an owner, whose lease lasts for {left_ms} ms more; "
                     "try again then",
                     retry_after_ms=max(left_ms, 1),
@@ -148,7 +140,7 @@ class RedisStore(store.SessionStore):
         answer = await self._run(_TAKE_OVER, session_id, seen.epoch, seen.owner, owner, ttl_ms)
         if (record := await self._record(session_id, answer)) is not None:
             return record
-        raise StoreUnavailable(
+        raise errors.StoreUnavailable(
             f"session {session_id} was taken over, or lost its last tokens, while it was read; try "
             "again",
             retry_after_ms=limits.TAKE_OVER_RETRY_MS,
@@ -167,7 +159,7 @@ class RedisStore(store.SessionStore):
             record = await self._record(session_id, await self._run(_LOAD, session_id))
             if record is not None:
                 return record
-        raise StoreUnavailable(
+        raise errors.StoreUnavailable(
             f"session {session_id} changed {limits.LOAD_TRIES_MAX} times while it was read; try "
             "again"
         )
@@ -189,7 +181,7 @@ class RedisStore(store.SessionStore):
     ) -> int:
         answer = await self._run(script, session_id, epoch, owner, *arguments)
         found = _outcome(session_id, epoch, answer)
-        if isinstance(found, OutriderError):
+        if isinstance(found, errors.OutriderError):
             raise found
         return found
 
@@ -232,18 +224,19 @@ class RedisStore(store.SessionStore):
         return key, f"{key}:tokens", f"{key}:logprobs"
 
 
-def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
+def _outcome(session_id: str, epoch: int, answer: Any) -> int | errors.OutriderError:
     match answer:
-        case int() | OutriderError():
+        case int() | errors.OutriderError():
             return answer
         case [b"missing", _]:
-            return DataLoss(f"session {session_id} is not stored any more; it cannot be continued")
+            reason = f"session {session_id} is not stored any more; it cannot be continued"
+            return errors.DataLoss(reason)
         case [b"stale", int(stored_epoch)]:
-            return StaleEpoch(
+            return errors.StaleEpoch(
                 f"session {session_id} has a new owner: its epoch is {stored_epoch}, and that of "
                 f"this write is {epoch}"
             )
-    return InvariantError(f"Redis gave an unknown answer for session {session_id}")
+    return errors.InvariantError(f"Redis gave an unknown answer for session {session_id}")
 
 
 TOKEN_BYTES = 4
@@ -282,7 +275,8 @@ def decode_record(
             store.FinishReason(reason) if reason else None,
         )  # fmt: skip
     except (KeyError, ValueError, struct.error) as error:
-        raise DataLoss(f"session {session_id} is stored in an unknown form: {error}") from error
+        reason = f"session {session_id} is stored in an unknown form: {error}"
+        raise errors.DataLoss(reason) from error
     reason = f"the stored tokens of session {session_id} do not match their digest"
     if len(token_ids) < prompt_length:
         reason = (
@@ -290,4 +284,4 @@ def decode_record(
         )
     elif TokenSequence(token_ids).digest() == record.prefix_digest:
         return record
-    raise DataLoss(f"{reason}; it cannot be continued")
+    raise errors.DataLoss(f"{reason}; it cannot be continued")

@@ -1,5 +1,5 @@
-"""The state of one session at its owner: how many tokens are decided, how many are stored, and how
-many may be shown to the client.
+"""The state of one session at its owner, the coordinator that runs it: how many tokens are decided,
+how many are stored, and how many may be shown to the client.
 
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store has lost tokens)
@@ -14,22 +14,14 @@ from dataclasses import replace
 
 from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import APPEND_TOKENS_MAX
-from outrider.sessions.store import (
-    FIRST_EPOCH,
-    Append,
-    CacheState,
-    Counters,
-    Finish,
-    FinishReason,
-    SessionRecord,
-)
+from outrider.sessions import store
 from outrider.tokens import TokenSequence
 
 
 class Session:
     """The tokens of one session, and how many of them are stored. Not thread-safe."""
 
-    def __init__(self, record: SessionRecord) -> None:
+    def __init__(self, record: store.SessionRecord) -> None:
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
         """The session's record without tokens. Only fields that never change are up to date."""
@@ -46,7 +38,7 @@ class Session:
         """Number of tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
         """The largest number of tokens that the store has held."""
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: store.FinishReason | None = None
         """None while the session runs. After the end, the store may still lack the last tokens."""
         self.error: OutriderError | None = None
         self.check_integrity()
@@ -65,8 +57,9 @@ class Session:
         return self.error is None and self.num_uncommitted > 0
 
     def decide(
-        self, token_ids: Sequence[int], counters: Counters, *, draft: CacheState | None = None,
-        target: CacheState | None = None, logprobs: Sequence[str] = (),
+        self, token_ids: Sequence[int], counters: store.Counters, *,
+        draft: store.CacheState | None = None, target: store.CacheState | None = None,
+        logprobs: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Appends the tokens of one outcome. `counters` count the whole session. If `draft` or
         `target` is None, the session's earlier value stays. Either every call has `logprobs`, with
@@ -84,10 +77,9 @@ class Session:
         self.draft = draft or self.draft
         self.target = target or self.target
 
-    def next_append(self) -> Append | None:
-        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`; None
-        if there are none. A call before the store's answer returns the same tokens again, and newer
-        tokens."""
+    def next_append(self) -> store.Append | None:
+        """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks; None = it
+        lacks none. Until the store answers, each call returns the same tokens, and newer tokens."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -95,7 +87,7 @@ class Session:
         first_line = max(start - self.prompt_length, 0)
         lines = self.logprobs[first_line : max(end - self.prompt_length, 0)]
         record = self.record
-        return Append(
+        return store.Append(
             session_id=record.session_id, epoch=record.epoch, owner=record.owner,
             expected_length=start, token_ids=tuple(self.tokens.ids[start:end]),
             prefix_digest=self.tokens.digest(end), draft=self.draft, target=self.target,
@@ -103,12 +95,12 @@ class Session:
             more_follow=end < self.showable_length,
         )  # fmt: skip
 
-    def ending(self) -> Finish:
+    def ending(self) -> store.Finish:
         """Returns the message that ends this session in the store."""
         record = self.record
         if self.finish_reason is None:
             raise InvariantError(f"session {record.session_id} ends without a reason")
-        return Finish(
+        return store.Finish(
             session_id=record.session_id, epoch=record.epoch, owner=record.owner,
             length=self.length, reason=self.finish_reason, counters=self.counters,
         )  # fmt: skip
@@ -124,7 +116,7 @@ class Session:
         self.acknowledged_length = stored_length
         self.showable_length = max(self.showable_length, stored_length)
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: store.FinishReason) -> None:
         """Ends the session. `next_append` still returns the tokens that the store lacks."""
         self._check_running("finished")
         self.finish_reason = reason
@@ -138,7 +130,7 @@ class Session:
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` if an inequality of the module's docstring does not hold."""
-        check(self.epoch >= FIRST_EPOCH, f"epoch {self.epoch}")
+        check(self.epoch >= store.FIRST_EPOCH, f"epoch {self.epoch}")
         prompt, stored, showable = (
             self.prompt_length, self.acknowledged_length, self.showable_length
         )  # fmt: skip
