@@ -18,7 +18,7 @@ from outrider.config import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
-from .rounds import Option, Rounds, ServiceTimes, scripted, total
+from .rounds import NOISE, Option, Rounds, ServiceTimes, scripted, total
 from .simulation import Pair
 
 GAIN_MIN = 0.005
@@ -39,8 +39,7 @@ class Chooser:
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
         rule: Rule,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` [texts] are the lengths of the prompts. `plain` are rounds without
-        drafts."""
+        """`prompt_tokens` [texts] are lengths of prompts. `plain` are rounds without drafts."""
         self._times, self._sessions = times, sessions
         prefills = (times.target.step_seconds(max(1, num)) for num in prompt_tokens)
         self._first_s = sum(map(times.first.at, prefills))
@@ -60,8 +59,7 @@ class Chooser:
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
         """The fastest way to decode with this rule and K, without look-ahead or with one of the
-        `FAN_OUTS`. `hit_rates` has the hit rates of look-ahead for 1, 2, ... outcomes; empty = the
-        drafter cannot look ahead."""
+        `FAN_OUTS`. `hit_rates` has look-ahead's hit rates for 1, 2, ... outcomes; empty = none."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
@@ -97,10 +95,9 @@ def speedup_interval(
     times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Sequence[Rounds],
     chosen: tuple[Option, Sequence[Rounds]],
 ) -> tuple[float, float] | None:  # fmt: skip
-    """The bootstrap interval of an option's speed-up over plain decoding, with the confidence
-    `LEVEL`. `prompt_tokens` [texts] are the lengths of the prompts, `plain` [texts] the rounds
-    without drafts, and `chosen` has the option and its rounds [texts]. Returns None for a single
-    text."""
+    """The bootstrap interval of an option's speed-up, with the confidence `LEVEL`; None if there is
+    a single text. `prompt_tokens` [texts] are the lengths of the prompts, `plain` [texts] the
+    rounds without drafts, and `chosen` has the option and its rounds [texts]."""
     num, generator = len(prompt_tokens), np.random.default_rng(0)
     if num < 2:
         return None
@@ -128,6 +125,15 @@ class TemperaturePlan:
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
     speedup_interval: tuple[float, float] | None
+
+    @property
+    def doubt(self) -> str:
+        """Why the measured times must be wrong; empty if they may be right. A round with drafts
+        takes at least as long as a plain round, so the speed-up is at most the tokens a round."""
+        speedup, tokens = self.chosen.speedup, self.chosen.tokens_per_round
+        if speedup <= (1 + NOISE) * tokens:
+            return ""
+        return f"a speed-up of {speedup:.2f} is impossible with {tokens:.2f} tokens a round"
 
 
 def choose(
@@ -265,6 +271,11 @@ class PlanReport:
 
 
 def _advice(plan: TemperaturePlan) -> Iterator[str]:
+    if plan.doubt:
+        yield (
+            f"Warning: the measured times are wrong, because {plan.doubt}. Repeat the plan while "
+            "nothing else uses this machine."
+        )
     plain = plan.plain.tokens_per_second
     drafted = (one for one in plan.options if one.draft_replicas)
     rates = (one.tokens_per_second / (1 + one.draft_replicas) for one in drafted)

@@ -1,5 +1,6 @@
 """The rehearsal of `outrider plan`: short sessions on the real services, and their times."""
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.link import Link
 
 from .choosing import TemperaturePlan, choose
-from .rounds import Script, ServiceTimes, fitted
+from .rounds import Line, Script, ServiceTimes, fitted
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
 """Values of K in a rehearsal. Every second prompt uses these values in reverse order."""
@@ -43,7 +44,7 @@ async def rehearsed_plans(
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
     """A plan for each sample. All samples have the same prompts. `link` has further fields of
-    `ServiceTimes`. Raises `Unavailable`."""
+    `ServiceTimes`. If a plan has a `doubt`, measures its times once more. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
     # Each prompt is answered several times, and a look-up must not copy from the earlier answers.
     lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)
@@ -56,15 +57,22 @@ async def rehearsed_plans(
             target=target, draft=draft, target_max_num_seqs=config.target.max_num_seqs,
             max_num_seqs=config.draft.max_num_seqs, **link,
         )  # fmt: skip
-        times: list[ServiceTimes] = []
+        plans: list[TemperaturePlan] = []
+        first: Line | None = None
         for sample in samples:
             async with replicas.coordinator() as (client, _):
-                rehearsed = await _rehearsed(client, sample, progress)
-            found = fit(known, config.draft, sample.temperature, rehearsed)
-            # Only the first sample prefills whole prompts. For later samples, prompts are cached.
-            times.append(replace(found, first=times[0].first) if times else found)
-    pairs = zip(samples, times, strict=True)
-    return tuple(choose(sessions, config.draft, *pair) for pair in pairs)
+                for _ in range(2):
+                    rehearsed = await _rehearsed(client, sample, progress)
+                    times = fit(known, config.draft, sample.temperature, rehearsed)
+                    # Only the first rehearsal prefills whole prompts. Later, prompts are cached.
+                    first = first or times.first
+                    times = replace(times, first=first)
+                    plan = await asyncio.to_thread(choose, sessions, config.draft, sample, times)
+                    if not plan.doubt:
+                        break
+                    progress(plan.doubt)
+            plans.append(plan)
+    return tuple(plans)
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:

@@ -1,7 +1,12 @@
 """`outrider plan` on toy models: the computed rounds equal rounds that are played."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +18,7 @@ from toy_engine import ToyEngine
 from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from benchmarks.measurement import Completion, Round, bench_request
 from benchmarks.prompts import BenchPrompt
+from deploy.planner import rehearsal
 from deploy.planner.choosing import PlanReport, choose
 from deploy.planner.rehearsal import PlayedSession, fit
 from deploy.planner.rounds import ServiceTimes, scripted, total
@@ -139,6 +145,38 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
     assert times.rest_s == pytest.approx(0.002, rel=0.02)
     assert times.plain.at(0.010) == pytest.approx(0.014, rel=0.02)
     assert times.first.at(TARGET.step_seconds(5)) == pytest.approx(0.1, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_noisy", "measured"), [(0, 1), (1, 2), (2, 2)])
+def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
+    num_noisy: int, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the machine is busy, plain rounds take 100 ms, and later 14 ms. Rounds with drafts
+    always take 14 ms and more, and nothing is accepted."""
+    sample, calls, lines = _sample(NGRAM, 0.0), list[str](), list[str]()
+
+    @asynccontextmanager
+    async def replicas(*_: Any) -> AsyncIterator[Any]:
+        coordinator = partial(nullcontext, ("client", None))
+        yield SimpleNamespace(coordinator=coordinator)
+
+    async def tables(_: Any) -> Any:
+        return TARGET, None
+
+    async def rehearsed(client: str, *_: object) -> list[PlayedSession]:
+        calls.append(client)
+        plain_s = 0.100 if len(calls) <= num_noisy else 0.014
+        drafted = [_session(text, 4, 0.0, 0.012, 0.002, 12) for text in sample.texts]
+        return [*drafted, *(_session(text, 0, 0.0, plain_s, 0.0, 12) for text in sample.texts)]
+
+    for name, stub in (("running_pair", replicas), ("_tables", tables), ("_rehearsed", rehearsed)):
+        monkeypatch.setattr(rehearsal, name, stub)
+    config = load_config({"draft_model": "ngram"}, {})
+    [plan] = asyncio.run(rehearsal.rehearsed_plans(config, [sample], lines.append, 1))
+    assert len(calls) == measured
+    warned = "a speed-up of " in shown(plans=(plan,))
+    assert warned == bool(plan.doubt) == (num_noisy == 2)
+    assert lines[1:] == num_noisy * [lines[-1]]
 
 
 def shown(**told: Any) -> str:
