@@ -167,7 +167,7 @@ class Generations:
 
         All choices together count as one request of the caller. Until the last choice ends, each
         choice counts as one generation. No choice runs before all are admitted. Raises `BadRequest`
-        if the caller may not run so many choices at a time. Raises the errors of the service."""
+        if there are more choices than the caller may run at a time, and the service's errors."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
