@@ -43,9 +43,10 @@ def test_an_append_says_all_that_a_successor_must_know() -> None:
 
 def test_a_long_gap_is_sent_in_pieces() -> None:
     session = opened()
-    session.decide([7] * (APPEND_TOKENS_MAX + 1), NO_COUNTS)
+    num_tokens = APPEND_TOKENS_MAX + 1
+    session.decide([7] * num_tokens, NO_COUNTS, logprobs=["{}"] * num_tokens)
     append = session.next_append()
-    assert len(append.token_ids) == APPEND_TOKENS_MAX
+    assert len(append.token_ids) == append.logprobs.count("\n") == APPEND_TOKENS_MAX
     assert append.prefix_digest == session.tokens.digest(3 + APPEND_TOKENS_MAX)
     session.acknowledge(3 + APPEND_TOKENS_MAX)
     assert sent(session) == (3 + APPEND_TOKENS_MAX, (7,))

@@ -190,7 +190,7 @@ def test_rows_are_masked_each_by_its_own(width: int) -> None:
 
 
 def test_columns_of_a_reduced_vocabulary_are_masked_by_their_tokens() -> None:
-    vocabulary = DraftVocabulary(np.array([3, 8, 200, 290]))
+    vocabulary = DraftVocabulary.of([3, 8, 200, 290])
     masked = masked_logits(torch.zeros(1, 4), [mask_of([8, 9, 290])], vocabulary)
     assert masked[0].isfinite().nonzero()[:, 0].tolist() == [1, 3]
 

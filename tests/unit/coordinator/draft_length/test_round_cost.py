@@ -81,9 +81,10 @@ def test_lookups_take_as_long_however_much_they_find() -> None:
 
 
 def test_rows_cost_other_sessions_tokens() -> None:
-    """Of nine sessions, four others share a step. A millisecond of a row costs them its tokens."""
+    """Each target has nine sessions. Of these, four others share a step. A millisecond of a row
+    costs them its tokens."""
     one = costs()
-    one.load.num_sessions = 9
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 10, 8, 2
     for _ in range(2000):
         note_load(one, 1, 2, 0.040, 0.020, 0)
     found = one.forecast(2, context=0)
