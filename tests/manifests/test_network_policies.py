@@ -5,16 +5,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tests.manifests.rendering import (
-    EVERY_OPTION,
-    OWN_GCS,
-    OWN_REDIS,
-    RELEASE,
-    Manifest,
-    of_kind,
-    pods,
-    render,
-)
+from tests.manifests import rendering
 
 GROUPS: Final = ("headgroup", "coordinator", "target", "draft")
 RAY_PORTS: Final = (6379, 8265, 10001)
@@ -38,12 +29,12 @@ STRANGER: Final = Source()
 FAR_STRANGER: Final = Source(namespace={"kubernetes.io/metadata.name": "elsewhere"})
 
 
-def _matches(selector: Manifest, labels: Mapping[str, str]) -> bool:
+def _matches(selector: rendering.Manifest, labels: Mapping[str, str]) -> bool:
     assert set(selector) <= {"matchLabels"}
     return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
 
 
-def _is_peer(peer: Manifest, source: Source) -> bool:
+def _is_peer(peer: rendering.Manifest, source: Source) -> bool:
     if "ipBlock" in peer:
         return False  # Matches no pod here.
     if "namespaceSelector" not in peer:
@@ -53,10 +44,10 @@ def _is_peer(peer: Manifest, source: Source) -> bool:
     return inside and _matches(peer.get("podSelector", {}), source.labels)
 
 
-def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, str]]:
+def _labels(manifests: Sequence[rendering.Manifest], cluster: str) -> dict[str, dict[str, str]]:
     """The labels of each kind of pod, including those that KubeRay adds."""
     found = {}
-    for group, template in pods(manifests).items():
+    for group, template in rendering.pods(manifests).items():
         found[group] = dict(template["metadata"]["labels"])
         if group not in ("redis", "gcs", "gateway"):
             found[group] |= {"ray.io/cluster": cluster, "ray.io/group": group}
@@ -66,10 +57,10 @@ def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, 
 class Release:
     """Answers which pods reach which ports of which pods."""
 
-    def __init__(self, cluster: str = f"{RELEASE}-outrider", *rendered: Any) -> None:
-        self.manifests = render(*rendered)
+    def __init__(self, cluster: str = f"{rendering.RELEASE}-outrider", *rendered: Any) -> None:
+        self.manifests = rendering.render(*rendered)
         self.labels = _labels(self.manifests, cluster)
-        self._policies = list(of_kind(self.manifests, "NetworkPolicy").values())
+        self._policies = list(rendering.of_kind(self.manifests, "NetworkPolicy").values())
 
     def admits(self, to: str, source: Source, port: int) -> bool:
         """Whether `source` reaches this port of the pods `to`. It does if any policy that selects
@@ -112,7 +103,9 @@ def test_the_pods_of_a_release_reach_each_other_and_its_redis() -> None:
 def test_what_the_head_knows_is_for_the_head() -> None:
     """Data in this Redis runs as code on every node. Neither the pods of coordinators, targets and
     drafts nor clients of the sessions' Redis reach it."""
-    every = Release("speculation", [EVERY_OPTION], (*OWN_REDIS, *OWN_GCS))
+    every = Release(
+        "speculation", [rendering.EVERY_OPTION], (*rendering.OWN_REDIS, *rendering.OWN_GCS)
+    )
     for release in (Release(), every):
         sources = {group: Source(one) for group, one in release.labels.items()}
         sources |= {"heir": Source({"ray.io/cluster": "speculation-next"}), "stranger": STRANGER}
@@ -121,7 +114,7 @@ def test_what_the_head_knows_is_for_the_head() -> None:
 
 
 def test_only_what_is_named_is_admitted() -> None:
-    release = Release("speculation", [EVERY_OPTION], OWN_REDIS)
+    release = Release("speculation", [rendering.EVERY_OPTION], rendering.OWN_REDIS)
     user = Source({"uses": "outrider"}, {"kubernetes.io/metadata.name": "applications"})
     scraper = Source({}, {"kubernetes.io/metadata.name": "monitoring"})
     heir = Source({"ray.io/cluster": "speculation-next"})
@@ -138,10 +131,12 @@ def test_only_what_is_named_is_admitted() -> None:
 def test_services_lead_to_coordinators_and_to_redis(has_gateway: bool) -> None:
     """One more leads to the gateway, if there is one. No service of the chart has a port of a
     target, of a draft or of Ray."""
-    release = Release(f"{RELEASE}-outrider", (), [f"gateway.enabled={str(has_gateway).lower()}"])
+    release = Release(
+        f"{rendering.RELEASE}-outrider", (), [f"gateway.enabled={str(has_gateway).lower()}"]
+    )
     led = {
-        name.removeprefix(f"{RELEASE}-outrider"): group
-        for name, each in of_kind(release.manifests, "Service").items()
+        name.removeprefix(f"{rendering.RELEASE}-outrider"): group
+        for name, each in rendering.of_kind(release.manifests, "Service").items()
         for group, labels in release.labels.items()
         if _matches({"matchLabels": each["spec"]["selector"]}, labels)
     }  # fmt: skip

@@ -19,14 +19,7 @@ from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import AWAY_S, SLOW_S, Reconciler, ReconcilerClient, changed
 from deploy.fleet.replica_set import Fleet
 from outrider.config import DeploymentConfig, load_config
-from outrider.errors import (
-    ConfigError,
-    EngineLost,
-    OutriderError,
-    SettingError,
-    StoreUnavailable,
-    Unavailable,
-)
+from outrider.errors import ConfigError, OutriderError, SettingError, StoreUnavailable, Unavailable
 from outrider.registry.registry import ReplicaRecord, Role
 from outrider.replica.process_setup import Place
 
@@ -371,7 +364,7 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(ends: str) -> Non
             sums_of(host, 1.1)
         await asyncio.sleep(60)
         if ends == "death":
-            host.world.machines.actors[-1].end.set_exception(EngineLost("no memory"))
+            host.world.machines.actors[-1].end.set_exception(OutriderError("no memory"))
         if ends == "command":
             await found.end_trial()
         if ends == "restart":

@@ -151,8 +151,8 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
 def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
     num_noisy: int, measured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the machine is busy, plain rounds take 100 ms, and later 14 ms. Rounds with drafts
-    always take 14 ms and more, and nothing is accepted."""
+    """While the machine is busy, plain rounds take 100 ms, and later 10 ms. Rounds with drafts
+    always take 10 ms or more."""
     sample, calls, lines = _sample(NGRAM, 0.0), list[str](), list[str]()
 
     @asynccontextmanager
@@ -165,16 +165,15 @@ def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
 
     async def rehearsed(client: str, *_: object) -> list[PlayedSession]:
         calls.append(client)
-        plain_s = 0.100 if len(calls) <= num_noisy else 0.014
-        drafted = [_session(text, 4, 0.0, 0.012, 0.002, 12) for text in sample.texts]
-        return [*drafted, *(_session(text, 0, 0.0, plain_s, 0.0, 12) for text in sample.texts)]
+        plain_s = 0.100 if len(calls) <= num_noisy else 0.010
+        return [_session(text, 0, 0.0, plain_s, 0.0, 12) for text in sample.texts]
 
     for name, stub in (("running_pair", replicas), ("_tables", tables), ("_rehearsed", rehearsed)):
         monkeypatch.setattr(rehearsal, name, stub)
     config = load_config({"draft_model": "ngram"}, {})
     [plan] = asyncio.run(rehearsal.rehearsed_plans(config, [sample], lines.append, 1))
     assert len(calls) == measured
-    warned = "a speed-up of " in shown(plans=(plan,))
+    warned = "Warning: the measured times are wrong" in shown(plans=(plan,))
     assert warned == bool(plan.doubt) == (num_noisy == 2)
     assert lines[1:] == num_noisy * [lines[-1]]
 
