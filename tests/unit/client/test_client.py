@@ -150,17 +150,15 @@ async def test_an_error_arrives_as_it_was_raised(
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("max_tokens", {"max_tokens": 2**31}),
-        ("seed", {"seed": -1}),
-        ("token_ids.ids[1]", {"prompt": (1, 2**31)}),
+        ("max_tokens", {"max_tokens": 2**31}), ("seed", {"seed": -1}),
+        ("token_ids.ids[1]", {"prompt": (1, 2**31)}), ("stop[0]", {"stop": ("\ud800",)}),
         ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((2**31, 1.0),))}),
         ("text", {"prompt": "half a pair: \ud800"}),
         ("chat.messages[0].content", {"prompt": (ChatMessage("user", "\udfff"),)}),
-        ("stop[0]", {"stop": ("\ud800",)}),
         ("regex", {"constraint": Constraint(ConstraintKind.REGEX, "\ud800")}),
         ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
     ],
-)
+)  # fmt: skip
 async def test_what_cannot_be_sent_is_named(
     client: Client, field: str, fields: dict[str, Any]
 ) -> None:
@@ -256,13 +254,16 @@ async def test_an_http_port_is_told_from_a_grpc_port() -> None:
                 await client.describe()
 
 
-def test_blocking_methods_show_what_they_return() -> None:
-    for method, returned in (
+@pytest.mark.parametrize(
+    ("method", "returned"),
+    [
         (SyncClient.generate, Generator[Event]), (SyncClient.resume, Generator[Event]),
         (SyncClient.complete, Completion), (SyncClient.cancel, None),
-    ):  # fmt: skip
-        assert signature(method).return_annotation == returned
-        assert "AsyncGenerator" not in render_doc(method)
+    ],
+)  # fmt: skip
+def test_blocking_methods_show_what_they_return(method: Any, returned: Any) -> None:
+    assert signature(method).return_annotation == returned
+    assert "AsyncGenerator" not in render_doc(method)
 
 
 async def test_leaving_the_blocking_stream_cancels(

@@ -117,13 +117,12 @@ async def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
 @pytest.mark.parametrize(
     "scripts",
     [
-        [(errors.Overloaded("full"),)],
-        [(errors.NotFound("no"),)],
+        [(errors.Overloaded("full"),)], [(errors.NotFound("no"),)],
         [(STARTED, FIRST, errors.Overloaded("full"))],
         [(STARTED, FIRST, errors.Unavailable("no target"))],
         [(STARTED, FIRST, BROKEN), (errors.DataLoss("gone"),)],
     ],
-)
+)  # fmt: skip
 async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
     other, error = Scripted(), scripts[-1][-1]
     with pytest.raises(type(error), match=error.message):
