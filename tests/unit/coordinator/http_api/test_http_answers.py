@@ -68,21 +68,16 @@ def test_a_whole_chat_completion() -> None:
     assert whole(ONE, return_token_ids=True) == {
         "id": "chatcmpl-" + "1".rjust(32, "0"), "object": "chat.completion", "created": 99,
         "model": "m",
-        "choices": [
-            {
-                "index": 0, "message": {"role": "assistant", "content": "abc", "refusal": None},
-                "logprobs": None, "finish_reason": "stop", "stop_reason": None,
-                "token_ids": [7, 8, 9],
-            },
-        ],
+        "choices": [{
+            "index": 0, "message": {"role": "assistant", "content": "abc", "refusal": None},
+            "logprobs": None, "finish_reason": "stop", "stop_reason": None, "token_ids": [7, 8, 9],
+        }],
         "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
-        "metrics": {
-            "speculative_decoding": {
-                "mean_acceptance_length": 2.0, "draft_acceptance_rate": pytest.approx(1 / 3),
-                "num_spec_steps": 2, "num_accepted_draft_tokens": 2, "num_draft_tokens": 6,
-                "num_spec_tokens": 4,
-            },
-        },
+        "metrics": {"speculative_decoding": {
+            "mean_acceptance_length": 2.0, "draft_acceptance_rate": pytest.approx(1 / 3),
+            "num_spec_steps": 2, "num_accepted_draft_tokens": 2, "num_draft_tokens": 6,
+            "num_spec_tokens": 4,
+        }},
     }  # fmt: skip
 
 
@@ -269,14 +264,12 @@ def test_native_events_have_all_that_happened() -> None:
         "rule": "token", "num_prompt_tokens": 5,
     }  # fmt: skip
     assert told(native, finished()) == {
-        "type": "finished",
-        "finish_reason": "stop",
+        "type": "finished", "finish_reason": "stop",
         "usage": {"prompt_tokens": 5, "completion_tokens": 4}, "stop_string": None,
         "stop_token_id": None,
         "metrics": {
             "num_rounds": 2, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
-            "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0,
-            "tokens_per_second": 1.0,
+            "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0, "tokens_per_second": 1.0,
         },
     }  # fmt: skip
     entry = PositionLogprobs(-1.5, ((4, -0.5), (9, NOTHING)))

@@ -1,6 +1,7 @@
 """Bodies of HTTP requests: how they are parsed and translated."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import time
@@ -128,11 +129,8 @@ def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
 
 def test_text_parts_are_lines_and_developers_are_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": parts},
-        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
-    ]
-    asked = chat(messages=messages)
+    silent = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}
+    asked = chat(messages=[{"role": "developer", "content": parts}, silent])
     assert only(asked).prompt == (ChatMessage("system", "a\nb"), ChatMessage("assistant", ""))
 
 
@@ -156,12 +154,10 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant"}, {"role": "user"}]}, "messages[1].content"),
         ({"guided_json": {}}, "guided_json"),
-        (
-            {"speculation": {"enabled": False, "num_draft_tokens": 4}},
-            "speculation.num_draft_tokens",
-        ),
+        ({"speculation": {"enabled": False, "num_draft_tokens": 4}},
+         "speculation.num_draft_tokens"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused_names_the_field(fields: dict[str, Any], field: str) -> None:
     found = refused(chat, fields)
     assert found.field == field
@@ -226,12 +222,9 @@ JSON = st.recursive(
     value=JSON,
 )
 def test_no_value_of_any_field_is_a_bug(name: str, value: Any) -> None:
-    value = json.loads(json.dumps(value))
     for translate in (chat, completion):
-        try:
-            translate(**{name: value})
-        except (BadRequest, ValidationError):
-            continue
+        with contextlib.suppress(BadRequest, ValidationError):
+            translate(**{name: json.loads(json.dumps(value))})
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"enum": [1, "é"]}}}
@@ -246,20 +239,14 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
         ({"response_format": {"type": "json_object"}}, ANY, "response_format"),
         ({"response_format": DESCRIBED}, OF_SCHEMA, "response_format.json_schema.schema"),
         ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA, "structured_outputs.json"),
-        (
-            {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
-            OF_SCHEMA,
-            "structured_outputs.json",
-        ),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, OF_SCHEMA,
+         "structured_outputs.json"),
         ({"structured_outputs": {"json_object": True}}, ANY, "structured_outputs.json_object"),
-        (
-            {"structured_outputs": {"regex": "a", "grammar": None}},
-            REGEX,
-            "structured_outputs.regex",
-        ),
+        ({"structured_outputs": {"regex": "a", "grammar": None}}, REGEX,
+         "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICES, "structured_outputs.choice"),
     ],
-)
+)  # fmt: skip
 def test_each_way_to_ask_for_a_form(
     fields: dict[str, Any], constraint: Constraint, field: str
 ) -> None:
@@ -272,21 +259,17 @@ def test_each_way_to_ask_for_a_form(
     [
         ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
         ({"response_format": {"type": "json_schema"}}, ".json_schema.schema: is missing"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
-            ".json_schema.schema: is missing",
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+         ".json_schema.schema: is missing"),
         ({"structured_outputs": {"json": 1}}, "structured_outputs.json: "),
         ({"structured_outputs": {"grammar": "x"}}, "'regex' or 'choice'; got 'grammar'"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: must be a list"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
         ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object: got 0"),
-        (
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs.regex: cannot be combined with response_format",
-        ),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+         "structured_outputs.regex: cannot be combined with response_format"),
     ],
-)
+)  # fmt: skip
 def test_forms_that_are_none(fields: dict[str, Any], said: str) -> None:
     assert said in refused(completion, fields).message
 
@@ -302,22 +285,18 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "messages": (NATIVE, lambda: filled('{"messages":[', '{"role":"a"}', "]}"), None),
     "items": (
         "/v1/responses",
-        lambda: json.dumps({"input": [USER] * (limits.HTTP_CONTAINERS_MAX - 2)}).encode(),
-        "input",
+        lambda: json.dumps({"input": [USER] * (limits.HTTP_CONTAINERS_MAX - 2)}).encode(), "input",
     ),
     "a schema": (
-        CHAT,
-        lambda: filled(
+        CHAT, lambda: filled(
             CONVERSATION + '"structured_outputs":{"json":{"enum":[', '["' + "x" * 260 + '"]', "]}}}"
-        ),
-        "structured_outputs.json",
+        ), "structured_outputs.json",
     ),
     "half characters": (
         COMPLETIONS, lambda: filled('{"prompt":["', "\\u00e9" * 50, '\\ud800"]}'), None
     ),
     "a name": (
-        COMPLETIONS,
-        lambda: json.dumps({"prompt": "x", "max_token" * 400_000: 1}).encode(),
+        COMPLETIONS, lambda: json.dumps({"prompt": "x", "max_token" * 400_000: 1}).encode(),
         ("max_token" * 400_000)[:SHOWN_CHARS_MAX] + "...",
     ),
     "a key": (

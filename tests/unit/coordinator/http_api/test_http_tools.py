@@ -52,11 +52,8 @@ REGEX = {"structured_outputs": {"regex": "a"}}
 
 def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
     function = {"name": "weather", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "tool_calls": [{"id": "1", "type": "function", "function": function}],
-        **more,
-    }
+    call = {"id": "1", "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call], **more}
 
 
 def test_a_conversation_with_calls_is_told_to_the_template() -> None:
@@ -68,13 +65,10 @@ def test_a_conversation_with_calls_is_told_to_the_template() -> None:
     function = {"name": "weather", "arguments": {"city": "Rome"}}
     assert request.prompt == (
         ChatMessage("user", "hi"),
-        ChatMessage(
-            "assistant", "",
-            {
-                "reasoning_content": "hm",
-                "tool_calls": [{"id": "1", "type": "function", "function": function}],
-            },
-        ),
+        ChatMessage("assistant", "", {
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        }),
         ChatMessage("tool", "warm", {"tool_call_id": "1"}),
     )  # fmt: skip
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -352,12 +346,10 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
     text = text_of(read_chat_template(TEMPLATE))
     assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     turns = [
-        {"role": "system", "content": "Be brief."},
-        *SOLO,
+        {"role": "system", "content": "Be brief."}, *SOLO,
         {"role": "assistant", "content": "So.", "tool_calls": [ONE_CALL, ONE_CALL]},
-        {"role": "tool", "content": "x", "tool_call_id": "1"},
-        {"role": "tool", "content": "y", "tool_call_id": "1"},
-    ]
+        *({"role": "tool", "content": one, "tool_call_id": "1"} for one in "xy"),
+    ]  # fmt: skip
     rendered = text.render(turns, [tool("f", parameters=CITY)])
     system, _, assistant, result, last = rendered.split("<|im_start|>")[1:]
     assert system.startswith("system\nBe brief.\n\n")
@@ -450,9 +442,7 @@ def test_answers_with_calls(
     found: list[Any] = []
     for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
         if part["index"] == len(found):
-            found.append(
-                {key: part[key] for key in ("id", "type")} | {"function": part["function"]}
-            )
+            found.append({key: part[key] for key in ("id", "type", "function")})
         else:
             assert part.keys() == {"index", "function"}
             found[part["index"]]["function"]["arguments"] += part["function"]["arguments"]

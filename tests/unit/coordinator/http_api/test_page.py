@@ -79,10 +79,7 @@ def test_what_was_drafted_in_vain_is_struck_through(
 ) -> None:
     """A to E were proposed. The refused tokens (here after a minus sign) follow the last accepted
     one, or stand behind the text. The text of each token is its letter."""
-    begun = {
-        "proposed_token_ids": [*range(5)], "proposed_texts": [*"ABCDE"],
-        "num_accepted": num_accepted,
-    }  # fmt: skip
+    begun = {"proposed_token_ids": [*range(5)], "proposed_texts": [*"ABCDE"]}
     written = {
         "token_ids": ["ABCDEX".index(letter) for letter in came], "texts": [*came],
         "text_delta": came, "origins": ["accepted"] * num_accepted + ["correction"],
@@ -91,7 +88,7 @@ def test_what_was_drafted_in_vain_is_struck_through(
         const told = [true, false].map((keeps) => {{
             const paper = new Node("p");
             const writing = Object.assign(new Writing(paper, () => {{}}), {{ keeps }});
-            writing.begin({json.dumps(begun)});
+            writing.begin({json.dumps({**begun, "num_accepted": num_accepted})});
             writing.write({json.dumps(written)});
             return paper.children.map((one) => (one.kind === "del" ? "-" : "") + one.text);
         }});
