@@ -22,11 +22,9 @@ from tests.fuzz.valid import STREAMS, VALID
 CALL_S: Final = 30.0
 """Within this time, every call must end by itself, or its caller ends it."""
 _PATIENT: Final[list[tuple[str, int]]] = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_metadata_size", 2**20),
-    ("grpc.enable_retries", 0),
-]
+    ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1),
+    ("grpc.max_metadata_size", 2**20), ("grpc.enable_retries", 0),
+]  # fmt: skip
 _WRONG: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE,
                  grpc.StatusCode.DATA_LOSS)  # fmt: skip
 _WRONG_CODES: Final = frozenset(status.value[0] for status in _WRONG)
@@ -86,15 +84,13 @@ def calls(draw: st.DrawFn, *, raw: bool) -> Call:
     if raw:
         frames = [draw(broken(st.just(data)) | BYTES) for data in frames] or [draw(BYTES)]
     return Call(
-        method=method,
-        place=place,
-        frames=frames,
+        method=method, place=place, frames=frames,
         key=draw(st.sampled_from(("fuzzer",) * 6 + ("", "wrong"))),
         ending=draw(st.sampled_from(("closed", "closed", "closed", "cancelled", "left open"))),
         num_replies=draw(st.sampled_from((0, 1, 3, 20, 10_000))),
         metadata=draw(st.sampled_from(_METADATA)),
         path=draw(st.sampled_from(("",) * 30 + ("/outrider.v1.Coordinator/Nothing", "/x/y"))),
-    )
+    )  # fmt: skip
 
 
 class GrpcFeed:

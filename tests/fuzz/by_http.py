@@ -232,15 +232,10 @@ class HttpFeed:
     def feed(self, again: str, call: HttpCall, *, is_repeated: bool = False) -> None:
         client = self._clients[call.place]
         key = self._keys.get(call.key, call.key)
-        shown = (("authorization", f"Bearer {key}"),) if key else ()
-        headers = [*call.headers, *shown]
+        headers = [*call.headers, *((("authorization", f"Bearer {key}"),) if key else ())]
+        path = call.path.replace(ANSWER_ID, self._answer_id)
         try:
-            with client.stream(
-                call.method,
-                call.path.replace(ANSWER_ID, self._answer_id),
-                content=call.body,
-                headers=headers,
-            ) as response:
+            with client.stream(call.method, path, content=call.body, headers=headers) as response:
                 text = _read(call, response)
         except httpx.RemoteProtocolError as error:
             self._ledger.fail(again, f"the connection broke: {error!r}", call)

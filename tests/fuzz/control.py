@@ -33,11 +33,9 @@ class Control:
         self._grpc = SyncClient(
             started.addresses["locked_coordinator"], api_key=key, resume_timeout_s=0
         )
-        self._http = httpx.Client(
-            base_url=f"http://{started.addresses['locked_http']}",
-            headers={"authorization": f"Bearer {key}"},
-            timeout=WAIT_S,
-        )
+        url = f"http://{started.addresses['locked_http']}"
+        headers = {"authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=WAIT_S)
         self._expected = [self._answer(turn) for turn in range(len(_REQUESTS) + 1)]
         self.longest_s = 0.0
         self.number = 0

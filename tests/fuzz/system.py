@@ -35,18 +35,10 @@ UNTRACED: Final = CoordinatorConfig(trace_every_rounds=0)
 VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(
-    vocab_size=VOCAB_SIZE,
-    support=VOCAB_SIZE,  # Every mask must leave some tokens.
-    verify_ms=0.5,
-    draft_ms=0.2,
-    max_model_len=MAX_MODEL_LEN,
-    num_pages=512,
-    eos=7,
-)
-CALLERS: Final = {
-    "fuzzer": Caller("fuzzer", "fuzzer", concurrency=64),
-    "control": Caller("control", "control"),
-}
+    vocab_size=VOCAB_SIZE, support=VOCAB_SIZE,  # Every mask must leave some tokens.
+    verify_ms=0.5, draft_ms=0.2, max_model_len=MAX_MODEL_LEN, num_pages=512, eos=7,
+)  # fmt: skip
+CALLERS: Final = (Caller("fuzzer", "fuzzer", concurrency=64), Caller("control", "control"))
 
 
 async def main() -> None:
@@ -55,7 +47,7 @@ async def main() -> None:
     text = TokenizerText(tokenizer, "toy")
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as name:
         directory = Path(name)
-        keys = {name: add_key(directory / "keys", caller) for name, caller in CALLERS.items()}
+        keys = {caller.name: add_key(directory / "keys", caller) for caller in CALLERS}
         exports = start_exports("prometheus=0", "coordinator", "127.0.0.1")
         assert isinstance(exports, Exports)
         assert exports.scrape is not None

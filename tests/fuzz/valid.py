@@ -26,11 +26,10 @@ CONSTRAINTS: Final = (
 def sampling(draw: st.DrawFn) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(
         temperature=draw(st.sampled_from((0.0, 0.7, 1.0))),
-        top_p=draw(st.sampled_from((0.9, 1.0))),
-        top_k=draw(st.sampled_from((-1, 4))),
+        top_p=draw(st.sampled_from((0.9, 1.0))), top_k=draw(st.sampled_from((-1, 4))),
         repetition_penalty=draw(st.sampled_from((1.0, 1.3))),
         logit_bias=draw(st.sampled_from(({}, {3: -5.0, 319: 100.0}))),
-    )
+    )  # fmt: skip
 
 
 @st.composite

@@ -22,14 +22,10 @@ KEYS = {
     "Right": Keys.RIGHT, "Left": Keys.LEFT, "End": Keys.END, "Space": " ",
 }  # fmt: skip
 _ARGUMENTS = (
-    "--headless=new",
     "--no-sandbox",  # Containers cannot create namespaces for the sandbox.
-    "--disable-dev-shm-usage",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--no-first-run",
-    "--hide-scrollbars",
-)
+    "--headless=new", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--hide-scrollbars",
+)  # fmt: skip
 
 
 def missing() -> str:
