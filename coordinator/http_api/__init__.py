@@ -14,5 +14,5 @@
 | `gateway.py` | a proxy that resumes streams for its clients |
 
 `coordinator/requests/validation.py` checks the requests of both gRPC and HTTP. Its errors name
-fields of `GenerateRequest`, which the HTTP API replaces by the fields of the body.
+fields of `GenerateRequest`. The HTTP API replaces these names by those of the body's fields.
 """

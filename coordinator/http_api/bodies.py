@@ -354,8 +354,8 @@ def _known_role(role: str) -> str:
 
 
 class Message(Body):
-    """A message of a conversation. Only the assistant's messages may have reasoning or calls, and
-    only they may leave out the content. A tool's message must have a `tool_call_id`. Other messages
+    """A message of a conversation. Only an assistant's message may have reasoning or calls, and may
+    leave out the content. A tool's message must have a `tool_call_id`. Other messages
     must not have a `tool_call_id`."""
 
     unserved = {

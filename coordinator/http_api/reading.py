@@ -78,8 +78,8 @@ class ErrorBody(BaseModel):
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Returns the body for an error. An error that is not an `OutriderError` is a bug, about which
-    the client gets only a general message. Logs the traceback of errors with status 500."""
+    """Returns the body for an error. Any error but an `OutriderError` is a bug. The client then
+    gets only a general message. Logs the traceback of errors with status 500."""
     shown = errors.OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, errors.OutriderError):
         shown = error

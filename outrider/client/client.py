@@ -21,8 +21,8 @@ P = ParamSpec("P")
 CALL_TIMEOUT_S = 10.0
 """Default timeout of a call that generates no tokens."""
 RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + transport.GENERATE_SLACK_S
-"""Default timeout of a call that resumes a generation. It is the longest possible, because only the
-coordinator knows the generation's deadline."""
+"""Default timeout of a call that resumes a generation. It is the longest possible timeout,
+because only the coordinator knows the generation's deadline."""
 TIMEOUT_S_MAX = 1e7
 """gRPC cannot represent much longer timeouts."""
 
