@@ -30,6 +30,8 @@ from outrider.files import locked, read_file, without_links, write_whole
 
 @dataclass(frozen=True)
 class Caller:
+    """The caller that an API key identifies."""
+
     name: str = ""
     """Name of the API key; empty if the server needs no key. Rate limits count by this name."""
     tenant: str = ""
@@ -61,10 +63,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 def key_hash(key: str) -> str:
+    """Hashes any text, as a key file does."""
     return f"sha256:{hashlib.sha256(key.encode(errors='surrogatepass')).hexdigest()}"
 
 
 def new_key() -> str:
+    """Makes a random key."""
     return f"or-{secrets.token_urlsafe(32)}"
 
 

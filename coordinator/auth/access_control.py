@@ -288,6 +288,7 @@ class RedisSlots:
                 raise answer
 
     async def close(self) -> None:
+        """Closes the connections to Redis."""
         await self._scripts.close()
         await self._client.aclose()
 

@@ -86,8 +86,9 @@ def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTran
 
 @dataclass(frozen=True, slots=True)
 class Coordinators:
+    """The coordinators of a gateway. The pool has their base URLs."""
+
     pool: EndpointPool[str]
-    """The coordinators' base URLs."""
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
     tls_name: str = ""
     """The host name in the coordinators' certificates. Empty = the host of the URL."""

@@ -91,6 +91,8 @@ Metrics = Callable[[], bytes]
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
+    """Where and how a server listens, and what it serves."""
+
     host: str = "127.0.0.1"
     port: int = 0
     """0 = any free port."""
@@ -226,6 +228,8 @@ class HttpConnection(H11Protocol):
 
 
 class HttpServer:
+    """Serves an application, from `start` to `stop`."""
+
     def __init__(self, options: HttpOptions, app: ASGIApp) -> None:
         """Raises `OSError` or `ValueError` if the TLS files cannot be read."""
         self._options, self._app = options, app
@@ -319,6 +323,7 @@ class HttpServer:
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
 
     async def wait(self) -> None:
+        """Returns when the server has stopped."""
         if self._serving is not None:
             await asyncio.wait([self._serving])
 

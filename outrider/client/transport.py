@@ -41,6 +41,8 @@ GENERATE_SLACK_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """A whole answer."""
+
     session_id: str
     model: str
     seed: int
@@ -58,6 +60,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
+    """A session, as the store has it."""
+
     session_id: str
     epoch: int
     state: str
@@ -72,14 +76,17 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorDescription:
+    """The served model, and the number of sessions that the coordinator runs now."""
+
     model: str
     vocab_size: int
     max_model_len: int
     num_running: int
-    """Number of sessions that the coordinator runs now."""
 
 
 class CompletionBuilder:
+    """Builds a completion from its events."""
+
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._num_tokens = 0
@@ -284,6 +291,8 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 class InProcessTransport(Transport):
+    """Calls a coordinator in this process."""
+
     def __init__(self, service: Any, tenant: str = "") -> None:
         """`service` is a `coordinator.service.CoordinatorService`, which `close` does not close."""
         self._service = service

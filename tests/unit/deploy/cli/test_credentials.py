@@ -173,7 +173,7 @@ def test_keys_are_made_listed_and_revoked(
     assert "sha256" not in listed
     assert main(["keys", "revoke", "alice"]) == 0
     capsys.readouterr()
-    assert "NAME: 'a/b' is wrong" in refusal(capsys, "keys", "new", "a/b")
+    assert "NAME: 'a/b' is not a valid name" in refusal(capsys, "keys", "new", "a/b")
     assert "there is no key 'alice'" in refusal(capsys, "keys", "revoke", "alice")
     (device := tmp_path / "device").symlink_to("/dev/null")
     monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(device))
