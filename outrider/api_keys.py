@@ -126,7 +126,7 @@ def read_key_file(path: Path) -> dict[str, Caller]:
     """Reads a key file. Maps the hash of each key to its caller. The `ConfigError` for an invalid
     file names the file and the wrong field, but quotes no hash."""
     stored = _read(path)
-    callers = {}
+    callers: dict[str, Caller] = {}
     for name, key in stored.items():
         if key.hash in callers:
             raise ConfigError(f"{path}: {name!r} has the same hash as {callers[key.hash].name!r}")
