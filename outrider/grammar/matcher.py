@@ -153,7 +153,7 @@ class PrefixMatcher:
         said = reason or self._matcher.get_error() or "the reason is unknown"
         said = " ".join(said.split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
-        return Incompatible(f"{kind}: cannot be followed after {num_tokens} tokens: {said}")
+        return Incompatible(f"{kind}: cannot be applied after {num_tokens} tokens: {said}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,14 +114,20 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
     assert PrefixMatcher(known.get(MANY_STATES), known).mask().bits.any()
 
 
-def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -> None:
-    known = with_states(60)
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other(is_slow: bool) -> None:
+    """A grammar that was slow to compile is not compiled again during a step."""
+    known, seconds = with_states(60), [0.0]
     text = "abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba"
     letters = constrained.hf_tokenizer().encode(text)
-    said = r"^regex: cannot be followed after \d+ tokens: .*many"
-    for _ in range(3):
+    said = r"^regex: cannot be applied after \d+ tokens: needs too many lexer states"
+    said += ", and is too slow to compile again$" if is_slow else "$"
+    for _ in range(1 if is_slow else 3):
+        known.clock = lambda: ticking(seconds, is_slow * (MASK_S_MAX + 0.01))
+        compiled = known.get(MANY_STATES)
+        known.clock = lambda: 0.0
         with pytest.raises(Incompatible, match=said):
-            Matchers(known).follow("a", known.get(MANY_STATES), letters).after(())
+            Matchers(known).follow("a", compiled, letters).after(())
         again = Matchers(known).follow("b", known.get(MANY_STATES), letters[:1])
         assert again.after(()) is not None
 

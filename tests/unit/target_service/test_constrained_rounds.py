@@ -186,7 +186,7 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
                 assert tokens[-1] == quote
                 failed = await asked(2 * seed, seed, NOTHING_SEALED, tokens)
                 assert isinstance(failed, Refused)
-                words = f"json_schema: cannot be followed after {len(tokens)} token"
+                words = f"json_schema: cannot be applied after {len(tokens)} token"
                 assert words in failed.message
             if rule is Rule.COUPLED:
                 plain = await asked(2 * seed + 1, seed, NOTHING_SEALED)
