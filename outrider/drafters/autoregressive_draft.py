@@ -35,8 +35,7 @@ class AutoregressiveDraft:
         """Begins a proposal of `num_wanted` tokens, by default as many as requested."""
         self.request = request
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
-        self.unseen = unseen
-        """The tokens that the model's next pass must run."""
+        self.unseen = unseen  # the tokens that the model's next pass must run
         self.deadline = request.deadline
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
@@ -85,6 +84,7 @@ class AutoregressiveDraft:
         return TokenHistory(committed[:length], (*committed[length:], *self.token_ids))
 
     def add(self, token_id: int, q: DraftDistribution | None) -> None:
+        """Appends a drawn token."""
         self.token_ids.append(token_id)
         self.q.append(q)
 

@@ -56,6 +56,7 @@ class LookupDrafter:
         return self._guess(request, text)
 
     def release(self, session_id: str) -> None:
+        """Forgets the session's text."""
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:

@@ -46,8 +46,7 @@ class Grammar:
     tokenizer: GrammarTokenizer
     digest: bytes
     tenant: str = ""
-    compile_s: float = 0.0
-    """CPU time of the compilation."""
+    compile_s: float = 0.0  # CPU time of the compilation
 
     @property
     def key(self) -> _Key:
@@ -143,8 +142,7 @@ class Grammars:
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(limits.GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
         """All grammars that are still referenced."""
-        self._slow: WeakSet[Grammar] = WeakSet()
-        """Grammars that have delayed a step once."""
+        self._slow: WeakSet[Grammar] = WeakSet()  # grammars that have delayed a step once
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
         """Grammars that were too slow after draft tokens, and are no longer applied to draft
         tokens. Only the thread that runs steps may use this set."""
@@ -275,8 +273,7 @@ _NOTES = {
 _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
 """Keys that `_Document._own` ignores, or handles one by one."""
 _MANY = 1e9
-_REFERENCES_MAX = 8
-"""Number of references that are followed to find the type of an alternative."""
+_REFERENCES_MAX = 8  # references that are followed to find the type of an alternative
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:

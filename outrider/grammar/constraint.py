@@ -56,6 +56,7 @@ class Constraint:
 
     @classmethod
     def any_object(cls) -> Constraint:
+        """Any JSON object."""
         return cls(ConstraintKind.JSON_OBJECT, '{"type":"object"}')
 
     @classmethod

@@ -22,6 +22,7 @@ class TokenMask:
     """Whether the completion has ended and only end tokens may follow."""
 
     def has(self, token_id: int) -> bool:
+        """Whether the token is allowed."""
         byte, bit = divmod(token_id, 8)
         return byte < len(self.bits) and bool(self.bits[byte] >> bit & 1)
 

@@ -57,10 +57,9 @@ def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on these pages. For methods without a
-    docstring, see `Engine`. The pool's state depends only on its calls, so all ranks of a model
-    assign the same pages. A call takes time proportional to the number of pages that it reads or
-    changes."""
+    """The pages of one engine, and the sequences on these pages. The pool's state depends only on
+    its calls, so all ranks of a model assign the same pages. A call takes time proportional to the
+    number of pages that it reads or changes."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -75,9 +74,11 @@ class BlockPool:
         self._prefix_hits = 0
 
     def tokens(self, sequence_id: str) -> TokenSequence:
+        """See `Engine.tokens`."""
         return self._sequence(sequence_id).tokens
 
     def length(self, sequence_id: str) -> int:
+        """See `Engine.length`."""
         return len(self._sequence(sequence_id).tokens)
 
     def pages(self, sequence_id: str) -> Sequence[int]:
@@ -90,6 +91,7 @@ class BlockPool:
         return self._sequences.get(sequence_id) or _PagedSequence("")
 
     def counts(self) -> PageCounts:
+        """See `Engine.page_counts`."""
         return PageCounts(
             num_pages=self.num_pages, num_free=len(self._free), num_evictable=len(self._remembered),
             prefix_queries=self._prefix_queries, prefix_hits=self._prefix_hits,
@@ -97,6 +99,7 @@ class BlockPool:
         )  # fmt: skip
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """See `Engine.attach`."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = _PagedSequence(salt)
@@ -116,6 +119,7 @@ class BlockPool:
         return sequence.num_written
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
@@ -125,6 +129,7 @@ class BlockPool:
             self._holders[page] += 1
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        """See `Engine.can_hold`."""
         return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
@@ -169,6 +174,7 @@ class BlockPool:
                 self._know(keys[-1], sequence.pages[len(keys) - 2])
 
     def keep(self, sequence_id: str, length: int) -> int:
+        """See `Engine.keep`."""
         check(length >= 0, f"cannot keep {length} slots")
         sequence = self._sequence(sequence_id)
         if len(sequence.tokens) <= length:

@@ -16,8 +16,7 @@ from outrider.tokens import TokenSequence
 class Aligned(NamedTuple):
     """A session that holds only committed tokens, and the tokens to run next."""
 
-    sequence: TokenSequence
-    """The tokens that the engine holds for the session (`Engine.tokens`)."""
+    sequence: TokenSequence  # the tokens that the engine holds (`Engine.tokens`)
     new_tokens: tuple[int, ...]
     """The committed tokens that are not held. Has at least the last committed token."""
 

@@ -39,6 +39,7 @@ class LayerShape:
 
 
 def page_bytes_of(shapes: Sequence[LayerShape], page_size: int) -> int:
+    """The number of bytes of one page, over all layers."""
     return page_size * sum(shape.slot_bytes for shape in shapes)
 
 

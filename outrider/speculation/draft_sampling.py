@@ -75,6 +75,7 @@ class LikelyTokens:
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
+        """Splits the rows into consecutive parts of these `sizes`."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]

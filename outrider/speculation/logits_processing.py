@@ -285,6 +285,7 @@ class DraftVocabulary:
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
+        """`token_ids` on the device."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]

@@ -63,6 +63,7 @@ class SealedProposal:
 
     @classmethod
     def of(cls, proposal: Proposal) -> SealedProposal:
+        """Encodes a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q))
 
     def cut(self, num: int) -> SealedProposal:
