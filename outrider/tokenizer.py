@@ -158,6 +158,7 @@ class TokenizerText:
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:
+        """Whether a token is a special token."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -9,10 +9,9 @@ EMPTY_DIGEST = 0
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """Returns the digest of a prefix and one more token. `digest` is the prefix's. The result is
-    SplitMix64's finaliser (Steele et al. 2014) of digest + c * (token_id + 1), with an odd constant
-    c. Different digests show that two processes hold different tokens. Digests do not protect
-    against forged tokens."""
+    """Returns the digest of a prefix after one more token: SplitMix64's finaliser (Steele et al.
+    2014) of digest + c * (token_id + 1), with an odd constant c. Different digests show that two
+    processes hold different tokens. Digests do not protect against forged tokens."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -38,6 +37,7 @@ class TokenSequence:
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:
+        """Appends token ids."""
         digest = self._digests[-1]
         for token_id in token_ids:
             digest = extend_digest(digest, token_id)
@@ -45,6 +45,7 @@ class TokenSequence:
             self._digests.append(digest)
 
     def copy(self) -> "TokenSequence":
+        """Returns an independent copy."""
         copy = TokenSequence()
         copy._ids, copy._digests = self._ids.copy(), self._digests.copy()
         return copy

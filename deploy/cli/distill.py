@@ -92,8 +92,9 @@ def distill(arguments: Arguments) -> int:
     progress.rest()
     of_texts, *of_prompts = map(asdict, found.measured)
     values = {
-        "out": str(found.out), "steps": found.num_steps, "seconds": round(found.seconds, 1),
-        **of_texts, "of_prompts": of_prompts[0] if of_prompts else None,
+        "out": str(found.out), "training_steps": found.num_steps,
+        "seconds": round(found.seconds, 1), "acceptance": of_texts,
+        "acceptance_on_prompts": of_prompts[0] if of_prompts else None,
     }  # fmt: skip
     # The printed command serves a small model in a hybrid with the look-up `suffix`.
     served = draft_model(options.kind, found.out)
@@ -149,6 +150,5 @@ def _prompts(
     return tuple(tuple(encode(prompt.text)) for prompt in prompts)
 
 
-def _report(stage: str, part: float, loss: float | None) -> None:
-    told = "" if loss is None else f" loss {loss:.3f}"
-    progress.update(f"{stage}: {part:.0%}{told}", stage)
+def _report(stage: str, part: float, detail: str) -> None:
+    progress.update(f"{stage}: {part:.0%}{detail and f', {detail}'}", stage)

@@ -11,8 +11,10 @@ answers-<hash>      the target's distributions for the tokens of texts
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +54,11 @@ _GPU_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The result of `distill`. `seconds` is the time of all stages except measuring, including
-    earlier parts of the same run."""
-
     out: Path
     measured: Sequence[Measured]
     """The acceptance in held-out texts, and in the answers to the prompts of `--measure`."""
-    num_steps: int
-    seconds: float
+    num_steps: int  # training steps, including those before an interruption
+    seconds: float  # duration of this call, without earlier calls whose files it used
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
@@ -76,6 +75,7 @@ class _Run:
         self, options: DistillOptions, target: Target, place: Path, report: Report
     ) -> None:
         self._options, self._target, self._report, self._place = options, target, report, place
+        self._begin = time.monotonic()
         module: Any
         module, info = load_model(target.directory, **load_options(target.config))
         self._module, self._info = module, info
@@ -121,7 +121,7 @@ class _Run:
             "the target's answers": cache.spent.seconds,
             "training": trainer.spent.seconds,
         }
-        self._report("measuring", 0.0, None)
+        self._report("measuring", 0.0, "")
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
             learner.load(directory, self._target)  # The weights are measured as they are stored.
@@ -130,7 +130,8 @@ class _Run:
             card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)
             (directory / "README.md").write_text(card, encoding="utf-8")
         num_steps = trainer.progress.num_steps
-        return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
+        seconds = time.monotonic() - self._begin
+        return Distilled(options.out, [*measured.values()], num_steps, seconds)
 
     def _ask_to_measure(self) -> TeacherCache:
         options, info = self._options, self._info
@@ -145,7 +146,7 @@ class _Run:
             raise SettingError("measure", "the target's answers are too short to measure")
         documents = [replace(document, is_held_out=True) for document in answered]
         cache = TeacherCache(self._place, documents, self._module, self._learner.taps)
-        cache.fill(math.inf, lambda part: self._report("reading prompts", part, None))
+        cache.fill(math.inf, lambda part: self._report("reading prompts", part, ""))
         return cache
 
     def _written(
@@ -171,7 +172,7 @@ class _Run:
                     f"a prompt and its answer have up to {tokens_max} tokens; the memory for keys "
                     f"and values has room for {engine.info.max_model_len}",
                 )
-            corpus.write(engine, together, lambda part: self._report(stage, part, None))
+            corpus.write(engine, together, partial(self._report, stage))
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
@@ -185,7 +186,7 @@ class _Run:
         documents = shuffled([*written, *self._given])
         self._check_enough(documents)
         cache = TeacherCache(self._place, documents, self._module, self._learner.taps)
-        cache.fill(seconds, lambda part: self._report("reading", part, None))
+        cache.fill(seconds, lambda part: self._report("reading", part, ""))
         self._check_enough(cache.known)  # The time may be over before all documents are read.
         return cache
 
@@ -208,7 +209,7 @@ class _Run:
             options.steps,
         )  # fmt: skip
         trainer = Trainer(learner, dataset, self._place / folder, options, seconds)
-        trainer.run(lambda part, loss: self._report("training", part, loss))
+        trainer.run(lambda part, loss: self._report("training", part, f"loss {loss:.3f}"))
         return trainer
 
 

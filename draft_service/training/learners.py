@@ -177,14 +177,13 @@ class Eagle3(Learner):
         )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._options.seed)
-            module = eagle3.Eagle3Head(config).requires_grad_(False)
+            module = eagle3.Eagle3Head(config, self._embeddings).requires_grad_(False)
             for name in _QUIET:
                 module.get_parameter(name).normal_(0, _QUIET_DEVIATION)
         module.fc.weight[:, -width:].diagonal().add_(1)
         module.norm.weight.copy_(_FIRST_SCALE * _norm_weight(last_norm(self._target), width))
         for weight in module.parameters():  # Buffers, such as rotary frequencies, keep float32.
             weight.data = weight.to(self._embeddings)
-        module.embed_tokens.weight = self._embeddings
         rows = self._target.get_output_embeddings().weight.detach()
         module.lm_head.weight = nn.Parameter(rows[torch.from_numpy(token_ids).to(rows.device)])
         self._train(module.to(self._embeddings.device), token_ids)

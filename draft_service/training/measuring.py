@@ -22,11 +22,10 @@ _TOKENS_OF_A_PASS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in held-out answers. `greedy` is measured in answers that the target wrote at
-    temperature 0, and `sampled` in answers at temperature 1. If there are none, all texts are used.
-    """
+    """Acceptance in held-out answers. `greedy` is measured in answers at temperature 0, and
+    `sampled` in answers at temperature 1. If there are no such answers, all texts are used."""
 
-    num_tokens: int
+    measured_tokens: int
     greedy: float  # share of positions where p and q have the same likeliest token
     sampled: float
     """Mean of sum min(p, q) at temperature 1, over the target's 64 likeliest tokens, with q
@@ -159,5 +158,5 @@ def _acceptance(measured: Mapping[str, Measured]) -> str:
     for name, found in measured.items():
         positions = ", ".join("-" if p is None else f"{p:.3f}" for p in found.by_position)
         rates = f"{found.greedy:.3f} | {found.sampled:.3f}"
-        rows.append(f"| {name} | {found.num_tokens:,} | {rates} | {positions} |")
+        rows.append(f"| {name} | {found.measured_tokens:,} | {rates} | {positions} |")
     return "\n".join(rows)

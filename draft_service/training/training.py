@@ -44,8 +44,8 @@ _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
 _CHECKPOINT_S = 60.0
 
-Report = Callable[[str, float, float | None], None]
-"""The arguments are the stage, the finished share of the stage, and, in training, the loss."""
+Report = Callable[[str, float, str], None]
+"""The arguments are the stage, the finished share of the stage, and a detail, such as the loss."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:

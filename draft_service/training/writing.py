@@ -92,12 +92,13 @@ class WrittenCorpus:
         return 1.0 if done >= wanted else done / wanted
 
     @torch.inference_mode()
-    def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
-        """Lets the target write the missing conversations, up to `num_together` at a time. When the
+    def write(self, engine: Engine, together: int, progress: Callable[[float, str], None]) -> None:
+        """Lets the target write the missing conversations, up to `together` at a time. When the
         time is over, keeps unfinished conversations only if their answers have `_BEGINNING` tokens,
-        because these tokens may decide whether a conversation is held out."""
+        because these tokens may decide whether a conversation is held out. Calls `progress` after
+        each step with `part` and, if a number of tokens is wanted, the number of written tokens."""
         room = engine.page_counts().num_slots // self.tokens_max
-        num_together = max(1, min(num_together, room))
+        together = max(1, min(together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
         eos = frozenset(engine.info.eos_token_ids)
         running: list[_Conversation] = []
@@ -114,7 +115,7 @@ class WrittenCorpus:
 
         with self.spent.working(), self._path.open("a", encoding="utf-8") as file:
             while self.part < 1.0:
-                while len(running) < num_together and following != end:
+                while len(running) < together and following != end:
                     if following not in self._records:
                         prompt = self._prompts[following : following + 1]
                         running.append(_Conversation(self, following, *prompt))
@@ -125,7 +126,9 @@ class WrittenCorpus:
                 drawn = zip(running, verdicts_from_logits(asked), strict=True)
                 if ended := [one for one, found in drawn if one.take(found.correction[0], eos)]:
                     store(ended)
-                progress(self.part)
+                wanted = self._tokens
+                done = f"{self._first_tokens:,} of {wanted:,} tokens" if wanted is not None else ""
+                progress(self.part, done)
             if self._seconds is not None:
                 store([one for one in running if len(one.answer) >= _BEGINNING])
         for one in running:

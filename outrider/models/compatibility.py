@@ -76,6 +76,7 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
+    """The tokens of the trial."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 

@@ -96,7 +96,8 @@ class _Layer(nn.Module):
 class Eagle3Head(DraftHead):
     """An EAGLE-3 head of width D. The names of its parameters are those of the speculators form."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, embeddings: Tensor | None = None) -> None:
+        """The head uses `embeddings` [V, D] without a copy. None = random embeddings."""
         super().__init__()
         layer, num_taps = config.layer, len(config.layer_ids)
         width, eps = layer.hidden_size, layer.rms_norm_eps
@@ -107,7 +108,7 @@ class Eagle3Head(DraftHead):
         self.num_kv_heads: int = layer.num_key_value_heads
         self.key_width = self.value_width = layer.head_dim
         self.scaling = self.key_width**-0.5
-        self.embed_tokens = nn.Embedding(layer.vocab_size, width)
+        self.embed_tokens = nn.Embedding(layer.vocab_size, width, _weight=embeddings)
         self.input_norm = self.fc_norm = None
         if config.norm_before_fc:
             self.input_norm = llama.LlamaRMSNorm(taps_width, eps)

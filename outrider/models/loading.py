@@ -331,7 +331,6 @@ def put_weights(
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` if a tensor is not finite."""
     for name, values in tensors.items():
         if not values.isfinite().all():
             raise ValueError(f"{name} is not finite")

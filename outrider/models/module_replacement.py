@@ -207,9 +207,8 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     Linear layers use the `kernels` if the kernels can pack their weights.
 
     Needs memory for the model and one more block, because weights are copied and freed block by
-    block. A weight that head and embedding share is copied for the head. `to` and
-    `load_state_dict` do not change the weights of replacements, so call them before this function.
-    """
+    block. A weight that head and embedding share is copied for the head. Call `to` and
+    `load_state_dict` first, because they do not change the weights of replacements."""
     check(not module.training, "only a model in evaluation mode can be sped up")
     quick_linear = partial(_quick_linear, kernels=kernels)
     with torch.no_grad():

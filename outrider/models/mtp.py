@@ -51,8 +51,7 @@ layers can be loaded, so that a test can compare them with those of `speculators
 _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
 """Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""Suffix of the names of float8 scales, and the default size (rows, columns) of the block of
-weights that shares a scale."""
+"""Suffix of the names of float8 scales, and the default block (rows, columns) with one scale."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -94,9 +93,8 @@ class MtpHead(DraftHead):
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """`way` has two flags. The first says whether the head reads the output of the target's
-        last norm, the second whether it reads the output of its own norm. Otherwise it reads the
-        norm's input."""
+        """`way` has a flag for the target's last norm, and one for the head's own norm: whether the
+        head reads the norm's output, not its input."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:

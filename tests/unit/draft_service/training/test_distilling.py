@@ -45,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(TargetConfig(model="tiny", directory=str(path)), Template((0, 5), (3, 6)), None)
 
 
-def silent(stage: str, part: float, loss: float | None) -> None:
+def silent(stage: str, part: float, detail: str) -> None:
     """Ignores all reports."""
 
 
@@ -105,7 +105,7 @@ def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> N
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
     target: Target, whole: tuple[Path, Measured], tmp_path: Path, stage: str, part: float
 ) -> None:  # fmt: skip
-    def kill(now: str, done: float, loss: float | None) -> None:
+    def kill(now: str, done: float, detail: str) -> None:
         if now == stage and done >= part:
             raise KeyboardInterrupt
 
@@ -113,7 +113,7 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
         run(target, tmp_path, kill)
     assert not (tmp_path / "out").exists()
     heard: dict[str, float] = {}
-    run(target, tmp_path, lambda now, done, loss: heard.setdefault(now, done) and None)
+    run(target, tmp_path, lambda now, done, detail: heard.setdefault(now, done) and None)
     assert heard[stage] > part / 2  # It did not begin again.
     check_same(weights(tmp_path), weights(whole[0]))
 
@@ -133,7 +133,7 @@ def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Pat
 def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> None:
     stages: set[str] = set()
 
-    def meanwhile(stage: str, part: float, loss: float | None) -> None:
+    def meanwhile(stage: str, part: float, detail: str) -> None:
         if stage not in stages:
             stages.add(stage)
             with pytest.raises(ConfigError, match="another `outrider distill` of this target"):
@@ -157,15 +157,19 @@ def test_prompts_to_measure_with_are_not_learned_from(
             run(target, tmp_path / "refused", **({"measure": prompts} | changes))
         assert bad.value.key == key
     shutil.copytree(whole[0] / "cache", tmp_path / "cache")
-    _, found = run(target, tmp_path, measure=prompts).measured
+    for earlier in (tmp_path / "cache").rglob("spent.json"):
+        earlier.write_text("90000.0")
+    made = run(target, tmp_path, measure=prompts)
+    assert 0 < made.seconds < 90_000  # Without those of the earlier run.
+    _, found = made.measured
     [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
     answered = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(tuple(a["prompt"]) for a in answered) == sorted(2 * prompts)
     assert sorted(a["temperature"] for a in answered) == [0.0] * 3 + [1.0] * 3
     sizes = [len(a["answer"]) for a in answered]
-    assert found.num_tokens == sum(size for size in sizes if size > 1)
+    assert found.measured_tokens == sum(size for size in sizes if size > 1)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| answers to --measure | {found.num_tokens} | {found.greedy:.3f} |" in card
+    assert f"| answers to --measure | {found.measured_tokens} | {found.greedy:.3f} |" in card
     check_same(weights(tmp_path), weights(whole[0]))
 
 
@@ -179,7 +183,7 @@ def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path
         file.write_text(lines * '{"text": "12345"}\n')
         with pytest.raises(SettingError, match=said) as bad:
             run(
-                spelled, tmp_path, lambda stage, part, loss: stages.add(stage),
+                spelled, tmp_path, lambda stage, part, detail: stages.add(stage),
                 corpus=(file,), tokens=tokens,
             )  # fmt: skip
         assert bad.value.key == "tokens"
@@ -242,16 +246,17 @@ def test_the_command_makes_a_head_that_serves(
     captured = capsys.readouterr()
     assert code == 0, captured.err
     found = json.loads(captured.out)
-    assert found["steps"] == 4
-    assert 0 < found["sampled"] < 1
-    assert 0 < found["of_prompts"]["num_tokens"] <= 4 * 128
+    assert found["training_steps"] == 4
+    assert 0 < found["acceptance"]["sampled"] < 1
+    assert 0 < found["acceptance_on_prompts"]["measured_tokens"] <= 4 * 128
     assert "training" not in captured.err
     again = [
         *command, "eagle3", "--out", str(tmp_path / "again"), "--steps", "2",
         "--start-from", str(tmp_path / "out"),
     ]  # fmt: skip
     assert main(again) == 0
-    *_, to_type = capsys.readouterr().out.splitlines()
+    *table, to_type = capsys.readouterr().out.splitlines()
+    assert any("acceptance: measured tokens" in line for line in table)
     assert to_type.endswith(f"outrider serve {model} --draft-model eagle3:{tmp_path / 'again'}")
     assert main([*again[:7], "student", "--out", str(tmp_path / "x"), *again[10:]]) == 2
     assert "--start-from: " in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_what_is_measured_is_what_serving_would_find(
                     overlaps[document.temperature or 0.0].append(np.minimum(p[at], q).sum())
         if document.temperature == 1.0:
             texts.append(ratios)
-    assert measured.num_tokens == sum(map(len, hits.values()))
+    assert measured.measured_tokens == sum(map(len, hits.values()))
     assert measured.greedy == pytest.approx(np.mean(hits[0.0]), abs=0.02)
     assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=5e-3)
     expected = conditional_acceptance([firsts for firsts, *_ in texts])
@@ -171,11 +171,15 @@ def test_what_is_measured_is_what_serving_would_find(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_a_new_head_begins_with_the_targets_norm(family: str) -> None:
+def test_a_new_head_begins_with_the_targets_norm_and_embeddings(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tiny_module(tiny_config(family, VOCAB, num_hidden_layers=NUM_LAYERS))
     norm = module.model.norm
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    monkeypatch.delattr(torch.nn.Embedding, "reset_parameters")  # No random embeddings are made.
     head = new(module, "eagle3").module
+    assert head.embed_tokens.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()
     hidden = torch.randn(5, module.config.hidden_size)
     torch.testing.assert_close(4 * head.norm(hidden), norm(hidden), rtol=1e-3, atol=1e-3)
 
@@ -266,7 +270,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     options = DistillOptions(
         out=tmp_path / "out", kind=kind, draft_vocab=24, tokens=4000, steps=5, **WISHES[kind]
     )
-    distill(options, target, tmp_path / "cache", lambda stage, part, loss: None)
+    distill(options, target, tmp_path / "cache", lambda stage, part, detail: None)
     module, token_ids = loaded(kind, tmp_path / "out", target)
     assert len(token_ids) == 24
     [(batch, expected)] = seen

@@ -20,7 +20,12 @@ def corpus(directory: Path, **changes: object) -> WrittenCorpus:
 
 def write(directory: Path, tokens: int, together: int = 4, **changes: object) -> WrittenCorpus:
     found = corpus(directory, tokens=tokens, **changes)
-    found.write(ToyEngine(vocab_size=VOCAB, salt=7), together, lambda part: None)
+    told: list[str] = []
+    engine = ToyEngine(vocab_size=VOCAB, salt=7)
+    found.write(engine, together, lambda part, detail: told.append(detail))
+    counts = [int(detail.removesuffix(f" of {tokens} tokens")) for detail in told]
+    assert counts == sorted(counts)
+    assert counts[-1] >= tokens
     return found
 
 
