@@ -29,38 +29,20 @@ def tiny_config(
         "vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": max_model_len,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    } | changes  # fmt: skip
-    grouped = {"num_key_value_heads": 2, "head_dim": 8} | sizes
-    window = {"sliding_window": 6}
-    match family:
-        case "llama":
-            return transformers.LlamaConfig(**grouped, tie_word_embeddings=False)
-        case "qwen3":
-            return transformers.Qwen3Config(**grouped)
-        case "mistral":  # Every layer has a sliding window.
-            return transformers.MistralConfig(**grouped, **window)
-        case "gemma":
-            return transformers.GemmaConfig(**grouped)
-        case "qwen2":  # Queries, keys and values have a bias.
-            return transformers.Qwen2Config(**({"num_key_value_heads": 2} | sizes))
-        case "gemma2":  # Attention scores are capped, and one layer has a sliding window.
-            kinds = ["sliding_attention", "full_attention"]
-            return transformers.Gemma2Config(
-                **grouped, **window, layer_types=kinds, attn_logit_softcapping=2.0,
-                query_pre_attn_scalar=5, attn_implementation="eager",
-            )  # fmt: skip
-        case "gemma3":  # One layer has a sliding window, and one has none.
-            kinds = ["sliding_attention", "full_attention"]
-            return transformers.Gemma3TextConfig(**grouped, **window, layer_types=kinds)
-        case "gpt_neox":
-            return transformers.GPTNeoXConfig(**sizes)
-        case "gpt2":
-            return transformers.GPT2Config(
-                vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=max_model_len,
-                bos_token_id=None, eos_token_id=None,
-            )  # fmt: skip
-        case _:
-            raise ValueError(family)
+    }  # fmt: skip
+    if not family.startswith("gpt"):
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
+    mixed = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    special: dict[str, Any] = {
+        "llama": {"tie_word_embeddings": False},
+        "mistral": {"sliding_window": 6},  # In every layer.
+        "gemma2": mixed | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5,
+                           "attn_implementation": "eager"},
+        "gemma3": mixed,
+    }  # fmt: skip
+    settings = sizes | special.get(family, {}) | changes
+    model_type = "gemma3_text" if family == "gemma3" else family
+    return transformers.AutoConfig.for_model(model_type, **settings)
 
 
 def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

@@ -10,7 +10,6 @@ import torch
 from models import tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, Glm4MoeConfig, Qwen3NextConfig
 
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.mtp import load_mtp
@@ -27,29 +26,22 @@ def mtp_target(
     dtype: torch.dtype = torch.float32, **changes: int,
 ) -> Any:  # fmt: skip
     """A random target with experts, of a family that has MTP layers, but without its MTP layer."""
-    sizes = tiny_config("llama", vocab_size, max_model_len).to_dict()
-    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
-            "num_key_value_heads", "intermediate_size", "max_position_embeddings")  # fmt: skip
-    shared = {key: sizes[key] for key in kept} | {
-        "tie_word_embeddings": False, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    } | changes  # fmt: skip
+    shared = {"tie_word_embeddings": False, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    match family:
-        case "deepseek_v3":
-            config = DeepseekV3Config(
-                **shared | routed | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=12,
-                kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8,
-            )  # fmt: skip
-        case "glm4_moe":
-            config = Glm4MoeConfig(**shared, **routed, use_qk_norm=True)
-        case _:
-            config = Qwen3NextConfig(
-                **shared | {"num_hidden_layers": 4}, num_experts=4, linear_key_head_dim=8,
-                shared_expert_intermediate_size=16, linear_value_head_dim=8,
-                linear_num_key_heads=2, linear_num_value_heads=4,
-            )  # fmt: skip
-    return tiny_module(config, dtype=dtype)
+    special: dict[str, Any] = {
+        "deepseek_v3": routed | {
+            "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 12, "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        },
+        "glm4_moe": routed | {"use_qk_norm": True},
+        "qwen3_next": {
+            "num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 16,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    }  # fmt: skip
+    settings = shared | changes | special[family]
+    return tiny_module(tiny_config(family, vocab_size, max_model_len, **settings), dtype=dtype)
 
 
 class MtpReference:

@@ -27,7 +27,16 @@ def save_tiny_gguf(path: Path) -> Path:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    _add_tokenizer(writer, tokenizer)
+    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([tokens[index] for index in range(len(tokens))])
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[index in special] for index in range(len(tokens))])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     rng = np.random.default_rng(0)
@@ -56,16 +65,3 @@ def paired_rows(values: np.ndarray, num_heads: int) -> np.ndarray:
     a rotation mixes become neighbours, instead of being half a head apart."""
     halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: object) -> None:
-    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([tokens[index] for index in range(len(tokens))])
-    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
-    writer.add_token_types([kinds[index in special] for index in range(len(tokens))])
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_chat_template(tokenizer.chat_template)

@@ -81,12 +81,9 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
     own = "" if carries_normed else " (and the layer's output before the layer's norm)"
     stated = "hidden states after the target's last norm"
     fitting = f"hidden states {side} the target's last norm{own}"
-    assert found.note.startswith(
-        f"drafter mtp reads the {fitting} in place of the {stated}, "
-        if (side, own) != ("after", "")
-        else ""
-    )
-    assert bool(found.note) is not (is_normed and carries_normed)
+    note = f"drafter mtp reads the {fitting} in place of the {stated}, "
+    assert found.note.startswith("" if fitting == stated else note)
+    assert bool(found.note) is (fitting != stated)
 
 
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:

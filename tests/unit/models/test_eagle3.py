@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,29 +175,29 @@ def test_a_head_comes_back_as_it_was_saved(target: Any, tmp_path: Path) -> None:
         assert torch.equal(loaded.module.logits(found), head.logits(expected))
     bias = "layers.0.self_attn.o_proj.bias"
     assert loaded.module.get_parameter(bias).any()
-    change_tensors(tmp_path, lambda tensors: tensors.pop(bias))
+    change_tensors(tmp_path, {bias: None})
     assert not load(tmp_path, target).module.get_parameter(bias).any()
 
 
-def change(directory: Path, **changes: Any) -> None:
+def change(directory: Path, changes: dict[str, Any]) -> None:
     """Changes values of the configuration and of its layer's part; None removes a value."""
     file = directory / "config.json"
     stated = json.loads(file.read_text())
-    absent = ("layer_types", "partial_rotary_factor", "sliding_window")
+    layer = stated["transformer_layer_config"]
     for key, value in changes.items():
-        place = stated["transformer_layer_config"]
-        place = place if key in (*place, *absent) else stated
+        absent = ("layer_types", "partial_rotary_factor", "sliding_window")
+        place = layer if key in (*layer, *absent) else stated
         place[key] = value
         if value is None:
             del place[key]
     file.write_text(json.dumps(stated))
 
 
-def change_tensors(directory: Path, changes: Callable[[dict[str, Tensor]], Any]) -> None:
-    file = str(directory / "model.safetensors")
-    tensors = load_file(file)
-    changes(tensors)
-    save_file(tensors, file)
+def change_tensors(directory: Path, changes: dict[str, Tensor | None]) -> None:
+    """Changes tensors; None removes a tensor."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({key: one for key, one in tensors.items() if one is not None}, file)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,9 @@ def test_raw_files_are_read(
 def test_rows_are_put_in_the_order_of_their_tokens(target: Any, tmp_path: Path) -> None:
     head = tiny_head(target)
     order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
-
-    def permute(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-        tensors["d2t"] = torch.tensor(DRAFT_IDS)[order] - torch.arange(len(order))
-
-    change_tensors(save(tmp_path, head), permute)
+    d2t = torch.tensor(DRAFT_IDS)[order] - torch.arange(len(order))
+    permuted = {"lm_head.weight": head.lm_head.weight[order], "d2t": d2t}
+    change_tensors(save(tmp_path, head), permuted)
     loaded = load(tmp_path, target)
     assert loaded.token_ids == DRAFT_IDS
     assert torch.equal(loaded.module.lm_head.weight, head.lm_head.weight)
@@ -239,11 +236,7 @@ def test_rows_are_put_in_the_order_of_their_tokens(target: Any, tmp_path: Path) 
 def save_without_ends(directory: Path, target: Any) -> Path:
     """A head as wide as its target, without embeddings and a last matrix."""
     save(directory, tiny_head(target, layer={"hidden_size": target.config.hidden_size}))
-
-    def drop(tensors: dict[str, Tensor]) -> None:
-        del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
-
-    change_tensors(directory, drop)
+    change_tensors(directory, {"embed_tokens.weight": None, "lm_head.weight": None})
     return directory
 
 
@@ -267,14 +260,11 @@ def test_ends_of_a_quantised_target_are_read_from_its_files(target: Any, tmp_pat
         ends = target_ends(place, drafter="HEAD", name="TARGET")
         return eagle3.load_eagle3(head, ends, name="HEAD", target_name="TARGET").module
 
-    found = read()
-    assert torch.equal(found.embed_tokens.weight, stored["model.embed_tokens.weight"])
+    assert torch.equal(read().embed_tokens.weight, stored["model.embed_tokens.weight"])
+    float8 = stored["lm_head.weight"].to(torch.float8_e4m3fn)
     for changed, message in (
         ({"lm_head.weight": None, "lm_head.qweight": torch.zeros(2)}, "lack the weights lm_head"),
-        (
-            {"lm_head.weight": stored["lm_head.weight"].to(torch.float8_e4m3fn)},
-            "files have lm_head.weight as torch.float8_e4m3fn",
-        ),
+        ({"lm_head.weight": float8}, "files have lm_head.weight as torch.float8_e4m3fn"),
     ):
         with pytest.raises(ConfigError, match=f"^drafter HEAD: .* the target's .*{message}"):
             read(**changed)
@@ -325,12 +315,8 @@ def test_what_does_not_fit_is_refused(
     changes: dict[str, Any], message: str, target: Any, tmp_path: Path
 ) -> None:
     save(tmp_path, tiny_head(target))
-    if any(key == "d2t" or "." in key for key in changes):
-        file = tmp_path / "model.safetensors"
-        tensors = load_file(file) | changes
-        save_file({key: one for key, one in tensors.items() if one is not None}, file)
-    else:
-        change(tmp_path, **changes)
+    in_tensors = any(key == "d2t" or "." in key for key in changes)
+    (change_tensors if in_tensors else change)(tmp_path, changes)
     with pytest.raises(ConfigError, match=f"drafter HEAD: .*{message}"):
         load(tmp_path, target)
 
