@@ -7,8 +7,7 @@ that its content depends on.
 measured-<hash>     the answers that the target wrote to the prompts of `--measure`
 written-<hash>      the texts that the target wrote for training
 answers-<hash>      the target's distributions for the tokens of texts
-<kind>-<hash>       the checkpoint of a drafter
-"""
+<kind>-<hash>       the checkpoint of a drafter"""
 
 import math
 import time

@@ -2,8 +2,7 @@
 
 file in `--corpus`   content
 `.txt`, `.md`        one text
-`.jsonl`             one text in each line: an object with the key `text`
-"""
+`.jsonl`             one text in each line: an object with the key `text`"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

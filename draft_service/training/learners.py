@@ -2,8 +2,7 @@
 
 A student drafts one token after every position of a text. An EAGLE-3 head drafts `NUM_DEPTHS`
 tokens after every position but the first. In place of its earlier draft tokens, it reads the text's
-tokens (teacher forcing). Each draft token is compared with the target's answer at its position.
-"""
+tokens (teacher forcing). A draft token is compared with the target's distribution at its place."""
 
 import copy
 from pathlib import Path
@@ -41,7 +40,7 @@ class Depth(NamedTuple):
     """Draft token i of C chains along the texts of a batch."""
 
     hidden: Tensor  # [C, D]: the input from which `Learner.head` computes the tokens' logits
-    rows: Tensor  # [C], ascending: the rows of the batch with the target's answers for the tokens
+    rows: Tensor  # [C], ascending: the batch's rows with the target's answers for these tokens
 
 
 class Learner:

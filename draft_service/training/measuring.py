@@ -79,9 +79,9 @@ def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
 
 
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-    """Compares the drafter's `logits` [C, N] with the target's answers at these `rows` [C]. Returns
-    [C, 3]: whether the likeliest tokens are the same, sum min(p, q), and min(1, q(x) / p(x)) of the
-    text's token x."""
+    """Compares the drafter's `logits` [C, N] with the target's distributions at these `rows` [C].
+    Returns [C, 3]: whether the likeliest tokens are the same, sum min(p, q), and min(1, q(x) /
+    p(x)) of the text's token x."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)

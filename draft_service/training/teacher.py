@@ -6,8 +6,7 @@ ids         [R, 64]: the target's likeliest tokens, likeliest first; uint16 or u
 logprobs    [R, 64]: their log-probabilities at temperature 1; float16
 written     [R]: the log-probability of the learned token itself; float16
 features    [T, W]: for an EAGLE-3 head, the inputs of some of the target's layers at each of the T
-            tokens, side by side, as the bits of bfloat16
-"""
+            tokens, side by side, as the bits of bfloat16"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ The acceptance is sum min(p, q), for the target's distribution p and the drafter
 
 The budget is a number of steps or of seconds. Learning rate and loss depend on the used share of
 the budget. With a budget of steps, a run that is killed and resumed makes the same drafter as a run
-without a kill.
-"""
+without a kill."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -29,8 +29,8 @@ _HALF_TOLERANCE = 0.2  # for dtypes of 16 bits
 """The largest allowed relative difference between two results of the trial. Rounding makes smaller
 differences. Attention to wrong slots or at wrong positions makes a difference of about 1."""
 _LONG_TRIAL_TOKENS = 136
-"""The length of the sequence of `dependent_at`. Attention with fixed shapes divides its slots into
-several splits (`SPLIT_SLOTS`)."""
+"""The length of the sequence of `dependent_at`. It is so long that attention with fixed shapes
+divides its slots into several splits (`SPLIT_SLOTS`)."""
 _ALONE_TOKENS = 5  # number of tokens in a step that runs one sequence alone
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)  # numbers of tokens in steps with other sequences
 CROWD_SLOTS = 1024

@@ -25,10 +25,10 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""The check warns if a head agrees with its target at a smaller share of places. Published heads
-agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
+"""The check warns if the agreement is below this share. Published heads have 0.6 or more, but only
+0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way is chosen only if it agrees at a share of places that is larger by this number."""
+"""Another way is chosen only if its agreement is larger by at least this number."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -54,10 +54,9 @@ DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHe
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """Chooses a way to read, and returns the head set to this way. If the way is not the stated
-    way, or the head agrees with its target too rarely, the result has a `note` about the head
-    `name`. All ranks must run the target for the leader's `Reading`, so a rank without a head
-    passes None for `loaded`."""
+    """Chooses a way to read, and returns the head set to this way. If it is not the stated way, or
+    its agreement is too small, the result has a `note` about the head `name`. All ranks must run
+    the target for the leader's `Reading`, so a rank without a head passes None for `loaded`."""
     note = ""
     try:
         with torch.inference_mode():
@@ -93,7 +92,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     ways = head.ways(reading.num_layers)
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
     num_chains = len(text) - _DEPTHS
-    first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
+    first = max(0, prompt_length - 2)  # the first chain that predicts a written token
 
     def agreement(way: str, offset: int = 0) -> float:
         head.read_as(ways[way])

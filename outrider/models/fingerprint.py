@@ -1,4 +1,4 @@
-"""Fingerprints of weights, tokenizers and numerics, by which services compare their models."""
+"""Fingerprints of weights, tokenizers and rounding, by which services compare their models."""
 
 from __future__ import annotations
 

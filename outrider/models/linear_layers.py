@@ -1,4 +1,4 @@
-"""Replacements of a model's linear layers and activations on a CPU."""
+"""Modules that replace a model's linear layers and activations on a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -123,8 +123,7 @@ than 32 rows in bfloat16, oneDNN used AMX tiles, which round differently."""
 
 
 class BlockedLinear(nn.Module):
-    """A linear layer, [..., in] -> [..., out], that multiplies at most `_BLOCK_ROWS` rows at a
-    time."""
+    """A linear layer, [..., in] -> [..., out], that multiplies up to `_BLOCK_ROWS` rows at once."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()

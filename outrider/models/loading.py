@@ -166,8 +166,7 @@ def describe_files(
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
-    """Returns the tokenizer in a model's directory, or None if there is none. Raises
-    `ConfigError`."""
+    """Returns the tokenizer in a directory, or None if there is none. Raises `ConfigError`."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     with refusing(f"model {path}: its tokenizer"):
@@ -177,8 +176,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
 
 
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
-    """Returns the greatest length that a model's configuration states, if any. Raises
-    `ConfigError`."""
+    """Returns the model's greatest length, if `config.json` states it. Raises `ConfigError`."""
     return _stated_length(_config(path, trust_remote_code))
 
 

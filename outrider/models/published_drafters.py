@@ -74,8 +74,7 @@ def _has_eagle3_layer(names: set[str]) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of a published drafter's `config.json`. Raises `OSError` or
-    `ValueError`."""
+    """Returns the content of a drafter's `config.json`. Raises `OSError` or `ValueError`."""
     stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
         raise ValueError(f"{path / CONFIG_FILE} holds no JSON object")

@@ -5,8 +5,7 @@ name                        directory
 `demo-drafter`, `demo-head` a directory in this package, with a drafter for `demo`
 a `.gguf` file              a conversion of the file, in the cache
 a directory                 that directory
-anything else               a snapshot of the hub repository with this name, fetched if needed
-"""
+anything else               a snapshot of the hub repository with this name, fetched if needed"""
 
 import json
 import logging
@@ -34,8 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    """Returns the directory for cached models: `$OUTRIDER_CACHE`, by default
-    `~/.cache/outrider`."""
+    """The directory for cached models: `$OUTRIDER_CACHE`, by default `~/.cache/outrider`."""
     configured = os.environ.get("OUTRIDER_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 

@@ -59,8 +59,7 @@ class Watched(nn.Module):
 
 def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
     """Wraps the layers with these indices. An index equal to the number of layers means the norm
-    after the last layer. Raises `ConfigError` if the model lacks one of these layers, or the norm.
-    """
+    after the last layer. Raises `ConfigError` if the model lacks a layer, or this norm."""
     watched = []
     for parent, name in [_place_of(module, index) for index in indices]:
         watched.append(Watched(getattr(parent, name)))
