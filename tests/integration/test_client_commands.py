@@ -171,7 +171,6 @@ class Terminal:
 
 
 async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
-    """Tokens are coloured by origin. An error does not end the chat."""
     terminal = await Terminal.start(stack, "--max-tokens", "12")
     greeting = await terminal.shows("> ")
     assert "model at" in greeting

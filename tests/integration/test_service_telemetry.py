@@ -128,10 +128,8 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
 
 
 async def _raw_generate(stack: Stack, traceparent: str) -> None:
-    request, metadata = (
-        pb.GenerateRequest(text=PROMPT, max_tokens=4),
-        (("traceparent", traceparent),),
-    )
+    request = pb.GenerateRequest(text=PROMPT, max_tokens=4)
+    metadata = (("traceparent", traceparent),)
     async with open_channel(stack.client.address) as channel:
         async for _ in CoordinatorStub(channel).Generate(request, metadata=metadata):
             pass

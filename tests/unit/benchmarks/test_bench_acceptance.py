@@ -42,7 +42,6 @@ def measured(reader: Any, num_prompts: int = 4, **options: Any) -> dict[str, Any
 
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
-    """If another model drafts, more predicted outcomes hit more often."""
     found = measured(acceptance.ModelReader(engine(1)), hits=True)
     assert found["greedy"] == 1.0
     assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
@@ -59,7 +58,6 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If q is truncated, fewer tokens are accepted."""
     found = measured(acceptance.ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
     asked = [acceptance.Answer("", 0, ids, 20)]

@@ -31,14 +31,10 @@ def pair(side: ScriptedSide, concurrency: int = 1, seed: int = 0) -> list[Contes
     ]
 
 
-def silent(_line: str) -> None:
-    pass
-
-
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
     """Two warm-up prompts come first. Both sides use the same seed for a prompt."""
     side = ScriptedSide(lambda request: (10, 1.0 if request.num_draft_tokens else 2.0))
-    results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
+    results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), print)
     seeds = [found.seed for found in side.calls]
     assert seeds == [SEED_MAX - 1, SEED_MAX - 2] * 2 + [SEED_MAX, SEED_MAX, 0, 0, 1, 1]
     assert [found.max_tokens for found in side.calls] == [32] * 4 + [64] * 6
@@ -56,7 +52,7 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
     """Later prompts end sooner here. Each side comes first for every second prompt."""
     side = ScriptedSide(lambda request: (10 + int(request.prompt[1:]), 9.0)
                         if request.prompt[0] == "p" else (1, 1.0))  # fmt: skip
-    results = await measure(PROMPTS, pair(side, concurrency=3), silent)
+    results = await measure(PROMPTS, pair(side, concurrency=3), print)
     assert side.most_running == 3
     for result in results.values():
         assert [len(done.token_ids) for done in result.completions] == [10, 11, 12, 13, 14]
@@ -79,7 +75,7 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
     side = ScriptedSide(lambda request: (1, 1.0))
     sides = pair(side, concurrency=2)
     library = Contestant("library", Library(side.script), sides[0].request, 1)
-    results = await measure(PROMPTS, [*sides, library], silent)
+    results = await measure(PROMPTS, [*sides, library], print)
     assert results["library"].seconds == 2.0 * len(PROMPTS)
 
 
@@ -96,7 +92,7 @@ async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
         dropped.append(f"{name}: {error.message}")
         return True
 
-    results = await measure(PROMPTS, pair(ScriptedSide(script)), silent, drops)
+    results = await measure(PROMPTS, pair(ScriptedSide(script)), print, drops)
     assert dropped == ["speculative: the library broke"]
     assert list(results) == ["plain"]
     assert len(results["plain"].completions) == len(PROMPTS)
@@ -120,7 +116,6 @@ class RecordingClient:
 
 @pytest.mark.parametrize("raw", [False, True])
 async def test_a_request_is_sent_as_a_chat_unless_raw(raw: bool) -> None:
-    """If an answer was cut short, an error is raised."""
     asked = bench_request("Hello.", 33, 0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)
     client: Any = RecordingClient()
     done = await GrpcClient(client, raw=raw).generate(asked)

@@ -84,7 +84,6 @@ class ScriptedLibrary(ScriptedSide):
 async def measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True
 ) -> dict[str, Any]:
-    """The report on a scripted deployment."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(peers, "REST_S", 0.0)
     for module in (peers, libraries):

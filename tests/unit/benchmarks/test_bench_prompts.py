@@ -12,7 +12,6 @@ from outrider.errors import ConfigError
 
 
 def test_built_in_prompts_are_eight_of_each_category_and_all_different() -> None:
-    """Prompts of the last three categories contain a text to work on."""
     prompts = read_prompts()
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(CATEGORIES, 8)
     assert len({prompt.text for prompt in prompts}) == 48

@@ -48,17 +48,13 @@ def server_of(fails: Callable[[GenerateRequest], bool] = lambda _: False) -> Scr
     return ScriptedSide(script)
 
 
-async def play(options: ServeOptions, server: ScriptedSide) -> Load:
-    return await measure(options, server, lambda line: None)
-
-
 @pytest.mark.virtual
 async def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Path) -> None:
     """A prompt's own `max_tokens` replaces the option's."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
     server = server_of(lambda _: len(server.calls) == 2)
-    load = await play(ServeOptions(prompts=file, max_tokens=9, num_prompts=100), server)
+    load = await measure(ServeOptions(prompts=file, max_tokens=9, num_prompts=100), server, print)
     assert set(server.starts) == {server.starts[0]}
     assert server.most_running == load.most_running == 99
     assert load.duration_s == pytest.approx(4.0)
@@ -69,7 +65,7 @@ async def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_pa
 @pytest.mark.virtual
 async def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
     server = server_of()
-    load = await play(ServeOptions(num_prompts=10, max_concurrency=3), server)
+    load = await measure(ServeOptions(num_prompts=10, max_concurrency=3), server, print)
     assert server.most_running == 3
     assert load.duration_s == pytest.approx(16.0)
 
@@ -80,7 +76,7 @@ async def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
     options = ServeOptions(num_prompts=5, request_rate=1.0, burstiness=math.inf, max_concurrency=1)
     server = server_of()
     began_s = asyncio.get_running_loop().time()
-    load = await play(options, server)
+    load = await measure(options, server, print)
     assert server.starts == pytest.approx([began_s + at for at in (1.0, 5.0, 9.0, 13.0, 17.0)])
     found = report(options, options.settings("b", "s", "m"), load).values
     assert (found["mean_e2el_ms"], found["duration"]) == pytest.approx((4e3, 21.0))

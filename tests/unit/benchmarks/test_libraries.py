@@ -150,7 +150,6 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
 
 
 async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) -> None:
-    """It also decodes at temperature 1. If the process is killed, the call raises an error."""
     told = TargetInputs.load(tiny, [BenchPrompt("fox", "chat")], PromptOptions(max_tokens=16))
     asked = bench_request("fox", 12, 1.0)
     async with LibraryProcess(ENGINE, {}, told) as engine:
