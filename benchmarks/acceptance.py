@@ -145,8 +145,7 @@ class ModelReader:
 
 
 class LookupReader:
-    """Asks a look-up drafter for one token at each place of an answer. q is one-hot, or None if the
-    look-up finds nothing."""
+    """Asks a look-up for a token at each place of an answer. q is one-hot, or None for no token."""
 
     max_model_len = 2**31
 

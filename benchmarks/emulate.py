@@ -82,8 +82,7 @@ class EmulateOptions(Options):
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
-    """The measured rounds of a session, after the dropped tokens and up to the round that commits
-    token number `num_tokens`."""
+    """The rounds after the dropped tokens, up to the round that commits token `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
     return [one for one in rounds if dropped <= one.tokens.first_index < num_tokens]
 

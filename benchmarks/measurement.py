@@ -97,8 +97,7 @@ class BenchClient(ABC):
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int
     ) -> list[Completion]:
-        """Decodes prompts, `concurrency` at a time. If a request fails, cancels the other requests,
-        and raises the error."""
+        """Decodes `concurrency` prompts at a time. Raises the first error, and cancels the others."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(request: GenerateRequest) -> Completion:

@@ -96,8 +96,7 @@ async def start_peers(
     options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
     progress: Progress,
 ) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
-    """Starts the peers with their fastest settings. Returns the client of each side, and the reason
-    for each missing peer."""
+    """Starts the peers. Returns the client of each side, and the reason for each missing peer."""
     if subject.target is None:
         raise SettingError(
             "server", "has a target whose files are not on this machine; peers need them"

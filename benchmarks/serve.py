@@ -67,8 +67,7 @@ class ServeOptions(PromptOptions):
     """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, less =
     bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
-    """Maximum number of requests that run at a time; further requests wait in this client; unset =
-    no limit."""
+    """Maximum number of running requests; further ones wait in this client; unset = no limit."""
     max_tokens: MaxTokens = 128
     """Maximum number of tokens of an answer, unless the prompt has its own `max_tokens`."""
     temperature: Temperature = 0.0
@@ -79,8 +78,7 @@ class ServeOptions(PromptOptions):
     """Maximum number of draft tokens of a round, for an Outrider deployment; 0 = plain decoding;
     unset = the deployment's default."""
     goodput: tuple[Goal, ...] = ()
-    """Goals that a request must meet to count for goodput, as NAME:MS, where NAME is ttft, tpot or
-    e2el."""
+    """Goals for a request to count for goodput, as NAME:MS, where NAME is ttft, tpot or e2el."""
 
     @property
     def goals(self) -> dict[str, float]:

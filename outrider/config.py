@@ -291,9 +291,7 @@ class DraftConfig(ModelServerConfig):
 
 
 ReplicaConfig = TargetConfig | DraftConfig
-
 WAIT_MS_MAX = 600_000
-
 WaitMs = Annotated[int, between(1, WAIT_MS_MAX)]
 
 
@@ -428,8 +426,6 @@ class CoordinatorConfig(ServerConfig):
 WAIT_S_MAX = 86_400
 LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
 """Smallest allowed number of replicas of each role."""
-
-
 BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
 _Bounds = Annotated[
     str,
@@ -614,8 +610,7 @@ def load_config(
 
 
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
-    """The deployment with these values of settings, by key. Raises `SettingError` for values that
-    contradict each other."""
+    """The deployment with these values by key. Raises `SettingError` for a contradiction."""
     coordinator = build(CoordinatorConfig, values, redis=build(RedisAddress, values))
     inner = dict(values)
     is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")

@@ -26,8 +26,7 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """Returns the sum `name` divided by the sum `of`. If nothing was added to `of` in the last
-        `seconds`, returns None."""
+        """Sum `name` divided by sum `of`; None if nothing was added to `of` for `seconds`."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)

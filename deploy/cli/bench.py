@@ -45,8 +45,6 @@ DRAFT_SETTINGS = (
     "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
     "suffix_min_score", "suffix_tokens_per_tenant",
 )  # fmt: skip
-
-
 PURPOSES = {
     "speedup": "compare decoding with and without drafts",
     "peers": "compare with vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "

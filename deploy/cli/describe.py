@@ -58,7 +58,7 @@ def drafters(arguments: Arguments) -> int:
 
     found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
     about = (
-        "q: how a draft's distribution is sent (one-hot: a certain token; sparse: likely tokens)"
+        "q, the draft's distribution: one-hot = one certain token; sparse = the likeliest tokens"
     )
     table = Table(show_lines=True, caption=about)
     for name in DRAFTER_COLUMNS:

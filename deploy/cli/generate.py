@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from outrider.client import Client, Completion, CompletionBuilder
 
-
 STYLES = {
     Origin.ACCEPTED: "green", Origin.CORRECTION: "bold red", Origin.BONUS: "bold cyan",
     Origin.STORED: "dim",
@@ -150,8 +149,7 @@ class Printer:
     """Prints answers as they arrive. On a terminal each token has the colour of its origin."""
 
     def __init__(self, directory: str) -> None:
-        """`directory` contains the tokenizer. Without a tokenizer, all text of an event has one
-        colour."""
+        """`directory` has the tokenizer. Without one, all text of an event has one colour."""
         self.console: Console | None = None
         self._tokenizer = _tokenizer(directory)
         self._begin()

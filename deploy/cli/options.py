@@ -208,8 +208,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
 
 
 def _field_name(field: str, arguments: Arguments) -> str:
-    """The option of a request's field: `--top-p` for `sampling.top_p`, `--stop (number 2)` for
-    `stop[1]`."""
+    """The option of a field: `--top-p` for `sampling.top_p`, `--stop (number 2)` for `stop[1]`."""
     names = re.findall(r"[a-z]\w*", field)
     if names and names[0] in _PROMPT_FIELDS and hasattr(arguments, "prompt"):
         return "PROMPT"
@@ -339,8 +338,7 @@ def _connection(
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The first API key that the flag or the variable gives. Raises `ConfigError` for the hash of a
-    key."""
+    """The first API key in the flag or the variable. Raises `ConfigError` for a key's hash."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):

@@ -106,8 +106,7 @@ def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False)
 
 
 def tell(report: Report, as_json: bool) -> int:
-    """Prints a report on standard output, and its warnings on standard error. Returns the exit
-    code."""
+    """Prints a report to stdout, and its warnings to stderr. Returns the exit code."""
     if as_json:
         print(to_json(report.values), flush=True)
     for part in () if as_json else report.shown:

@@ -221,8 +221,7 @@ def _end(pid: int, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        # Polls, because only a parent can use `waitpid`, and some container runtimes lack
-        # `pidfd_open`.
+        # Only a parent can use `waitpid`, and some container runtimes lack `pidfd_open`.
         while not _is_zombie(pid):
             if time.monotonic() >= give_up_at:
                 raise Unavailable(
