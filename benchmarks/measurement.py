@@ -97,7 +97,7 @@ class BenchClient(ABC):
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int
     ) -> list[Completion]:
-        """Decodes `concurrency` prompts at a time. After an error, cancels the others and raises."""
+        """Decodes prompts, `concurrency` at a time. After an error, cancels the rest and raises."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(request: GenerateRequest) -> Completion:
