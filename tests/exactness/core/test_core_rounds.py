@@ -147,14 +147,11 @@ def pair() -> ToyPair:
 @pytest.mark.parametrize(
     ("rule", "controller"),
     [
-        (Rule.TOKEN, drafts(3)),
-        (Rule.TOKEN, reads_everything),
-        (Rule.TOKEN, grows_after_weak_slots),
-        (Rule.BLOCK, drafts(3)),
-        (Rule.BLOCK, reads_everything),
-        (Rule.COUPLED, reads_everything),
+        (Rule.TOKEN, drafts(3)), (Rule.TOKEN, reads_everything),
+        (Rule.TOKEN, grows_after_weak_slots), (Rule.BLOCK, drafts(3)),
+        (Rule.BLOCK, reads_everything), (Rule.COUPLED, reads_everything),
     ],
-)
+)  # fmt: skip
 def test_sequences_have_the_targets_law(pair, rule, controller, distance, num):
     tokens = Sequences(pair, rule, num).decode(controller, NUM_TOKENS)
     result = chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS))

@@ -18,7 +18,6 @@ from outrider.errors import SettingError
         ("./a:b/c", DrafterChoice(None, "draft", "./a:b/c")),
         ("hybrid:ngram,a/b", DrafterChoice(LookupKind.NGRAM, "draft", "a/b")),
         ("hybrid:suffix,eagle3:/a,b", DrafterChoice(LookupKind.SUFFIX, "target", "/a,b", "eagle3")),
-        ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, "target", "a/b", "eagle3")),
         ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, "target", "mtp", "mtp")),
     ],
 )
