@@ -14,6 +14,7 @@ import asyncio
 import errno
 import re
 import socket
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             for method in service.descriptor.methods
         }  # fmt: skip
         self._server = grpc.aio.server(
-            handlers=(self,),
+            handlers=(weakref.proxy(self),),  # A cycle would keep a stopped server in memory.
             options=server_options(
                 shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
             ),
@@ -199,7 +200,7 @@ class _Health:
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
         """Yields the status now and after each change. Raises `Overloaded` at `HEALTH_WATCHES_MAX`
-        watchers. Otherwise callers without a key could take all calls."""
+        watchers. Without this limit, callers without a key could use up all concurrent calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1

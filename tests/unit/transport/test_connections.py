@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+import weakref
 
 import grpc
 import pytest
@@ -56,6 +57,17 @@ async def test_health_is_that_of_the_whole_server() -> None:
         unknown = stub.Check(health_pb2.HealthCheckRequest(service="none"))
         assert (await unknown.code()).name == "NOT_FOUND"
     await server.stop()
+
+
+async def test_a_stopped_server_is_freed_without_garbage_collection() -> None:
+    server = RpcServer([])
+    await server.start()
+    async with open_channel(server.address) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    await server.stop()
+    reference = weakref.ref(server)
+    del server
+    assert reference() is None
 
 
 async def test_calls_get_a_new_connection_now_and_then() -> None:
