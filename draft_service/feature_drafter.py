@@ -43,8 +43,8 @@ class HeadEngine(PagedSequences):
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
         """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token
         before each new token, which is arbitrary for the first token of a sequence. A step wants
-        one row of logits or none. Returns the head's output [L, D] for the L steps that want one.
-        """
+        one row of logits or none. Returns the head's output [L, D] for the L steps that want a
+        row."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -95,7 +95,7 @@ class FeatureDrafter(ModelDrafter):
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Like `ModelDrafter.begin`. The draft runs the committed tokens with known features, and
-        draws only if all are known. Raises `BadRequest` if features do not fit the head."""
+        draws only if no feature is missing. Raises `BadRequest` if features do not fit the head."""
         draft, features = super().begin(request), request.features
         nothing = AutoregressiveDraft(request, 0)
         if features is None or not draft.unseen:

@@ -12,8 +12,8 @@ contains this proposal. Otherwise the coordinator waits for a draft. If the actu
 previous round is being drafted, that draft continues, else a new draft begins. A pass adds a token
 to every draft that a coordinator waits for, and to the drafts of the likeliest outcomes that fit.
 
-The draft of x_1..x_K has often run all tokens but x_K. If the distributions of all x_i were also
-kept, they predict the outcomes that end with a correction. The drafts of these outcomes then begin
+The draft of x_1..x_K has often run all tokens but x_K. If it has also kept the distributions of all
+x_i, these predict the outcomes that end with a correction, so the drafts of these outcomes begin
 before the round is read."""
 
 import logging
@@ -219,7 +219,7 @@ class LookAhead:
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
         """Returns the actual outcome of the round `before`, and reports it to the outcome model.
-        Empty if nothing was guessed, or if later rounds have committed tokens."""
+        Returns () if nothing was guessed, or if later rounds have committed tokens."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1

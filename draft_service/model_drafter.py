@@ -117,7 +117,7 @@ class ModelDrafter:
                 for branch in active:
                     self.end(branch, error)
                 return
-            # If the pass has run the prefix of a draft, the time limit is checked only now.
+            # For a draft whose prefix has just run, the time limit is checked only here.
             going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
             active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]
@@ -127,7 +127,7 @@ class ModelDrafter:
     def _draw(
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws a token for each branch from its logits [1, V]. Returns those that got a token."""
+        """Draws a token for each branch from its logits [1, V]. Returns branches that got one."""
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 
 class DraftService(SteppedService):
-    """Serves any number of streams with one drafter."""
-
     def __init__(
         self, drafter: ModelDrafter, executor: StepExecutor, *, max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,
@@ -46,9 +44,9 @@ class DraftService(SteppedService):
         super().__init__(self._proposer, executor, description)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Starts the time limit of an item's draft. Without look-ahead, a timer reports when the
-        time is over and nothing is drawn. With look-ahead, only steps check the limit, because the
-        round's tokens may already be drawn."""
+        """Starts the time limit of an item's draft. Without look-ahead, a timer reports if the
+        time is over before a token is drawn. With look-ahead, only steps check the limit, because
+        the round's tokens may already be drawn."""
         loop, engine = asyncio.get_running_loop(), self._engine
         deadline = DraftDeadline.after(
             item.budget_us, lambda: loop.time() + engine.stated_seconds, loop.time()

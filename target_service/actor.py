@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class TargetActor(ReplicaHost):
-    """A target in its own process."""
-
     def build(
         self, config: TargetConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> TargetService:

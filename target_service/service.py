@@ -1,5 +1,5 @@
-"""The target as a `ReplicaService`: answers items with verdicts. *Run-ahead*: computes a session's
-plain rounds before the coordinator asks for each of them."""
+"""The target's service answers items with verdicts. With *run-ahead*, it computes rounds without a
+proposal before the coordinator asks for them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from target_service.verifier import SelfDrafter, Verifier
 
 
 class TargetService(SteppedService):
-    """Serves any number of streams with one engine."""
-
     def __init__(
         self, engine: Engine, executor: StepExecutor, *, max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,
@@ -147,7 +145,7 @@ class RunAhead:
         self.running: StepRequest | None = None  # the round that is queued or being computed
         self._item = item
         self.replies: list[VerdictReply] = []
-        self._digests = [_committed_digest(item.head)]  # before `item`, and after each of `replies`
+        self._digests = [_committed_digest(item.head)]  # at `item`, and after each of `replies`
 
     @property
     def _last_round(self) -> int:
@@ -156,8 +154,8 @@ class RunAhead:
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
         verdict or for the next round, with the same prefix and parameters. It must also allow all
-        rounds that this run-ahead allows. If it allows fewer, it comes from another coordinator,
-        which may want to draft earlier and must get no more verdicts than it has asked for."""
+        rounds that this run-ahead allows. An item that allows fewer comes from another coordinator,
+        which may want to draft earlier and must get no more verdicts than it asks for."""
         mine, asked = self._item.head, item.head
         rounds = asked.round - mine.round
         return (
@@ -174,15 +172,15 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next round's verdict may wait for further verdicts. Two verdicts may not: the
-        first one, and the one in the middle, after which the coordinator asks for more rounds."""
+        """Whether the next round's verdict may wait for further verdicts. The first may not, nor
+        may the verdict in the middle, after which the coordinator asks for more rounds."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Makes `item`, which must satisfy `continues`, the item of this run-ahead, and drops all
-        earlier rounds. Returns the verdicts to send again: none, or, if the item came twice or over
-        another connection, all known ones from the item's round on."""
+        earlier rounds. Returns the verdicts to send again. If the item came twice or over another
+        connection, these are all known verdicts from its round on. Otherwise there are none."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         del self.replies[:rounds]

@@ -85,9 +85,9 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """Returns `verdict`. If its outcome reaches the row `untold`, returns a verdict that ends
-        with the draft token before this row. The session then fails in the next round, after the
-        same token as in plain decoding."""
+        """Returns `verdict`, or, if its outcome reaches the row `untold`, a verdict that ends with
+        the draft token before this row. The session then fails in the next round, after the same
+        token as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -107,17 +107,17 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request but the newest. Without penalties, the
-        request's `token_ids` needs only the newest. For each request, `hidden_states` has the
+        request's `token_ids` may have the newest only. For each request, `hidden_states` has the
         engine's feature [D] at the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
-        proposed. To drop them could bias the output, because the failure may depend on their
+        proposed. Dropping them could bias the output, because the failure may depend on their
         values."""
         drafts, engine = [AutoregressiveDraft(request) for request in requests], self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
-            # The row is of the token before the newest. This must be the engine's last token.
+            # The engine must end with the token of `row`, which is the one before the newest.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:

@@ -1,9 +1,9 @@
 """Decides whether a step waits for sessions that will soon need a step, too.
 
 Without a delay, sessions that arrive out of phase never share a step. An item that arrives during a
-step waits for its end, and the item's own step then delays the other sessions. If one step for all
-sessions takes less time than two, a shared step is quicker for all. The times of a cycle, in which
-each session has one round, are:
+step waits for its end. Then the item's own step delays the other sessions. If one step for all
+sessions takes less time than two, a shared step is quicker for all. A cycle, in which each session
+has one round, takes:
 
     together    wait + step(all)
     in turns    step(waiting) + step(others)

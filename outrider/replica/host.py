@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 class ReplicaHost(process_setup.PlacedActor):
-    """Serves one replica's service over gRPC. Subclasses build the service."""
-
     def __init__(self) -> None:
         self._service: SteppedService | None = None
         self._server: RpcServer | None = None
@@ -45,7 +43,7 @@ class ReplicaHost(process_setup.PlacedActor):
         self._open = AsyncExitStack()  # what `stop` closes, the last entry first
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
-        self.leadership: RankLeader | None = None  # leads the ranks that share the model
+        self.leadership: RankLeader | None = None  # if the model has several ranks
         self._num_neighbours = 1  # ranks of the model on this machine, including this rank
 
     async def open_rendezvous(
@@ -108,7 +106,7 @@ class ReplicaHost(process_setup.PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Answers a reconciler that takes this replica over from another reconciler."""
+        """Tells a reconciler that takes this replica over about its address and membership."""
         return self._engagement
 
     async def traffic(self) -> int:

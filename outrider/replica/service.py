@@ -1,5 +1,6 @@
-"""The base of the draft's and the target's service. Runs one step at a time, over all items that
-wait. Items that arrive during a step wait for the next step, so batches grow with load.
+"""The base of the services of drafts and targets. Coordinators send *items*, each one round of a
+session. A *step* computes waiting items together, and one step runs at a time. Items that arrive
+during a step wait for the next step, so batches grow with load.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park
@@ -64,14 +65,14 @@ class _Step(NamedTuple):
 
 
 STARVED_REST_S = 0.1
-"""If no item of a step found pages, the next step begins at the latest after this time. By then, a
-passed deadline or a silent session may have freed pages."""
+"""If no item of a step finds pages, the next step begins after at most this time. By then, pages of
+expired or silent sessions may be free."""
 
 
 class SteppedService(ReplicaService):
     """Serves any number of streams with one worker. Runs items in order of arrival, in batches of
-    distinct sessions. Sends all answers of a step to a connection in one call. All methods must be
-    called on the event loop's thread.
+    distinct sessions. If a step has several answers for a connection, sends them in one call. All
+    methods must be called on the event loop's thread.
 
     A role that does more than queue items overrides `submit` and `_forget`."""
 
@@ -79,8 +80,8 @@ class SteppedService(ReplicaService):
         self, worker: StepWorker, executor: StepExecutor, description: ReplicaDescription,
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
     ) -> None:  # fmt: skip
-        """At most `description.max_num_seqs` sessions share a step. If the expected times of steps,
-        `seconds(rows, sessions)`, are above 0, a step may wait for sessions whose next items are
+        """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is a
+        step's expected time. If it is above 0, the step may wait for sessions whose next items are
         expected soon. An item with a new constraint waits until the constraint's grammar is
         compiled, so that no step compiles a grammar."""
         self._worker = worker
@@ -99,8 +100,8 @@ class SteppedService(ReplicaService):
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
-        """Sessions that the worker forgets (True) or parks (False) before the next step. The slots
-        of dropped entries are freed when other sessions need slots."""
+        """Sessions that the worker forgets (True), or whose slots it frees (False), before the next
+        step. If `Newest` drops an entry, its slots are freed when other sessions need slots."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -135,7 +136,7 @@ class SteppedService(ReplicaService):
         observer.watch(lambda: len(self._queue.waiting), lambda: self._worker.figures)
 
     def take(self, item: Any, sender: AnswerSender) -> None:
-        """Accepts an item, or refuses an item whose round is over. Never waits."""
+        """Accepts an item, or refuses it if its round is over. Never waits."""
         self.num_items += 1
         work = self._work(item, sender)
         if self._is_stale(work):
@@ -162,8 +163,8 @@ class SteppedService(ReplicaService):
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
-        """Submits a request after its constraint is compiled, unless its round is over by then. An
-        invalid constraint's error takes the place of the grammar."""
+        """Submits a request after its constraint is compiled, unless its round is over by then. If
+        the constraint is invalid, the request has the error in place of the grammar."""
         compiled: Grammar | OutriderError
         try:
             compiled = await grammars.prepare(constraint, work.item.head.tenant)
@@ -208,7 +209,7 @@ class SteppedService(ReplicaService):
         self._start()
 
     def hang_up(self, sender: AnswerSender) -> None:
-        """Parks the sessions whose last item came over this closed connection."""
+        """Calls `park` for the sessions whose last item came over this closed connection."""
         self.park([name for name, (last, _) in self.sessions.items() if last is sender])
 
     def park(self, session_ids: Sequence[str]) -> None:
@@ -270,7 +271,7 @@ class SteppedService(ReplicaService):
             self._idle.set()
 
     async def _news(self, until: float | None = None) -> None:
-        """Waits for an item, a release, a parked session or `close`, at most until this time."""
+        """Waits for the next call of `submit`, `release`, `park` or `close`, at most `until`."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._wake.wait()
@@ -281,7 +282,7 @@ class SteppedService(ReplicaService):
         for work in unwanted:
             self._done(work, None)
         for work in late:
-            self._refuse(work, DeadlineExceeded("the deadline passed before a step was free"))
+            self._refuse(work, DeadlineExceeded("the deadline passed before a step began"))
             self._leaving.setdefault(work.session_id, False)
         return batch
 
@@ -341,7 +342,7 @@ class SteppedService(ReplicaService):
         self._queue.put_back([work for work in works if work not in released])
 
     def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
-        """Refuses a request that was alone in a crashed step. Otherwise runs each of the requests
+        """Refuses a request that was alone in a crashed step. If there were several, each then runs
         alone, to find the request that causes the crash."""
         sessions = [work.session_id for work in batch]
         logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
@@ -370,8 +371,8 @@ class SteppedService(ReplicaService):
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, runs a second step with these items. To hand the second step to the
-        executor would take a good part of a quick step's time (1.3 ms)."""
+        nothing else waits, runs a second step with these items. A separate call of the executor
+        would take a good part of the time of a quick step, which takes 1.3 ms."""
         self._worker.leave(leaving)
         if not batch:
             return
@@ -404,8 +405,8 @@ class SteppedService(ReplicaService):
     def _answer(
         self, batch: list[StepRequest], step: _Step, end: float, again: Collection[str] = ()
     ) -> None:
-        """Sends the answers of a step, and returns unfinished requests to the queue. The next items
-        of the sessions `again` have run already."""
+        """Sends the answers of a step, and returns unfinished requests to the queue. A second step
+        has already run the next items of the sessions `again`."""
         start, answers = step.start, step.answers
         frames: dict[tuple[AnswerSender, float], list[Any]] = {}
         stamped: list[Any] = []
@@ -422,11 +423,11 @@ class SteppedService(ReplicaService):
         for (sender, held_s), frame in frames.items():
             if held_s > end - start:
                 sender.hold(frame, held_s)
-            else:  # For example after a step with a part of a prompt.
+            else:  # The step was long, for example because it ran a part of a prompt.
                 sender.send(frame)
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
-                # Before `_done`, which submits the next round of a session that runs ahead.
+                # Must precede `_done`, which submits the next round of a session that runs ahead.
                 is_last = isinstance(answer, VerdictReply | ProposalReply)
                 if is_last and work.session_id not in again:
                     self._delay.answered(work.session_id, work.item.num_rows, end)
@@ -469,7 +470,7 @@ def _now() -> float:
 
 
 def _round_of(item: Any) -> Any:
-    """Two items with equal results have the same answer."""
+    """Returns the identity of an item. Items with equal identities have the same answer."""
     head = item.head
     return head.key, head.prefix_digest, head.append, getattr(item, "proposal", None)
 
@@ -549,21 +550,21 @@ class StaleRoundFilter:
     """Refuses rounds that are older than their session's newest round. Messages that come late or
     twice could otherwise discard what newer rounds have cached, or revive a released session.
 
-    Remembers the last `RELEASES_REMEMBERED_MAX` sessions. Old rounds of other sessions pass."""
+    Remembers the last `RELEASES_REMEMBERED_MAX` sessions. Admits all rounds of older sessions."""
 
     def __init__(self) -> None:
         self._asked: Newest[str, tuple[int, int]] = Newest(limits.RELEASES_REMEMBERED_MAX)
         """The newest epoch and round of each session. Epochs begin at 1."""
 
     def admit(self, head: RoundHead) -> Refused | None:
-        """Notes the round, and returns None. If the round is old, only returns its refusal. The
-        code is ABORTED for an old epoch, and CANCELLED for an old round of the same epoch."""
+        """Notes a new round, and returns None. For an old round, only returns a refusal. Its code
+        is ABORTED for an old epoch, and CANCELLED for an old round of the same epoch."""
         epoch, latest = self._asked.get(head.session_id, (0, 0))
         if head.epoch < epoch:
             over = StaleEpoch(f"epoch {head.epoch} is over: epoch {epoch} was seen")
             return refusal(head.key, over)
         if head.epoch == epoch and head.round < latest:
-            newer = f"round {latest} was asked for"
+            newer = f"round {latest} was requested"
             why = "the session was released" if latest == _RELEASED else newer
             return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over: {why}")
         self._asked[head.session_id] = (head.epoch, head.round)

@@ -36,12 +36,11 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the session's next item replaces this."""
+    """Whether the caller waits for later answers. If not, the session's next item replaces this
+    item."""
 
 
 class StepFigures:
-    """Counters of a worker's steps."""
-
     num_preemptions: int = 0  # number of sequences that lost their pages to an older sequence
     num_prefill_chunks: int = 0  # number of times that only a part of a prefix had room in a step
     num_starved: int = 0  # number of items that found no pages, counted in each step
@@ -147,11 +146,11 @@ def refusal(key: ReplyKey, error: OutriderError) -> Refused:
 
 def undrawn(key: ReplyKey) -> Refused:
     """Returns the answer to an item whose time ran out before the first draw."""
-    return refusal(key, DeadlineExceeded("its time ran out before a token was drawn"))
+    return refusal(key, DeadlineExceeded("the time limit ended before a token was drawn"))
 
 
 class RequestQueue:
-    """Requests in order of arrival. Those that a step did not finish keep their place."""
+    """Requests in order of arrival. Requests that a step did not finish keep their place."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
@@ -179,8 +178,8 @@ class RequestQueue:
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes three lists of requests out of the queue, each in order of arrival:
 
-        1. For a step: the oldest request of each session. There may be `max_batch` new requests,
-           `max_batch` that an earlier step began, and `max_batch` that found no pages before. So
+        1. For a step: the oldest request of each session. New requests, requests that an earlier
+           step began, and requests that found no pages before have a limit of `max_batch` each. So
            neither long prompts nor requests without pages keep rounds out of a step. If the oldest
            of these requests `runs_alone`, the step has only this request.
         2. Unwanted: the connection is closed, or the request was answered and its session has a

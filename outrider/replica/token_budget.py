@@ -7,7 +7,7 @@
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
 too. Let n be the number of waiting prefixes. The step, together with earlier steps since the last
 rounds, may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long
-prompt does not stall sessions that decode, and many prompts are prefilled soon. In one step, n
+prompt does not stall sessions that decode, and many prompts are prefilled soon. With each step, n
 falls at most to WAITING_DECAY times its value, so that the last of many prompts is prefilled as
 fast as the first. If two prefixes or more wait, and n is at least the number of sessions that
 decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
@@ -28,21 +28,21 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""A round has at most this many tokens before its last `num_last` tokens: those of one outcome. A
-demand with more tokens is a prefix, even at the end of a long prompt, because each of its tokens
-reads the whole context."""
+"""A round has at most this many tokens before its last `num_last` tokens: the tokens that one round
+commits. A demand with more tokens is a prefix, even at the end of a long prompt, where each token
+reads the whole context, and so takes longer."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens: some steps take
 1.5 times their predicted time, and a gap also has time outside steps."""
-WAITING_DECAY = 0.95  # in one step, n falls at most to this share of its value
+WAITING_DECAY = 0.95  # with each step, n falls at most to this share of its value
 CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1
-"""Largest factor by which a step's correction counts as differing from the average. Other processes
+"""Each new correction is clipped to this factor above or below the average, because other processes
 may have delayed the step."""
 ROUND_REST_STEPS = 4
-"""After this number of steps in a row without a round, no more rounds are expected. Before, the
-sessions of the last rounds may still wait for their coordinators."""
+"""After this number of steps in a row without a round, no more rounds are expected. Until then,
+the sessions of the last rounds may still wait for their coordinators."""
 
 
 class TokenDemand(NamedTuple):
@@ -74,7 +74,7 @@ class TokenBudget:
         self.max_steps = max_steps
         self._costs = costs
         self._last_rounds: _Load | None = None  # None if no more rounds are expected
-        self._rest_steps = 0  # number of steps since that of `_last_rounds`, all without a round
+        self._rest_steps = 0  # number of steps since the step of `_last_rounds`
         self._rest_s = 0.0  # predicted time of these steps, s
         self._step_s = 0.0  # predicted time of the step of `_last_rounds`, s
         self._last = _Load()
@@ -86,9 +86,9 @@ class TokenBudget:
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
         """Returns how many tokens of each demand, in order of arrival, this step runs. A round gets
-        all its tokens or none. A prefix may also get a chunk that leaves at least `num_last`
-        tokens. At least one demand gets tokens. Without demands, the step only continues earlier
-        work, and its time is not predicted."""
+        all its tokens or none. A prefix may also get a chunk that leaves at least `num_last` tokens
+        for later steps. At least one demand gets tokens. Without demands, the step only continues
+        earlier work, and its time is not predicted."""
         if not demands:
             self.drop_step()
             return []

@@ -1,10 +1,11 @@
 """What the workers of draft and target share: sessions, admission, and one answer for each item.
 
-Pages and tokens decide whether a session's item runs in a step, and how far:
+An item is one round of a session. Pages (of keys and values) and the number of tokens in a step are
+limited. They decide whether an item runs in a step, and with how many of its tokens:
 
 1. The session's tokens are aligned with those of the coordinator (`SessionTable.align`). A session
    without tokens begins on its cached prefix.
-2. Items get pages, those of the oldest session first. If pages are short, younger sessions lose
+2. Items get pages, the item of the oldest session first. If pages are short, younger sessions lose
    their pages. If there are still too few pages for an item, the item waits.
 3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
    of its prefix, or no tokens in this step (`TokenBudget`).
@@ -38,8 +39,8 @@ class SlotDemand(NamedTuple):
 
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
-    num_last: int = 1  # of tokens, from the last committed token on, that run in one pass
-    reach: int | None = None  # committed tokens that can run now; None = all, and extra slots
+    num_last: int = 1  # tokens, from the last committed token on, that must run in one step
+    reach: int | None = None  # committed tokens that can run now; None = all, with extra slots
 
 
 class Admitted(NamedTuple):
@@ -47,7 +48,7 @@ class Admitted(NamedTuple):
 
     aligned: Aligned
     num_granted: int
-    """How many of `aligned.new_tokens` run. The extra slots are used only if all of them run."""
+    """How many of `aligned.new_tokens` run. If all of them run, the extra slots are used, too."""
 
     @property
     def is_whole(self) -> bool:
@@ -89,8 +90,8 @@ class StepWorker:
         self._decoding: list[str] = []  # sessions of the last rounds
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """The items are of distinct sessions, and in order of arrival. Returns a result for each
-        item:
+        """Decides which items run. The items are of distinct sessions, and in order of arrival.
+        Returns a result for each item:
 
             Admitted      The item runs.
             CONTINUES     The step has no room left for the item.
@@ -121,8 +122,8 @@ class StepWorker:
         """Frees pages that no waiting item needs."""
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:
-        """Returns a step with all tokens that the item can run now. If there are more of them than
-        slots, the step has one token more than all slots, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If there are too few slots in
+        all, the step has one token more than all slots, so it never fits."""
         name = demand.head.session_id
         num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -132,8 +133,8 @@ class StepWorker:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep]) -> None:
-        """Reserves pages for items, those of the oldest sessions first. Without pages, an item's
-        entry in `found` becomes `WAITS`."""
+        """Reserves pages for items, the item of the oldest session first. If an item gets no pages,
+        its entry in `found` becomes `WAITS`."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -156,8 +157,8 @@ class StepWorker:
     def _make_room(
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Whether there are pages for these steps. Takes the pages of `younger` sessions if these
-        suffice, the youngest first, and adds these sessions to `lost`."""
+        """Returns whether there are pages for these steps. If this helps, takes the pages of
+        `younger` sessions, the youngest first, and adds these sessions to `lost`."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):
@@ -215,7 +216,6 @@ class StepWorker:
         self._note_figures()
 
     def release(self, session_id: str) -> None:
-        """Forgets a session."""
         self._forget(session_id)
         self._table.release(session_id)
         if self._matchers is not None:
@@ -268,7 +268,7 @@ class StepWorker:
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _run(self, works: Sequence[Any]) -> None:
-        """Runs one pass for all items. After an error, runs each item alone, so that only the one
+        """Runs one pass for all items. After an error, runs each item alone, so that only the item
         that causes the error fails. Raises `EngineLost`."""
         if not works:
             return
@@ -318,8 +318,8 @@ def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """Returns a request for a proposal after the first `length` tokens of a session, of which the
-    drafter reads `token_ids`."""
+    """Returns a request for a proposal after the first `length` tokens of a session. The
+    drafter needs only `token_ids` of them. `fields` are further fields of the request."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

@@ -35,7 +35,7 @@ def server_options(
         ("grpc.so_reuseport", int(shares_port)),
         *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
         ("grpc.max_connection_age_grace_ms", limits.GRPC_AGE_GRACE_MS),
-        # The bounds are equal for the same reason as those of the metadata.
+        # Soft and hard bound are equal for the same reason as above.
         ("grpc.server.max_pending_requests", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server_max_unrequested_time_in_server", limits.GRPC_PENDING_S_MAX),

@@ -82,9 +82,9 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Returns the fields of a message of class `kind`. Takes values in `others` as they are, and
-    all other values from the dataclass `value`. Omits None and protobuf's default values. Most
-    nested messages are dictionaries of their fields, because protobuf would copy messages."""
+    """Returns the fields of a message of class `kind`. Takes the fields in `others` as they are and
+    the rest from the dataclass `value`. Omits None and protobuf's default values. Most nested
+    messages are dictionaries of their fields, because protobuf would copy messages."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -119,7 +119,7 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """Builds a dataclass `kind` from a message. Takes values in `others` as they are, and all other
     values from the message. Unset fields get their defaults. An enum's member 0 becomes None if the
     dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
-    unknown enum member, or a value that the dataclass refuses. `path` is that of the message."""
+    unknown enum member, or a value that the dataclass refuses. `path` is the message's path."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -441,7 +441,7 @@ def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """Method names and message conversions of the targets or the drafts."""
+    """The gRPC methods and the message conversions of targets, or of drafts."""
 
     service: ServiceDescriptor
     stream_method: str
@@ -459,9 +459,9 @@ class Codec:
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
     def item_frame(self, item: RoundItem, hashed: bool = False) -> bytes:
-        """Serialises a frame with one item. Concatenated frames are one frame. If `hashed`, it has
-        hashes in place of sampling parameters and constraint. Raises `BadRequest` for a value that
-        no message can hold."""
+        """Serialises a frame with one item. Concatenated frames are one frame. If `hashed`, the
+        frame has hashes in place of sampling parameters and constraint. Raises `BadRequest` for a
+        value that no message can hold."""
         kind = _kind_of(self.request, "items")
         given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
         return _frame(self.request, kind, given)

@@ -1,8 +1,8 @@
 """The coordinator's end of the stream to a replica, over gRPC.
 
 A link has one channel with up to two streams. The bulk stream is for large items (long prompts),
-and for items with large answers (features of many tokens), so that these do not delay the items of
-the normal stream. On each stream, a session's first item has the sampling parameters and the
+and for items with large answers (features of many tokens). So large messages do not delay the items
+of the normal stream. On each stream, a session's first item has the sampling parameters and the
 constraint in full, and later items have only hashes of both. After a `Resync`, the next item has
 both in full again, because the replica may have lost them."""
 
@@ -199,7 +199,7 @@ class _Stream:
         `stop` was called."""
         try:
             reason = await self._read()
-        except asyncio.CancelledError:  # Of the call or of this task.
+        except asyncio.CancelledError:  # The call or this task was cancelled.
             if self._stopped:
                 raise
             reason = "the call was cancelled"

@@ -1,5 +1,5 @@
 """Interfaces of both ends of a stream between a coordinator and a replica. A stream carries the
-items and answers of many sessions.
+items (rounds) and answers of many sessions.
 
 `outrider.transport.grpc_link` and `outrider.transport.stream_server` are the two ends over gRPC.
 `MemoryLink` connects a coordinator to a replica in the same process."""
@@ -16,7 +16,8 @@ from outrider.messages import ReplicaDescription
 
 class Link:
     """The coordinator's end of a stream. All methods must be called on the event loop's thread.
-    Targets answer `VerifyItem`s by `VerifyAnswer`s, and drafts `DraftItem`s by `DraftAnswer`s."""
+    A target answers a `VerifyItem` with a `VerifyAnswer`, a draft a `DraftItem` with a
+    `DraftAnswer`."""
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)  # of frames; any thread may read them

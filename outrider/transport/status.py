@@ -37,7 +37,7 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
-    """Ends a call with the status of `error`: INTERNAL for any error that is no `OutriderError`.
+    """Ends a call with the status of `error`: INTERNAL if it is not an `OutriderError`.
     Logs the traceback of an INTERNAL error. Always raises, because `context.abort` does."""
     if getattr(error, "grpc_code", _INTERNAL) == _INTERNAL:
         logger.error("%s failed", method, exc_info=error)

@@ -9,8 +9,8 @@ Services of a deployment identify each other by role. Each role has a certificat
     DIR/<role>.pem, <role>-key.pem      certificate and key of all replicas of a role
 
 A replica's address is unknown when its certificate is made. So the certificate has the DNS name
-`<role>.outrider.internal`. Callers check the name of the server's role, servers that of an admitted
-role.
+`<role>.outrider.internal`. A caller checks that a server's certificate has the name of the expected
+role. A server checks that a caller's certificate has the name of a role that may call it.
 
 Import this module only if TLS is used, because the import of `cryptography` is slow."""
 
@@ -44,7 +44,7 @@ AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
-_BACKDATED = datetime.timedelta(hours=1)  # before creation, because machines' clocks differ
+_BACKDATED = datetime.timedelta(hours=1)  # valid from before creation, because clocks differ
 WARNED_DAYS = 30  # a service warns of its certificate if it ends within this number of days
 
 
@@ -183,8 +183,8 @@ def _make(
 def server_credentials(
     certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials of a server. In the file `certificate`, intermediate certificates may follow the
-    server's own. With `authority`, each caller needs a certificate signed by it. Raises
+    """Credentials of a server. In the file `certificate`, intermediate certificates may follow that
+    of the server. With `authority`, each caller needs a certificate that it has signed. Raises
     `ConfigError` for missing or invalid files."""
 
     def read() -> Any:
@@ -232,21 +232,22 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 
 
 def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:
-    """Credentials of a service of this role, for calls of the deployment's other services. Raises
+    """Credentials of a service with `role`, for calls by the deployment's other services. Raises
     `ConfigError` for missing or invalid files."""
     files = _own_files(directory, role)
     return server_credentials(files.certificate, files.key, files.authority)
 
 
 def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
-    """TLS of a service of this role that calls a service of the role `peer`. Raises `ConfigError`
+    """TLS of a channel from a service with `role` to one with the role `peer`. Raises `ConfigError`
     for missing or invalid files."""
     files = _own_files(directory, role)
     return caller_trust(*files, name_of(peer))
 
 
 def role_guard(*roles: Role) -> Guard:
-    """Makes a guard that admits callers whose certificates, verified by TLS, name a given role."""
+    """Makes a guard that admits callers whose certificates, verified by TLS, name one of these
+    roles."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:
