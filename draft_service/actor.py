@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class DraftActor(ReplicaHost):
+    """The process of a draft replica."""
+
     def build(
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> DraftService:

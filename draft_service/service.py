@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class DraftService(SteppedService):
+    """Answers draft items with proposals of one drafter."""
+
     def __init__(
         self, drafter: ModelDrafter, executor: StepExecutor, *, max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 class TargetActor(ReplicaHost):
+    """The process of a target replica."""
+
     def build(
         self, config: TargetConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> TargetService:

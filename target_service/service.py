@@ -25,6 +25,8 @@ from target_service.verifier import SelfDrafter, Verifier
 
 
 class TargetService(SteppedService):
+    """Answers verify items with verdicts of one engine."""
+
     def __init__(
         self, engine: Engine, executor: StepExecutor, *, max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 class ReplicaHost(process_setup.PlacedActor):
+    """Base class of the actors. A subclass overrides `build`."""
+
     def __init__(self) -> None:
         self._service: SteppedService | None = None
         self._server: RpcServer | None = None

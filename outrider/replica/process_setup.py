@@ -438,6 +438,7 @@ def _features_of(target: ModelInfo, head: Path) -> str:
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
+    """Returns the configured look-up, or None if the drafter has none."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 

@@ -1,6 +1,6 @@
 """The base of the services of drafts and targets. Coordinators send *items*, each one round of a
-session. A *step* computes waiting items together, and one step runs at a time. Items that arrive
-during a step wait for the next step, so batches grow with load.
+session. Items that arrive during a *step* (a call of the worker) share the next step, so batches
+grow with load.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park

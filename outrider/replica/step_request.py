@@ -36,11 +36,12 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the session's next item replaces this
-    item."""
+    """Whether the caller waits for later answers. If not, the next item replaces this item."""
 
 
 class StepFigures:
+    """Counters over all steps of a worker, and its pages after the last step."""
+
     num_preemptions: int = 0  # number of sequences that lost their pages to an older sequence
     num_prefill_chunks: int = 0  # number of times that only a part of a prefix had room in a step
     num_starved: int = 0  # number of items that found no pages, counted in each step
@@ -185,9 +186,7 @@ class RequestQueue:
         2. Unwanted: the connection is closed, or the request was answered and its session has a
            newer request.
         3. Expired."""
-        batch: list[StepRequest] = []
-        unwanted: list[StepRequest] = []
-        late: list[StepRequest] = []
+        batch, unwanted, late = list[StepRequest](), list[StepRequest](), list[StepRequest]()
         newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()

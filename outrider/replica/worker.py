@@ -216,6 +216,7 @@ class StepWorker:
         self._note_figures()
 
     def release(self, session_id: str) -> None:
+        """Forgets a session and frees its slots."""
         self._forget(session_id)
         self._table.release(session_id)
         if self._matchers is not None:

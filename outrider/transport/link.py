@@ -16,8 +16,7 @@ from outrider.messages import ReplicaDescription
 
 class Link:
     """The coordinator's end of a stream. All methods must be called on the event loop's thread.
-    A target answers a `VerifyItem` with a `VerifyAnswer`, a draft a `DraftItem` with a
-    `DraftAnswer`."""
+    Targets answer `VerifyItem`s with `VerifyAnswer`s, drafts `DraftItem`s with `DraftAnswer`s."""
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)  # of frames; any thread may read them

@@ -130,6 +130,7 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
+    """Converts an event of any kind."""
     name, kind = _EVENT_FIELDS[type(event)]
     told: dict[str, Any] = {name: fields_to_proto(event, kind)}
     return pb.GenerateEvent(**told)

@@ -81,9 +81,11 @@ class ReplicaServicer:
             outbox.wake()
 
     async def describe(self, request: Any, context: Any) -> types_pb2.ReplicaDescription:
+        """See `ReplicaService.describe`."""
         return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
     async def release(self, request: types_pb2.ReleaseRequest, context: Any) -> Any:
+        """See `ReplicaService.release`."""
         self._service.release(session_id_from_wire(request.session_id), request.epoch)
         return types_pb2.ReleaseReply()
 

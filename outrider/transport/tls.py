@@ -246,8 +246,7 @@ def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
 
 
 def role_guard(*roles: Role) -> Guard:
-    """Makes a guard that admits callers whose certificates, verified by TLS, name one of these
-    roles."""
+    """Makes a guard that admits callers whose verified certificates name one of `roles`."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:
