@@ -256,8 +256,7 @@ class Adversary:
             ),
             "gaps": {
                 f"{kind} {role}": {
-                    "num_faults": counts[kind, role],
-                    "num_touched": len(gaps),
+                    "num_faults": counts[kind, role], "num_touched": len(gaps),
                     "p50_s": round(np.percentile(gaps, 50), 3),
                     "p99_s": round(np.percentile(gaps, 99), 3),
                     "added_p99_s": round(np.percentile(gaps, 99) - usual_s, 3),
@@ -266,7 +265,7 @@ class Adversary:
                 if gaps
             },
             "faults": [asdict(fault) for fault in self.faults],
-        }
+        }  # fmt: skip
 
 
 def missed(report: Mapping[str, Any]) -> list[str]:

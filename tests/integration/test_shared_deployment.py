@@ -37,10 +37,9 @@ MARKER = f"marker-{secrets.token_hex(8)}:"
 PART_BYTES = 2**24
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.xdist_group("shared"),
+    pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared"),
     pytest.mark.timeout(3 * END_S),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -75,10 +75,9 @@ def test_actors_find_places_of_their_role(variant: str) -> None:
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert [group["groupName"] for group in spec["workerGroupSpecs"]] == list(GROUPS)
     ranks = {
-        "coordinator": 1,
-        "target": values["tensor_parallel_size"],
+        "coordinator": 1, "target": values["tensor_parallel_size"],
         "draft": values["draft_tensor_parallel_size"],
-    }
+    }  # fmt: skip
     for group in spec["workerGroupSpecs"]:
         role = group["groupName"]
         # The text as the operator passes it to a shell, and as Ray's autoscaler reads it.

@@ -34,10 +34,9 @@ class Fleet:
         self.there: dict[Role, int] = {}
         """Numbers of existing replicas, where they differ from the wanted ones."""
         self.says: dict[Role, dict[str, Any]] = {
-            "coordinator": {"load": 10},
-            "target": {"busy": 1.0, "fill": 0.8},
+            "coordinator": {"load": 10}, "target": {"busy": 1.0, "fill": 0.8},
             "draft": {"busy": 0.8},
-        }
+        }  # fmt: skip
 
     def look(self, now: float) -> dict[Role, int]:
         records: dict[Role, list[ReplicaRecord]] = {

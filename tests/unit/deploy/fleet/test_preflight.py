@@ -50,10 +50,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
         ("draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
-        ("tensor_parallel_size", 2, "1, 2 do"),
-        ("draft_tensor_parallel_size", 2, "1, 2 do"),
+        ("tensor_parallel_size", 2, "1, 2 do"), ("draft_tensor_parallel_size", 2, "1, 2 do"),
     ],
-)
+)  # fmt: skip
 def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
     tiny: Path, key: str, good: int, said: str
 ) -> None:

@@ -49,9 +49,8 @@ def scenario_of(
     changed = replace(TIMES, **times or {})
     return Scenario(
         fleet={"target": targets, "draft": drafts, "coordinator": 1},
-        pair=replace(pair or drafting_pair(0.0, 0.0, 0.0, 0.0), times=changed),
-        **known | changes,
-    )
+        pair=replace(pair or drafting_pair(0.0, 0.0, 0.0, 0.0), times=changed), **known | changes,
+    )  # fmt: skip
 
 
 def _simulated(**changes: Any) -> FleetFigures:
