@@ -31,9 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=1000, help="end after this many")
-    parser.add_argument(
-        "--real", action="store_true", help="the demo model, in float32, and kills alone"
-    )
+    parser.add_argument("--real", action="store_true", help="demo in float32, and kills alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args()
@@ -71,11 +69,9 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     seconds, faults = loop.time() - began, adversary.report()
     return {
         "missed": missed(faults) if not only and seconds >= 60 * FULL_MINUTES else [],
-        "seconds": round(seconds),
-        "peak_requests_per_second": round(peak, 2),
-        **load.report(),
-        **faults,
-    }
+        "seconds": round(seconds), "peak_requests_per_second": round(peak, 2),
+        **load.report(), **faults,
+    }  # fmt: skip
 
 
 def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:
@@ -88,9 +84,7 @@ def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConf
     settings = engines | {
         "address": machines.address, "redis_url": machines.redis.url,
         "redis_wait_replicas": 1,  # All replicas, so no single fault loses tokens.
-        "grpc_port": 0,
-        "port": 0,
-        "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,
+        "grpc_port": 0, "port": 0, "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,
         "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
         "stop_timeout_s": 5,
     }  # fmt: skip

@@ -250,9 +250,7 @@ class Adversary:
         return {
             "num_faults": self._num_done(),
             "num_kills_and_stops": sum(
-                count
-                for (kind, _), count in counts.items()
-                if kind in ("kill", "stop", "lose", PAIR)
+                n for (kind, _), n in counts.items() if kind in ("kill", "stop", "lose", PAIR)
             ),
             "gaps": {
                 f"{kind} {role}": {
@@ -261,8 +259,7 @@ class Adversary:
                     "p99_s": round(np.percentile(gaps, 99), 3),
                     "added_p99_s": round(np.percentile(gaps, 99) - usual_s, 3),
                 }
-                for (kind, role), gaps in sorted(self.gaps.items())
-                if gaps
+                for (kind, role), gaps in sorted(self.gaps.items()) if gaps
             },
             "faults": [asdict(fault) for fault in self.faults],
         }  # fmt: skip

@@ -66,9 +66,7 @@ def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
 
 def test_a_ca_file_needs_tls() -> None:
     with pytest.raises(ConfigError, match="rediss://"):
-        redis_connection.new_client(
-            RedisAddress(url="redis://localhost", ca_file="/ca.pem", key_prefix="")
-        )
+        redis_connection.new_client(address(ca_file="/ca.pem"))
 
 
 def test_a_url_of_sentinels_with_tls() -> None:

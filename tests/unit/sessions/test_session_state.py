@@ -86,14 +86,11 @@ def test_an_ended_session_sends_what_the_store_lacks() -> None:
 
 
 def test_log_probabilities_are_of_all_tokens_or_of_none() -> None:
-    session = opened()
-    session.decide([1], NO_COUNTS)
-    with pytest.raises(InvariantError, match="some tokens"):
-        session.decide([2], NO_COUNTS, logprobs=["{}"])
-    session = opened()
-    session.decide([1], NO_COUNTS, logprobs=["{}"])
-    with pytest.raises(InvariantError, match="some tokens"):
-        session.decide([2], NO_COUNTS)
+    for first, second in (([], ["{}"]), (["{}"], [])):
+        session = opened()
+        session.decide([1], NO_COUNTS, logprobs=first)
+        with pytest.raises(InvariantError, match="some tokens"):
+            session.decide([2], NO_COUNTS, logprobs=second)
 
 
 def test_a_resumed_session_goes_on_from_what_is_stored() -> None:

@@ -1,13 +1,12 @@
 """`outrider plan` on toy models: the computed rounds equal rounds that are played."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -153,26 +152,19 @@ def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
 ) -> None:
     """While the machine is busy, plain rounds take 100 ms, and later 10 ms. Rounds with drafts
     always take 10 ms or more."""
-    sample, calls, lines = _sample(NGRAM, 0.0), list[str](), list[str]()
-
-    @asynccontextmanager
-    async def replicas(*_: Any) -> AsyncIterator[Any]:
-        coordinator = partial(nullcontext, ("client", None))
-        yield SimpleNamespace(coordinator=coordinator)
-
-    async def tables(_: Any) -> Any:
-        return TARGET, None
-
-    async def rehearsed(client: str, *_: object) -> list[PlayedSession]:
-        calls.append(client)
-        plain_s = 0.100 if len(calls) <= num_noisy else 0.010
-        return [_session(text, 0, 0.0, plain_s, 0.0, 12) for text in sample.texts]
-
-    for name, stub in (("running_pair", replicas), ("_tables", tables), ("_rehearsed", rehearsed)):
-        monkeypatch.setattr(rehearsal, name, stub)
+    sample, lines = _sample(NGRAM, 0.0), list[str]()
+    replicas = SimpleNamespace(coordinator=lambda: nullcontext((None, None)))
+    found = [
+        [_session(text, 0, 0.0, plain_s, 0.0, 12) for text in sample.texts]
+        for plain_s in (*[0.100] * num_noisy, 0.010)
+    ]
+    rehearsed = AsyncMock(side_effect=found)
+    monkeypatch.setattr(rehearsal, "running_pair", lambda *_: nullcontext(replicas))
+    monkeypatch.setattr(rehearsal, "_tables", AsyncMock(return_value=(TARGET, None)))
+    monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
     config = load_config({"draft_model": "ngram"}, {})
     [plan] = asyncio.run(rehearsal.rehearsed_plans(config, [sample], lines.append, 1))
-    assert len(calls) == measured
+    assert rehearsed.await_count == measured
     warned = "Warning: the measured times are wrong" in shown(plans=(plan,))
     assert warned == bool(plan.doubt) == (num_noisy == 2)
     assert lines[1:] == num_noisy * [lines[-1]]
