@@ -1,11 +1,10 @@
 """Audits committed tokens against the target's distribution (docs/operations.md).
 
 Sessions are chosen when they begin, because a choice among ended sessions would prefer short
-answers. After a chosen session has ended, a second session sends its tokens to the target as
+answers. After a chosen session has ended, a second session sends the same tokens to the target as
 proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). The
 second session has its own tenant, so the target does not use cached pages, and the audit also
-detects tokens that were decoded from wrong keys and values.
-"""
+detects tokens that were decoded from wrong keys and values."""
 
 import asyncio
 import logging
@@ -44,8 +43,8 @@ class Auditor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a new session will be audited: the caller must then call `take` when it
-        has ended."""
+        """Returns whether a new session will be audited. If so, the caller must call `take` when
+        the session has ended."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy

@@ -14,7 +14,7 @@ _LAG_S_MAX = 1.0
 """Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
 _WAITED = 1.0
 """A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may only be the remaining time of the step that ran already."""
+computing time. A shorter wait may only be the remaining time of a step that was already running."""
 
 
 class LoadMeter:

@@ -309,8 +309,8 @@ class OwnedSessions:
     async def release_wanted(self, session_id: str) -> None:
         """Another coordinator wants to take over this session. If the session does not run here,
         but this coordinator is still its owner in the store, a failover of the store has lost the
-        release. Then releases the session again. If the store does not answer, the next renewal of
-        the lease will report the session again."""
+        release. In this case, releases the session again. If the store does not answer, the next
+        renewal of the lease will report the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:

@@ -247,7 +247,7 @@ class ReplicaPool:
         self._found.clear()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """Marks a replica that answers as back. After a restart, its description may differ."""
+        """Marks a replica as back if it answers. After a restart, its description may differ."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -398,8 +398,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
-        number for messages. Each move raises this number by more than a replica runs ahead. So if
-        the session returns to a replica, this replica's late answers match no round."""
+        number for messages. Each move raises this number by more rounds than a replica runs ahead.
+        So if the session returns to a replica, this replica's late answers match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
