@@ -19,11 +19,12 @@ from outrider.errors import BadRequest
 from outrider.registry.registry import Membership
 from outrider.sessions.redis_address import RedisAddress
 
+REDIS = RedisAddress(url="unix:///none", key_prefix="outrider:")
+
 
 def test_every_coordinator_has_a_different_name_in_the_store() -> None:
     """Also after a restart: else its lease would keep others from the sessions of the dead one."""
-    redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
-    members = [Membership(redis=redis, deployment=one, name="coordinator-0") for one in "ab"]
+    members = [Membership(redis=REDIS, deployment=one, name="coordinator-0") for one in "ab"]
     configs = [CoordinatorConfig(membership=one) for one in (*members, None)]
     assert len({owner_name(one) for one in 2 * configs}) == 6
 
@@ -76,8 +77,7 @@ async def test_the_service_is_closed_after_the_servers(monkeypatch: pytest.Monke
     for name in ("CoordinatorService", "RpcServer", "Lease", "RedisRegistry"):
         monkeypatch.setattr(host, name, lambda *_, name=name, **__: Part(name, heard))
     monkeypatch.setattr(host, "RedisStore", Part("store", heard))
-    redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
-    member = Membership(redis=redis, deployment="a", name="coordinator-0")
+    member = Membership(redis=REDIS, deployment="a", name="coordinator-0")
     made = CoordinatorHost(CoordinatorConfig(http=False, telemetry="", membership=member))
     await made.start()
     heard.clear()

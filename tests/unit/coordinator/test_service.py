@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -264,9 +265,7 @@ async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> N
 
 async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
     async with bench() as b:
-        b.store.hold_lease = AsyncMock(
-            side_effect=errors.InvariantError("the lease's key is damaged")
-        )
+        b.store.hold_lease = AsyncMock(side_effect=errors.InvariantError("a damaged key"))
         request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
         assert isinstance((await b.events(request))[-1], Finished)
         await asyncio.sleep(2.0)
@@ -356,10 +355,8 @@ async def test_nothing_ends_an_answer_before_min_tokens(
             assert texts[0] == texts[1]
             assert len(texts[0]) >= 9
             assert not {2, 5, 6}.intersection(texts[0][:9])
-            early = [
-                event.proposed_token_ids for event in told[1] if isinstance(event, RoundReport)
-            ][:2]
-            assert not {2, 5, 6}.intersection(token for part in early for token in part)
+            early = [one.proposed_token_ids for one in told[1] if isinstance(one, RoundReport)][:2]
+            assert not {2, 5, 6}.intersection(chain(*early))
             last = told[1][-1]
             assert last.stop_token_id == (6 if texts[0][-1] == 6 else None)
             reasons.add(last.finish_reason)

@@ -296,9 +296,8 @@ async def test_concurrent_take_overs_are_limited() -> None:
             return await take_over(*arguments)
 
         planted(made, take_over=slow)
-        results = await asyncio.gather(
-            *(one.goes_on(other) for one in each), return_exceptions=True
-        )
+        going = [one.goes_on(other) for one in each]
+        results = await asyncio.gather(*going, return_exceptions=True)
         refused = [one for one in results if isinstance(one, errors.Unavailable)]
         assert [one.retry_after_ms for one in refused] == [limits.TAKE_OVER_RETRY_MS] * 5
         assert sum(isinstance(one, list) for one in results) == limits.TAKE_OVERS_MAX
@@ -350,10 +349,8 @@ async def test_a_session_is_cancelled_by_any_coordinator(
         began = asyncio.get_running_loop().time()
         await other.service.cancel(broken.session_id, "a")
         took_s = asyncio.get_running_loop().time() - began
-        assert (
-            took_s
-            < (limits.SESSION_LEASE_MS if dies else 0) / 1e3 + limits.SESSION_LEASE_RENEWAL_MS / 500
-        )
+        bound_ms = dies * limits.SESSION_LEASE_MS + 2 * limits.SESSION_LEASE_RENEWAL_MS
+        assert took_s < bound_ms / 1e3
         assert await broken.end(other) is CANCELLED
         if reading is not None:
             *_, last = await reading
@@ -615,9 +612,8 @@ async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
     await asyncio.to_thread(begun.wait)
     left.cancel()
     calls = list[int]()
-    others = [
-        asyncio.create_task(sessions.replay(record, partial(calls.append, n))) for n in (1, 2)
-    ]
+    waiting = (sessions.replay(record, partial(calls.append, number)) for number in (1, 2))
+    others = [asyncio.create_task(one) for one in waiting]
     await asyncio.sleep(0.05)
     assert calls == []
     others[0].cancel()

@@ -268,8 +268,6 @@ def test_a_fixed_length_is_what_the_request_asks_for() -> None:
     control = fixed(3)
     assert not control.adapts
     asked = [control.choose(left) for left in (99, 99, 3, 1)]
-    assert asked == [
-        RoundLength(k, 0, next_max=most) for k, most in ((0, 3), (3, 3), (2, 1), (0, 0))
-    ]
+    assert asked == [RoundLength(k, 0, most) for k, most in ((0, 3), (3, 3), (2, 1), (0, 0))]
     plain = fixed(0)
     assert [plain.choose(5) for _ in range(2)] == [RoundLength(0, 4)] * 2
