@@ -29,7 +29,7 @@ _ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""One session's parameters and history, and a mask for each row (None = all tokens) or no mask."""
+"""One session's parameters, its history, and row masks (None = all tokens; empty = no masks)."""
 _FAILED: set[torch.device] = set()
 
 

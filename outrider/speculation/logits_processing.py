@@ -274,10 +274,7 @@ class DraftVocabulary:
 
     def __post_init__(self) -> None:
         ascends = bool((np.diff(self.token_ids) > 0).all())
-        check(
-            len(self.token_ids) > 0 and ascends,
-            "a draft vocabulary is empty, or its ids do not ascend",
-        )
+        check(len(self.token_ids) > 0 and ascends, "a draft vocabulary is empty or not ascending")
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:

@@ -11,7 +11,7 @@ NUM_DEPTHS = 8
 def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
     """For draft tokens 1..`NUM_DEPTHS`, the probability that each is accepted, given that all draft
     tokens before it are accepted. None = unknown. `texts` has the ratio min(1, q(x) / p(x)) of each
-    token x of texts that the target drew. The mean ratio is the probability sum min(p, q).
+    token x of texts that the target drew. The mean ratio is the probability of acceptance.
 
     The probability that k tokens in a row are accepted is the mean, over windows of k tokens, of
     the product of their ratios. The result for draft token k is the quotient of the means for k and
