@@ -1,5 +1,4 @@
-"""Turns the events of generations into a whole answer, a stream of chunks, or the native events of
-`POST /api/generate`."""
+"""Turns events into answers: whole, in chunks, or as the events of `POST /api/generate`."""
 
 from __future__ import annotations
 

@@ -289,8 +289,7 @@ class ChoicesBody(GenerationBody, StreamedBody):
 
 
 def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
-    """Returns the constraint of a response format, if any. Raises `BadRequest` about the `type` of
-    `field`, or about `schema_field`."""
+    """Returns the constraint of a response format, if any. Raises `BadRequest`."""
     match given:
         case {"type": "text"}:
             return []

@@ -43,8 +43,7 @@ class Choice(Schema):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
-    """The stop string or stop token that ended the text. `deadline` or `cancelled` if the text was
-    cut off."""
+    """The stop string or stop token that ended the text, or `deadline` or `cancelled`."""
     token_ids: list[int] = []
     """Only present if return_token_ids is true."""
 

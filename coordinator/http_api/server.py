@@ -413,10 +413,8 @@ def _bind(options: HttpOptions) -> socket.socket:
             dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
         )  # fmt: skip
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port} for HTTP: {error.strerror or error} (port 0 = any "
-            "free port)"
-        ) from error
+        reason = f"{error.strerror or error} (port 0 = any free port)"
+        raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {reason}") from error
     bound.setblocking(False)
     # Accepted connections inherit this option.
     timeout_ms = round(limits.HTTP_STUCK_WRITE_S * 1e3)

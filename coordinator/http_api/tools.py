@@ -415,10 +415,8 @@ def tools_of(
     if named and named not in names:
         raise BadRequest("tool_choice", f"{named[:64]!r} is not the name of a tool")
     size = len(json.dumps(functions, ensure_ascii=False).encode(errors="surrogatepass"))
-    if size > limits.TOOLS_BYTES_MAX:
-        raise BadRequest(
-            "tools", f"have {size} bytes; at most {limits.TOOLS_BYTES_MAX} are allowed"
-        )
+    if size > (most := limits.TOOLS_BYTES_MAX):
+        raise BadRequest("tools", f"have {size} bytes; at most {most} are allowed")
     if choice == NONE:
         functions = []
     whole = [{**one, "parameters": _of_object(one.get("parameters"))} for one in functions]

@@ -88,8 +88,8 @@ class Client:
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> transport.Completion:
-        """Returns the whole answer. Raises the errors of `generate`, and `Unavailable` if the
-        stream ends too early."""
+        """Returns the whole answer. Raises the errors of `generate`. If the stream ends too early,
+        raises `Unavailable`."""
         builder = transport.CompletionBuilder()
         async with aclosing(self.generate(request)) as events:
             async for event in events:
@@ -124,10 +124,8 @@ class Client:
 
 def _check_timeout(timeout_s: float) -> None:
     if not 0 < timeout_s <= TIMEOUT_S_MAX:
-        raise BadRequest(
-            "timeout_s",
-            f"{timeout_s} is wrong; it must be above 0, and at most {TIMEOUT_S_MAX:.0f}",
-        )
+        reason = f"{timeout_s} is wrong; it must be above 0, and at most {TIMEOUT_S_MAX:.0f}"
+        raise BadRequest("timeout_s", reason)
 
 
 def _run(call: Awaitable[T]) -> T:
