@@ -237,11 +237,9 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
     ],
 )  # fmt: skip
 def test_what_vllm_cannot_run_is_refused_by_name(
-    version: str | None,
-    config: TargetConfig | DraftConfig,
-    said: str,
+    version: str | None, config: TargetConfig | DraftConfig, said: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     with pytest.raises(SettingError, match=f"^{said}"):
         build_engine(config, 1)

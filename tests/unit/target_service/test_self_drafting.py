@@ -31,11 +31,9 @@ class Target(Replica):
     """A target that drafts itself, a copy of its module, and a link to it."""
 
     def __init__(
-        self,
-        drafter: Callable[[Any], Any] | None = None,
-        clock: Callable[[], float] = lambda: 0.0,
-        **options: Any,
-    ) -> None:
+        self, drafter: Callable[[Any], Any] | None = None,
+        clock: Callable[[], float] = lambda: 0.0, **options: Any,
+    ) -> None:  # fmt: skip
         self.module, engine = tiny_engine(**options)
         super().__init__(
             "target", engine, max_num_seqs=8, self_drafter=(drafter or drafter_of)(engine),

@@ -142,12 +142,10 @@ def test_verify_items_survive(item: messages.VerifyItem) -> None:
         assert VERIFY.item_from_proto(short, bare).head.sampling is None
 
 
-@given(
-    heads(),
-    st.integers(0, NUM_DRAFT_TOKENS_MAX),
-    FEATURES,
-    st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
-)
+BUDGETS_US = st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX)
+
+
+@given(heads(), st.integers(0, NUM_DRAFT_TOKENS_MAX), FEATURES, BUDGETS_US)
 def test_draft_items_survive(
     head: messages.RoundHead, count: int, features: Features, budget_us: int
 ) -> None:
@@ -156,36 +154,21 @@ def test_draft_items_survive(
     assert (found, found.budget_us) == (item, budget_us)
 
 
-@given(
-    verdict_replies()
-    | st.builds(messages.Resync, KEYS, U32, U64)
-    | st.builds(messages.Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
-)
-def test_verify_answers_survive(
-    answer: messages.VerdictReply | messages.Resync | messages.Refused,
-) -> None:
+RESYNCS = st.builds(messages.Resync, KEYS, U32, U64)
+REFUSALS = st.builds(messages.Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
+PROPOSAL_REPLIES = st.builds(
+    messages.ProposalReply, KEYS, proposals(), U32, U32, FLOAT32, FLOAT32, FLOAT32,
+    st.lists(IDS, max_size=3).map(tuple), st.booleans(),
+)  # fmt: skip
+
+
+@given(verdict_replies() | RESYNCS | REFUSALS)
+def test_verify_answers_survive(answer: messages.VerifyAnswer) -> None:
     assert VERIFY.answer_from_proto(answer_message(VERIFY, answer)) == answer
 
 
-@given(
-    st.builds(
-        messages.ProposalReply,
-        KEYS,
-        proposals(),
-        U32,
-        U32,
-        FLOAT32,
-        FLOAT32,
-        FLOAT32,
-        st.lists(IDS, max_size=3).map(tuple),
-        st.booleans(),
-    )
-    | st.builds(messages.Resync, KEYS, U32, U64)
-    | st.builds(messages.Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
-)
-def test_draft_answers_survive(
-    answer: messages.ProposalReply | messages.Resync | messages.Refused,
-) -> None:
+@given(PROPOSAL_REPLIES | RESYNCS | REFUSALS)
+def test_draft_answers_survive(answer: messages.DraftAnswer) -> None:
     assert DRAFT.answer_from_proto(answer_message(DRAFT, answer)) == answer
 
 
@@ -203,7 +186,6 @@ def test_descriptions_survive() -> None:
 
 
 def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
-    """1 and 1.0 are the same parameter; both ends must hash it alike."""
     given_params = SamplingParams(temperature=1, min_p=0, logit_bias=((5, 2), (1, -1)))
     message = codec.sampling_to_proto(given_params)
     read = codec.sampling_from_proto(message)
@@ -359,11 +341,7 @@ def test_requests_survive(constraint: Constraint | None) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [
-        ({}, "prompt"),
-        ({"chat": pb.ChatMessages()}, "chat.messages"),
-        ({"text": "a", "rule": 17}, "rule"),
-    ],
+    [({}, "prompt"), ({"chat": {}}, "chat.messages"), ({"text": "a", "rule": 17}, "rule")],
 )
 def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
     fields: dict[str, Any], field: str
