@@ -3,7 +3,7 @@
 | state of a replica | what happens | when |
 | --- | --- | --- |
 | missing | it is placed and started | at once; after failures, with growing delays |
-| a rank has died | it is removed, and then counts as missing | at once |
+| a rank has died | it is removed, and then counts as missing | after at most `END_GRACE_S` |
 | surplus | it is drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
 """
 
@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from outrider.backoff import backoff
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
-from outrider.errors import ConfigError, OutriderError, StoreUnavailable, Unavailable
+from outrider.errors import ConfigError, EngineLost, OutriderError, StoreUnavailable, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Engagement, Membership, Role
 from outrider.replica.process_setup import Place
@@ -32,6 +32,7 @@ from .trial import Trial, TrialReport
 _log = logging.getLogger(__name__)
 ERROR_GRACE_S = 2.0
 """Time to wait for errors of other ranks after a rank has failed to start."""
+END_GRACE_S = 0.5  # time to wait for errors of other ranks after a rank of a running replica ended
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
@@ -161,14 +162,21 @@ class Replica:
         self.found = await leader.call("engagement", timeout_s=timeout_s)
 
     async def ended(self) -> BaseException | None:
-        """Waits until a rank ends. Returns its error, or None if it was stopped."""
+        """Waits until a rank ends, and `END_GRACE_S` for the ends of other ranks, because the first
+        error may only say that another rank was lost. Returns the errors of all ranks that ended,
+        as one error that names the ranks. Returns None if the replica was stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if pending:
+                await asyncio.wait(pending, timeout=END_GRACE_S)
+            ends = [task.exception() if task.done() else None for task in waiting]
         finally:
             for task in waiting:
                 task.cancel()
-        return next((error for task in done if (error := task.exception()) is not None), None)
+        if len(ends) == 1 or not any(ends):
+            return ends[0]
+        return EngineLost("; ".join(f"rank {n}: {error}" for n, error in enumerate(ends) if error))
 
     async def drain(self, timeout_s: float) -> None:
         """Announces that the replica leaves. Then waits, at most for `timeout_s`, until it receives

@@ -19,15 +19,23 @@ pytestmark = pytest.mark.virtual
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
+async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with playing(
         engine="transformers", model="m", tensor_parallel_size=2, target_port=7000
     ) as world:
         [name] = world.names("target")
         dying = world.actor(f"{name}-rank-{rank}" if rank else name)
         dying.end.set_exception(EngineLost("no memory"))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert not world.machines.removed
+        if rank == 0:  # Only the end of the other rank says why a rank was lost.
+            world.actor(f"{name}-rank-1").end.set_exception(Unavailable("killed"))
+        await asyncio.sleep(0.4)
         assert world.machines.removed == [name, f"{name}-rank-1"]
+        reason = "rank 1: no memory" if rank else "rank 0: no memory; rank 1: killed"
+        assert f"{name} is gone: {reason}" in caplog.messages
         await asyncio.sleep(5)
         [other] = world.names("target")
         assert other != name
