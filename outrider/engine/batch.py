@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.engine.interface import SequenceStep
 
 SPLIT_SLOTS = 128  # with fixed shapes, the slots of a segment are divided into splits of this size
-STEP_ROWS_MIN = 8  # with fixed shapes; multiples of 8 fill the vector registers of any usual CPU
+STEP_ROWS_MIN = 8  # with fixed shapes; multiples of 8 fill the vector registers of usual CPUs
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
 use other kernels in float32 and float64."""
@@ -67,7 +67,7 @@ class HeldSequence:
 
 
 def slots_at(pages: Sequence[int], places: _Ints, page_size: int) -> _Ints:
-    """Returns the slots at these places of a sequence with these pages."""
+    """Returns the slots at the indices `places` of a sequence with the page table `pages`."""
     return np.array(pages)[places // page_size] * page_size + places % page_size
 
 

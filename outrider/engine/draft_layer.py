@@ -34,7 +34,7 @@ def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
     """Returns the shapes of a `DraftLayer`'s tensors in a slot: g, which is stored as a key without
-    a value, and a pair. If the head drafts on draft replicas (`drafts_apart`), only g."""
+    a value, and a pair. Only g if the head drafts on draft replicas (`drafts_apart`)."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -48,14 +48,15 @@ class PairLayer:
 
     def write(self, step: HeldStep, features: Tensor) -> None:
         """Writes the pairs of a step's T new tokens. Row j of `features` [T, D] is g of the token
-        before new token j, or anything if that is a sequence's first token."""
+        before new token j. The row of a sequence's first token may have any values."""
         rows = step.rows
         arrays = [rows.token_ids, _places(rows.positions), rows.slots]
         token_ids, places, slots = shipped(arrays, features.device)
         self.put(token_ids, places, slots, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """Writes pairs at the rotary positions `places` [T], for features [T, D]."""
+        """Writes pairs of `features` [T, D], at the rotary positions `places` [T], to `slots`
+        [T]."""
         self._put(slots, *self._head.keys_and_values(Pairs(features, token_ids, places)))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:

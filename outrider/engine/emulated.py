@@ -27,7 +27,7 @@ from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_NO_TOKEN = 2**32  # stands for each token that a prefix lacks to have `order` tokens
+_NO_TOKEN = 2**32  # fills up a prefix of fewer than `order` tokens
 _STRIDE = np.uint64(1_048_583)
 """Distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
@@ -56,7 +56,7 @@ class EmulatedEngine:
         """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """The probability of acceptance at each place in the round, if all before are accepted."""
+        """The probability of acceptance at each place in the round, if all tokens before it are."""
         self.info = ModelInfo(
             name=SCHEME, vocab_size=spec.vocab_size,
             max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE), dtype="float32",
@@ -65,7 +65,6 @@ class EmulatedEngine:
         )  # fmt: skip
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        """See `Engine.forward`."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps)
         self._pool.written(steps)

@@ -122,7 +122,7 @@ class Steps(Protocol):
     """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
-        """Returns the wanted logits, and then rows of padding. Valid until the next step."""
+        """Returns the wanted logits, and then padding. The rows are valid until the next step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ class SequenceStep(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PageCounts:
     """Counts of an engine's pages. `prefix_queries` counts the tokens that `Engine.attach` has
-    looked up, and `prefix_hits` those found in cached pages, for sequences that have run."""
+    looked up. `prefix_hits` counts those found in cached pages. Both omit sequences without a
+    step."""
 
     num_pages: int
     num_free: int
@@ -95,7 +96,7 @@ class Engine(Protocol):
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """Whether `forward` would find pages for these steps, after evictions if needed, and after
-        the sequences in `without` are released. These must have no step. Changes nothing."""
+        the sequences in `without`, which must have no step, are released. Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids` and were
@@ -174,7 +175,7 @@ def check_steps(
     for step in steps:
         ids = step.token_ids
         check(len(ids) > 0, f"{step.sequence_id}: a step without tokens")
-        check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: {step.num_logits} logits")
+        check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: num_logits={step.num_logits}")
         if min(ids) < 0 or max(ids) >= info.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < info.vocab_size)
             raise BadRequest("token_ids", f"{wrong} is not in 0..{info.vocab_size - 1}")

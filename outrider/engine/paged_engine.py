@@ -138,8 +138,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """Returns the unchanged module's logits [T, V] of the trial's tokens, and with a draft
-        layer the features [T, D]."""
+        """Returns the unchanged module's logits [T, V] of the trial's tokens. Also returns the
+        features [T, D], or None without a draft layer."""
         ids = compatibility.trial_tokens(info)
         if self.draft_layer is None:
             return compatibility.dense_logits(self._module, ids), None
@@ -186,7 +186,7 @@ class PagedEngine(PagedSequences):
         raise SettingError(
             "deterministic",
             f"model {self.info.name}: on this machine the logits of a token depend on how many "
-            f"others are in a step (they differ in a step of {num_rows} tokens)",
+            f"other tokens are in its step (they differ in a step of {num_rows} tokens)",
         )
 
     def _try(self, logits: Tensor, features: Tensor | None) -> None:

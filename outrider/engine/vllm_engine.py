@@ -283,7 +283,7 @@ class VllmEngine(PagedSequences):
             self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """The layers that the leader's head reads. All ranks must compile the same model."""
+        """Returns the layers that the leader's head reads. All ranks compile the same model."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -356,7 +356,7 @@ class VllmEngine(PagedSequences):
             raise SettingError(
                 "deterministic",
                 f"model {self.info.name}: with vLLM on this machine the logits of a token depend "
-                f"on how many others are in a step (they differ in a step of {num_rows} tokens)",
+                f"on how many others are in its step (they differ in a step of {num_rows} tokens)",
             )
         kinds = (
             self._config.model_config.dtype, __version__, self._page_size, torch.get_num_threads(),

@@ -18,8 +18,8 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Adds the ids to all later log lines of the current task, which must serve only this session,
-    and of tasks that it starts."""
+    """Adds the ids to all later log lines of the current task and of the tasks that it starts. The
+    current task must serve only this session."""
     _identity.set((session_id, trace_id))
 
 
@@ -79,9 +79,9 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes old log files until a new replica's largest possible files fit as well in
-    `LOG_DIRECTORY_BYTES_MAX`: first rotated files, then files of ended processes, in the order in
-    which they were last written. Current files of running processes stay."""
+    """Removes old log files until the directory can take the largest log of a new replica without
+    exceeding `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended processes,
+    each in the order of their last writes. Current files of running processes stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):

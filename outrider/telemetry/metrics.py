@@ -30,8 +30,8 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
-        "Rounds except the first of a request, by the number of draft tokens asked for. Length"
-        " control chooses it up to the request's num_draft_tokens, or it is fixed to that.",
+        "Rounds except the first of a request, by the number of draft tokens asked for. The"
+        " number is num_draft_tokens, or what length control chooses up to it.",
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
@@ -51,7 +51,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     ),
     "audit_tokens": ("Tokens audited.", "rule", _RULES),
     "audit_impossible_tokens":
-        ("Audited tokens that the target gives no probability.", "rule", _RULES),
+        ("Audited tokens to which the target gives probability 0.", "rule", _RULES),
     "audit_unlikely_tokens": (
         "Audited greedy tokens that are neither the likeliest token nor a near tie.", "rule",
         _GREEDY,
@@ -62,8 +62,8 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
 """Counters of a coordinator. Name -> description, label, and label values that are exported from
-the start. For the increases of the audit counters in a period, the mean drift of a token is
-(surprise - entropy) / tokens, and the z value is (surprise - entropy) / sqrt(variance)."""
+the start. The audit counters' increases in a period give the mean drift of a token, (surprise -
+entropy) / tokens, and the drift's z value, (surprise - entropy) / sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
@@ -79,7 +79,7 @@ REQUEST_TIMES = {
     "outrider.request_queue_time_seconds": "From arrival until the target began its first step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
     "outrider.inter_token_latency_seconds":
-        "Time between two events at the client, divided by the tokens of the second.",
+        "Time between two events at the client, divided by the tokens of the second event.",
     "outrider.e2e_request_latency_seconds":
         "From arrival to the last event, for requests that got a last event.",
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",
@@ -135,7 +135,7 @@ class SpeculationCounters:
         self._proposed = ObservedCounter(meter, f"{name}draft_tokens", "Draft tokens proposed.")
         self._accepted = ObservedCounter(meter, f"{name}accepted_tokens", "Draft tokens accepted.")
         self._rounds: Counter[tuple[str, int, int]] = Counter()
-        """(Context, number of draft tokens, number of accepted ones) -> number of rounds."""
+        """(Context, number of draft tokens, number accepted) -> number of rounds."""
         for kind, what in (
             ("draft", "with a token at this position"),
             ("accepted", "whose token at this position was accepted"),
@@ -156,7 +156,7 @@ class SpeculationCounters:
         sums: Counter[tuple[str, str]] = Counter()
         for (context, num_draft_tokens, num_accepted), num_rounds in dict(self._rounds).items():
             for at in range(num_draft_tokens):
-                # The sum may be 0. Positions without accepted tokens then have a series, too.
+                # Adding 0 gives positions without accepted tokens a series, too.
                 sums[str(at), context] += num_rounds * (at < num_accepted or not accepted)
         return sums
 
@@ -166,7 +166,7 @@ def watch(
     label: str | tuple[str, ...] = "", grows: bool = False,
 ) -> None:  # fmt: skip
     """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge. The
-    keys are label values, tuples if `label` is one. `read` is called on any thread."""
+    keys are label values, or tuples of them if `label` is a tuple. Any thread may call `read`."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):

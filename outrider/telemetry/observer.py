@@ -30,7 +30,7 @@ class RequestObserver:
 
 SILENT = RequestObserver()
 Readings = Callable[[], Mapping[str, Mapping[str, float]]]
-"""Returns a coordinator's load and health. Metric -> label value -> number."""
+"""Returns a coordinator's load and health, as metric -> label value -> number."""
 
 
 class Observation:

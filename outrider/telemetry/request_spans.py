@@ -116,7 +116,7 @@ class ObservedRequest(RequestObserver):
         self._index = 0
         self._times: list[tuple[str, float]] = []
         """(Phase, seconds) of times that are not in the histograms yet. `shown` records them while
-        the next round runs, so that no request waits for it."""
+        the next round runs, so that no request waits for the recording."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._open_s = 0.0
         self._first_token_at: float | None = None
@@ -167,8 +167,8 @@ class ObservedRequest(RequestObserver):
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
         """A proposal or verdict came, `seconds` after the request. The times in ms come from the
-        replica. If `asked` is false, the replica ran the round in advance. Its times are not in the
-        histograms, because no request waited for it."""
+        replica. If `asked` is false, the replica ran the round in advance. The histograms omit its
+        times, because no request waited for them."""
         wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
         times = {"wire": wire_ms / 1e3, "queue": queue_ms / 1e3, "verify": compute_ms / 1e3}
         self._count_times({"draft": seconds} if side == "draft" else times, asked)

@@ -59,7 +59,7 @@ class Scrape:
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, and with a `vllm_model` copies of `VLLM_COUNTERS` under vLLM's names.
-        These contain a colon, so OpenTelemetry instruments cannot have them."""
+        OpenTelemetry instruments cannot have such names, because the names contain a colon."""
         for metric in self._collected.collect():
             yield metric
             name = metric.name.removeprefix(SCOPE + "_")
@@ -100,7 +100,7 @@ class Scrape:
         self.stop = stop
 
     def render(self) -> bytes:
-        """Blocks."""
+        """Returns the metrics in Prometheus' text format. Blocks."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
@@ -150,9 +150,9 @@ def start_exports(
     vllm_model: str | None = None,
 ) -> Exports | None:  # fmt: skip
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
-    Serves Prometheus on `host`, with the `slot` of `Destination.port`. If `scraped`, creates
-    `Exports.scrape` also without a port. With `vllm_model`, adds vLLM's counters with this label
-    `model_name`. Raises `SettingError` if the port is taken."""
+    Serves Prometheus on `host`, at `Destination.port` for `slot`. If `scraped`, creates
+    `Exports.scrape` even without a port. With `vllm_model`, also exports counters under vLLM's
+    names, with this value of the label `model_name`. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:

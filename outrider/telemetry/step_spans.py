@@ -91,7 +91,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # The event loop's clock has no date, so a moment's date is now minus the moment's age.
+        # The event loop's clock has no date. So each moment's date is computed from its age.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)

@@ -5,7 +5,7 @@ computation is known. Layers have two norms (Llama, Mistral, Qwen 2 and 3) or fo
 
 `FusedDecoder` runs the model with placeholders for the layers, to learn the input of the first
 layer, the rotation that each layer gets, and the use of the last layer's output. If any of these
-differs from a Llama, the code of transformers runs the model.
+differs from those of a Llama, the code of transformers runs the model.
 
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
 Up to the maximum length of spans, a token's attention is bit-equal in spans of any length."""
@@ -62,8 +62,8 @@ class FusedDecoder:
     def __init__(
         self, module: Any, layers: list[AttentionLayer], max_model_len: int, kernels: PaceKernels
     ) -> None:
-        """`module` was replaced for these kernels. `layers` are those of `find_layers`. Raises
-        `CannotFuse`."""
+        """The layers of `module` were replaced for these kernels. `layers` are those of
+        `find_layers`. Raises `CannotFuse`."""
         base = module.base_model
         blocks: list[Any] = list(getattr(base, "layers", ()))
         if not blocks or [layer.block for layer in layers] != [
@@ -93,7 +93,7 @@ class FusedDecoder:
         self._head = module.get_output_embeddings()
 
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
-        """Logits [1, L, V] from the last layer's output and the residual, [1, L, D] each."""
+        """Takes the last layer's output and the residual [1, L, D]. Returns logits [1, L, V]."""
         logits: Tensor
         if rows.numel():  # The kernels accept no empty matrices.
             rows = self.layers.add_norm(rows, residual, self._last_norm)[0]
@@ -314,8 +314,8 @@ def find_span_tokens(
 ) -> int | None:
     """Returns the greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps of
     any number of rows; None if they differ even in spans of one token. The trial runs the last
-    tokens of short and of long sequences, with each of the `thread_counts`. It runs the first
-    layers, as many as include every kind, because layers of one kind compute alike."""
+    tokens of short and of long sequences, with each of the `thread_counts`. It runs only as many of
+    the first layers as include every kind, because layers of one kind compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether the rows of some of the last `num` tokens, in steps of `counts` tokens, equal
-        their rows in one step, in spans of one token on `thread_counts[0]` threads."""
+        """Runs steps of `counts` of the last `num` tokens. Returns whether their rows equal those
+        of one step of all `num` tokens, in spans of one token on `thread_counts[0]` threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 
 PACKAGE = "amd-pace"
 VERSION = "1.3.0"
-TORCH_VERSION = "2.13"  # for which `VERSION` of `amd-pace` is built
+TORCH_VERSION = "2.13"  # the version of torch for which `amd-pace` is built
 _LIBRARY = "pace/lib/libpace_cpp.so"
 _OUT_UNIT, _IN_UNIT = 32, 64
 """The sizes of a packed weight [out, in] are multiples of these numbers."""
@@ -203,7 +203,7 @@ class PaceKernels:
         """Divides the work of attention among threads, for all layers with this window. Never
         splits contexts, because the order in which a row's terms are added would then depend on the
         other rows of the step."""
-        torch.get_num_threads()  # In a new thread, OpenMP does not know the number before.
+        torch.get_num_threads()  # In a new thread, OpenMP learns the number by this call.
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
             True, -1 if window is None else window, _ISA, False,

@@ -1,4 +1,6 @@
-"""What the ranks of one model exchange: the leader's calls, and tensors.
+"""Exchanges tensors among a model's ranks, and sends the leader's engine calls to the other ranks.
+
+A rank is a process that has a share of the model's weights. Rank 0 is the leader.
 
 Tensors go through `torch.distributed`, with a timeout. If every rank has its own GPU, the backend
 is NCCL, otherwise Gloo. On one machine, sums of small tensors on the CPU go through `Links`,
@@ -36,9 +38,9 @@ class RankGroup(Ranks):
         store_socket: socket.socket | None = None,
     ) -> None:  # fmt: skip
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
-        load, and `step_timeout_s` for each collective. If `in_order`, which must be equal on all
-        ranks, also sums of large tensors are added in the order of the ranks. The leader also
-        passes the socket of `open_rendezvous`. Raises `Unavailable` if a rank does not join in
+        load, and `step_timeout_s` for each collective. If `in_order`, sums of large tensors are
+        also added in the order of the ranks. All ranks must pass the same `in_order`. The leader
+        also passes the socket of `open_rendezvous`. Raises `Unavailable` if a rank does not join in
         time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
@@ -224,7 +226,7 @@ class Links:
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes is too long")
         # Followers send nothing between frames. A connection with something to read has ended.
         for key, _ in self._selector.select(0):
-            raise _lost(key.data, ConnectionError("it has ended"))
+            raise _lost(key.data, ConnectionError("the connection has ended"))
         self._send(_HEADER.pack(len(frame)) + frame)
 
     def receive_frame(self) -> bytes | None:
@@ -255,13 +257,13 @@ class Links:
             while into:
                 num_bytes = self._connections[rank].recv_into(into)
                 if num_bytes == 0:
-                    raise ConnectionError("it has ended")
+                    raise ConnectionError("the connection has ended")
                 into = into[num_bytes:]
         except OSError as error:
             raise _lost(rank, error) from error
 
     def close(self) -> None:
-        """From now on the other ranks' calls fail."""
+        """Closes all connections, so that the other ranks' calls fail."""
         for connection in self._connections.values():
             with suppress(OSError):  # The other rank may have ended already.
                 connection.shutdown(socket.SHUT_RDWR)

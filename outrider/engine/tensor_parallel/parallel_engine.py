@@ -1,4 +1,5 @@
-"""The engine of a model on several ranks. The followers repeat the calls of the leader's engine.
+"""The engine of a model on several ranks. Rank 0 is the leader. The other ranks are followers, and
+repeat the calls of the leader's engine.
 
 The leader sends a frame of several calls. A call is a MessagePack array of the name of an engine's
 method and the method's arguments."""
@@ -36,7 +37,7 @@ class ParallelEngine:
         self, engine: Engine, send_frame: Callable[[bytes], None], close: Callable[[], None],
         max_num_seqs: int,
     ) -> None:  # fmt: skip
-        """`send_frame` sends to all followers. `close` makes the leader leave the ranks, so that
+        """`send_frame` sends to all followers. `close` makes the leader leave the group, so that
         followers end, even in the middle of a step."""
         self._send_frame, self.close = send_frame, close
         self._engine: Any = engine
@@ -55,7 +56,7 @@ class ParallelEngine:
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         if self._broken is not None:
-            raise EngineLost(f"a rank of the model is lost: {self._broken}") from self._broken
+            raise EngineLost(f"the ranks run no more steps: {self._broken}") from self._broken
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._engine.can_hold(steps):
             raise OutOfPages("too few pages are free for the sequences of this step")
@@ -93,8 +94,8 @@ class ParallelEngine:
 
     def _changed(self, name: str, *arguments: Any) -> Any:
         """Makes a call on the leader's engine. An `OutriderError` means that the call has changed
-        nothing, or is a `StepUndone`, which `forward_draft` handles. After any other exception no
-        further step may run."""
+        nothing. The exception is `StepUndone`, which `forward_draft` handles. After an error of any
+        other type, no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -146,7 +147,8 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(receive_frame: Callable[[], bytes | None], engine: Engine) -> None:
-    """Repeats the leader's calls until the leader ends. Raises what a call raises. The caller must
-    then leave the group (`RankGroup.close`), so that the leader's step fails instead of waiting."""
+    """Repeats the leader's calls until the leader ends. Raises the error of a failed call. The
+    caller must then leave the group (`RankGroup.close`), so that the leader does not wait for
+    it."""
     while (frame := receive_frame()) is not None:
         replay(frame, engine)

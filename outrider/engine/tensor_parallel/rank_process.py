@@ -155,7 +155,7 @@ class RankHost(PlacedActor):
             await asyncio.to_thread(with_frame_room, run)
             _log.info("the leader has ended, so this rank ends too")
         except Exception:
-            _log.exception("this rank cannot go on")
+            _log.exception("this rank ends after an error")
             raise
         finally:
             group.close()

@@ -18,8 +18,8 @@ from outrider.limits import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, TENSOR_PARALLEL_
 LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
-"""A rank first sends the secret token and the rank's number on a connection."""
-_STRANGERS_MAX = 64  # if more new connections have sent nothing yet, the oldest of them is closed
+"""The first message on a connection: the secret token, and the sender's rank."""
+_STRANGERS_MAX = 64  # if more connections than this have sent nothing yet, the oldest is closed
 _KEEPALIVE_PROBES = 3
 
 
@@ -57,7 +57,7 @@ def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> s
         connection = socket.create_connection((rendezvous.host, port), timeout_s)
         connection.sendall(_HELLO.pack(rendezvous.token, rank))
     except OSError as error:
-        raise Unavailable(f"a rank of the model does not answer: {error}") from error
+        raise Unavailable(f"the rank at port {port} does not answer: {error}") from error
     return connection
 
 

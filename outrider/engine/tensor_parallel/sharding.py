@@ -29,16 +29,16 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Ignored styles: one of gradients, and one of the embedding, which is always divided."""
+"""Ignored styles: one for gradients, and one for the embedding, which is always divided."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """Chooses the linear layers that are divided among `size` ranks. Maps their paths to styles of
-    the plan of transformers. Raises `SettingError` about the setting `key` if the model has no
-    plan, if the plan has an unknown style, or if `size` ranks would get unequal shares."""
+    """Chooses the linear layers that are divided among `size` ranks. Maps each layer's path to its
+    style in the plan of transformers. Raises `SettingError` about the setting `key` if the model
+    has no plan, if the plan has an unknown style, or if `size` ranks would get unequal shares."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
@@ -68,7 +68,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields the (name, number) of what must be divisible by `size`, attention heads first."""
+    """Yields (name, number) for each number that the ranks must divide, attention heads first."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -125,14 +125,14 @@ class Share:
 
 
 class ExchangingLinear(nn.Module):
-    """A linear layer whose ranks have some rows or columns of the weight each."""
+    """A linear layer whose weight is divided among ranks, by rows or by columns."""
 
     def __init__(
         self, local: nn.Linear, exchange: Callable[[Tensor], Tensor], cut: slice | None = None,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`exchange` computes the output from the outputs of all ranks. `bias` is added to the
-        result. `cut` selects this rank's columns of the input. None = the input has only these."""
+        result. `cut` selects this rank's columns of the input. None: the input has no others."""
         super().__init__()
         self.local, self.bias = local, bias
         self._exchange, self._cut = exchange, cut
@@ -144,8 +144,8 @@ class ExchangingLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding whose ranks have some rows of the weight each, and sum their results. A rank
-    that lacks a token's row adds zeros, so the sum is exact."""
+    """An embedding whose rows are divided among ranks, which sum their results. A rank that lacks a
+    token's row adds zeros, so the sum is exact."""
 
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
@@ -275,8 +275,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
 
 
 def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
-    """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if that has
-    another shape than expected."""
+    """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if the stored
+    tensor has another shape than `tensor`."""
     view = file.get_slice(stored)
     if view.get_shape() != [*tensor.shape]:
         return None

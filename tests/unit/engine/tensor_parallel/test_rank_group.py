@@ -108,7 +108,7 @@ def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end:
         os.kill(follower.pid, end)
         if end == signal.SIGKILL:
             follower.join(JOIN_S)
-            with pytest.raises(Unavailable, match="it has ended"):
+            with pytest.raises(Unavailable, match="the connection has ended"):
                 group.links.send_frame(ONE_STEP)
         for num_numbers in (3, LARGE):
             start = time.monotonic()
