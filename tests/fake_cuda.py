@@ -55,8 +55,7 @@ class DeviceWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.errors: list[str] = []
-        """Errors that were raised, even if the product caught them."""
+        self.errors: list[str] = []  # errors that were raised, even if the product caught them
         self.clear()
 
     def clear(self) -> None:

@@ -111,8 +111,7 @@ class ReferenceKernels(PaceKernels):
     def __init__(self, dtype: torch.dtype, layers: type[FusedLayers] = ReferenceLayers) -> None:
         self.dtype = dtype
         self.layers = layers
-        self.num_steps = 0
-        """Number of calls of `schedule`."""
+        self.num_steps = 0  # number of calls of `schedule`
 
     def can_pack(self, num_out: int, num_in: int) -> bool:
         return True

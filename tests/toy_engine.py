@@ -38,14 +38,11 @@ class ToyEngine:
         self.release, self.tokens, self.length = pool.release, pool.tokens, pool.length
         self.page_counts = pool.counts
         self._known: set[str] = set()
-        self.batches: list[list[str]] = []
-        """Sessions of each forward pass."""
-        self.counts: list[list[int]] = []
-        """Tokens of each session of each forward pass."""
+        self.batches: list[list[str]] = []  # sessions of each forward pass
+        self.counts: list[list[int]] = []  # tokens of each session of each forward pass
         self.crash: Exception | None = None
         """Error that the next forward pass raises, after it has changed its sequences."""
-        self.poisoned: set[str] = set()
-        """Sessions whose logits are NaN."""
+        self.poisoned: set[str] = set()  # sessions whose logits are NaN
         self.breaks_after: Callable[[Sequence[int]], bool] = lambda tokens: False
         """Prefixes after which logits are NaN, in every session."""
 

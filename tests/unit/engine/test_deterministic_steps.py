@@ -21,8 +21,7 @@ from outrider.models.compatibility import dependent_at
 from outrider.models.linear_layers import AlignedActivation
 from outrider.models.module_replacement import speed_up
 
-LENGTH = 150
-"""Length of the tested sequence: two splits, ten pages, many windows of 6."""
+LENGTH = 150  # length of the tested sequence: two splits, ten pages, many windows of 6
 MAX_MODEL_LEN = 512
 FAMILIES = ("llama", "mistral", "gpt_neox", "generic gemma2")
 _NAMES = count()
@@ -64,12 +63,9 @@ class Part:
     """A step that runs some tokens of the sequence, together with others."""
 
     num_tokens: int
-    before: tuple[int, ...]
-    """Tokens of other sequences whose rows come first ..."""
-    after: tuple[int, ...]
-    """... and last."""
-    num_refused: int
-    """Tokens that are run after them and taken back."""
+    before: tuple[int, ...]  # tokens of other sequences, whose rows come first
+    after: tuple[int, ...]  # tokens of other sequences, whose rows come last
+    num_refused: int  # tokens that are run after them and taken back
 
 
 crowds = st.lists(st.integers(1, 40), max_size=4).map(tuple)

@@ -38,11 +38,9 @@ def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
 
 
 @given(
-    vocab_size=st.integers(2, 300),
-    support=st.integers(1, 300),
-    order=st.integers(1, 4),
+    vocab_size=st.integers(2, 300), support=st.integers(1, 300), order=st.integers(1, 4),
     seed=st.integers(0, 2**64 - 1),
-)
+)  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_each_row_is_a_zipf_law_on_distinct_ids(
     vocab_size: int, support: int, order: int, seed: int

@@ -33,17 +33,13 @@ def decoder_of(kernels: Any, family: str, **changes: Any) -> fused_decoder.Fused
     ("family", "changes", "reason"),
     [
         ("gemma2", {}, "its head"),
-        ("gpt_neox", {}, "not those of a Llama"),
-        ("gpt2", {}, "not those of a Llama"),
+        ("gpt_neox", {}, "not those of a Llama"), ("gpt2", {}, "not those of a Llama"),
         ("llama", {"hidden_act": "relu"}, "an activation of another kind"),
         ("llama", {"mlp_bias": True}, "MLP has a bias"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "depend on the length",
-        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         "depend on the length"),
     ],
-)
+)  # fmt: skip
 def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(fused_decoder.CannotFuse, match=reason):
         decoder_of(ReferenceKernels(torch.float32), family, **changes)

@@ -19,8 +19,7 @@ FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
 """Families that run on fused kernels."""
 PAGE_BYTES = 2 * 2 * 8 * 16 * 2 * 8
 """For a tiny Llama in float64: keys and values, heads, width, slots, layers, bytes."""
-EXACT = 1e-10
-"""Allowed difference in float64 of sums in another order, for logits of about 10."""
+EXACT = 1e-10  # allowed difference in float64 of sums in another order, for logits of about 10
 
 
 @pytest.fixture(params=["library", "fused"])

@@ -14,8 +14,7 @@ from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep
 from outrider.engine.interface import SequenceStep
 
-CLOSE = 2e-3
-"""Allowed difference in float32, for logits of about 10."""
+CLOSE = 2e-3  # allowed difference in float32, for logits of about 10
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from outrider.replica.process_setup import log_to
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.telemetry import logs as log_files
 
-SMALL = 2_000
-"""Bytes of a file in these tests."""
+SMALL = 2_000  # bytes of a file in these tests
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.tensor_parallel import parallel_engine
 from outrider.engine.tensor_parallel.group import LEADER, Links
-from outrider.engine.tensor_parallel.parallel_engine import (
-    _STEPS,
-    ParallelEngine,
-    follow,
-    pack_call,
-    replay,
-)
 from outrider.errors import BadRequest, EngineLost, InvariantError, OutOfPages, StepUndone
 
 WAIT_S = 10.0
@@ -85,11 +79,13 @@ def _team(num_followers: int = 1) -> Iterator[Any]:
         pair.close()
     recorders = [RecordingEngine() for _ in range(num_followers + 1)]
     links = [Links(rank, {LEADER: link}, WAIT_S) for rank, link in enumerate(theirs, 1)]
-    leader = ParallelEngine(recorders[0], ours.send_frame, ours.close, max_num_seqs=4)
+    leader = parallel_engine.ParallelEngine(
+        recorders[0], ours.send_frame, ours.close, max_num_seqs=4
+    )
 
     def run(rank: int) -> None:
         try:
-            follow(links[rank - 1].receive_frame, recorders[rank])
+            parallel_engine.follow(links[rank - 1].receive_frame, recorders[rank])
         finally:
             links[rank - 1].close()
 
@@ -116,19 +112,20 @@ _calls = st.one_of(
 @given(st.lists(_calls, max_size=8))
 def test_calls_travel_unchanged(calls: list[tuple[Any, ...]]) -> None:
     heard = RecordingEngine()
-    replay(b"".join(map(_packed, calls)), heard)
+    parallel_engine.replay(b"".join(map(_packed, calls)), heard)
     assert heard.calls == calls
 
 
 def _packed(call: tuple[Any, ...]) -> bytes:
     name, *arguments = call
-    return pack_call(name, *(arguments[0] if name in _STEPS else arguments))
+    given = arguments[0] if name in parallel_engine._STEPS else arguments
+    return parallel_engine.pack_call(name, *given)
 
 
 @pytest.mark.parametrize("name", ["close", "info", "_engine"])
 def test_an_unknown_call_is_refused(name: str) -> None:
     with pytest.raises(InvariantError, match=f"{name} is no call"):
-        replay(pack_call(name), RecordingEngine())
+        parallel_engine.replay(parallel_engine.pack_call(name), RecordingEngine())
 
 
 def test_followers_make_the_leaders_calls_in_its_order() -> None:

@@ -17,8 +17,7 @@ from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
 
 KEY = "tensor_parallel_size"
-VOCAB_SIZE = 37
-"""No size divides it."""
+VOCAB_SIZE = 37  # no size divides it
 SPARE = 0.05
 """Share of a model that a rank may hold beyond its equal part, for padding and for what every rank
 holds."""
