@@ -65,6 +65,7 @@ class EmulatedEngine:
         )  # fmt: skip
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """See `Engine.forward`."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps)
         self._pool.written(steps)

@@ -62,6 +62,7 @@ class PagedSequences:
         return rows[: sum(sizes)], sizes
 
     def features(self) -> Sequence[Tensor]:
+        """See `DraftingEngine.features`."""
         return self._features
 
     def forward_draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
