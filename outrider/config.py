@@ -482,7 +482,7 @@ class DeploymentConfig:
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
     """Number of draft replicas at the start. Look-ups and heads on the target need none."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Number of coordinators at the start. On one machine, each has ports 1 above the previous."""
+    """Number of coordinators at the start. On one machine, their port numbers are consecutive."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
     separated by commas."""

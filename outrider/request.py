@@ -72,13 +72,13 @@ class ResumeRequest:
     num_tokens: int = 0
     """Number of completion tokens that the client has, which are not sent again."""
     num_characters: int | None = None
-    """Number of characters (code points) that the client has; None = the text of its tokens."""
+    """Number of characters (code points) that the client has; None = all of its tokens' text."""
     deadline_ms: int | None = None
     """Time limit, counted from this request. The maximum and default is the original limit."""
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Events end after these numbers of tokens. If set, all tokens are sent again. Not in gRPC."""
+    """Splits the events after these numbers of tokens, and sends all tokens again. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

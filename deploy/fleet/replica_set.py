@@ -36,7 +36,7 @@ END_GRACE_S = 0.5  # time to wait for errors of other ranks after a rank of a ru
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit of an actor's answer, because Ray does not report actors on a paused machine."""
+"""Time limit of an actor's answer, because Ray reports no error for actors on a paused machine."""
 QUIET_S = 1.0
 """A leaving replica is drained if it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
@@ -485,8 +485,8 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest free slot. If the role keeps its ports and has stale replicas, the slot of the
-        stale replica that leaves next, which is the youngest."""
+        """Returns the lowest free slot. If the role keeps its ports and has stale replicas, returns
+        the slot of the youngest stale replica, which leaves next."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.member.plan != self.spec.plans[role]:

@@ -82,8 +82,8 @@ class Client:
         """Continues a generation whose stream broke, in this client or another. Yields `Started`
         again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
         session is still open, that stream ends with `StaleEpoch`. Raises `NotFound`. Raises
-        `DataLoss` if the store has fewer than `num_tokens` tokens. For about two seconds, while
-        another coordinator owns the session, raises `Unavailable`."""
+        `DataLoss` if the store has fewer than `num_tokens` tokens. Raises `Unavailable` while
+        another coordinator owns the session, until about 2 s after that coordinator's death."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
@@ -184,7 +184,7 @@ class SyncClient:
         self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """Takes the parameters of `Client`. `address` is its `server`, but not a transport."""
+        """Takes the parameters of `Client`. `address` is like `server`, but is no transport."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)

@@ -61,8 +61,8 @@ MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
 SHORT_CONTEXT = 16
 """The cost of a slot follows from the times of steps with contexts of this length and of
-`MEASURED_CONTEXT`. Several sessions are measured together, because the times of one session differ
-too little: on two cores, a slot of the demo target costs 2 us, and a step 16 ms."""
+`MEASURED_CONTEXT`. Several sessions are measured together, because with one session the two times
+differ too little: on two cores, a slot of the demo target costs 2 us, and a step 16 ms."""
 CONTEXT_ROWS = 64
 """A step over a context is measured with one row for each session, and again with this many rows of
 one session."""
@@ -106,8 +106,8 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Returns the costs of the first `rows`. If a step took longer than a step with more rows,
-    other processes have delayed it. Then the shorter time is used for both."""
+    """Returns the costs of the `rows` that have a time. If a step took longer than a step with
+    more rows, other processes have delayed it. Then the shorter time is used for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 

@@ -292,7 +292,7 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     is_one = not any(isinstance(value, dict) for value in rope.values())
-    allowed = f"only {', '.join(_ROPE_TYPES)} are served, one for the whole head"
+    allowed = f"only {', '.join(_ROPE_TYPES)} are served, and only one for the whole head"
     _require(kind in _ROPE_TYPES and is_one, "rope_scaling", rope, allowed)
     return Eagle3LayerConfig(**values)
 

@@ -1,7 +1,7 @@
 """The address of a Redis server and its credentials.
 
 Passwords are not sent through Ray, because Ray's head (GCS) shows the arguments of actors to every
-holder of the cluster's token. A process finds a password that the address lacks here:
+holder of the cluster's token. If the address lacks a password, a process finds it here:
 
 | place of the password | set by |
 | --- | --- |

@@ -19,7 +19,7 @@ from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 _UNSENT_BYTES_MAX = 2**18
-"""Calls without steps are sent with the next step, or when they reach this many bytes."""
+"""Calls that are not steps are sent with the next step, or when they reach this many bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call on the leader's engine. An `OutriderError` means that the call has changed
-        nothing. The exception is `StepUndone`, which `forward_draft` handles. After an error of any
-        other type, no further step may run."""
+        """Makes a call on the leader's engine. A call that raises an `OutriderError` has changed
+        nothing, except if the error is a `StepUndone`, which `forward_draft` handles. After any
+        other exception no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
