@@ -20,10 +20,8 @@ from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
 
 pytestmark = [
-    pytest.mark.real_model,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployment"),
-]
+    pytest.mark.real_model, pytest.mark.timeout(600), pytest.mark.xdist_group("deployment"),
+]  # fmt: skip
 
 PROMPT = "The capital of France is"
 EMULATED = "emulated:vocab_size=100"

@@ -135,14 +135,13 @@ def descriptors(stack: Stack) -> int:
 def in_use(stack: Stack) -> dict[str, int]:
     gc.collect()
     found = {
-        "tasks": len(asyncio.all_tasks()),
-        "file descriptors": descriptors(stack),
+        "tasks": len(asyncio.all_tasks()), "file descriptors": descriptors(stack),
         "sessions of the coordinator": stack.coordinator.num_running,
         "admissions": stack.coordinator._num_admitted,
         "commits": len(stack.coordinator._committer.sessions),
         "background work": len(stack.coordinator._sessions._background),
         "runs that end": len(stack.coordinator._sessions._ending),
-    }
+    }  # fmt: skip
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
         offices: Any = pool.replicas.values()
         found[f"mailboxes of the {pool.role}"] = sum(len(one.routes) for one in offices)
@@ -158,10 +157,9 @@ def in_use(stack: Stack) -> dict[str, int]:
         found |= {
             f"sessions of the {role}": len(table),
             f"sessions that the {role} hears of": len(service.sessions),
-            f"sequences of the {role}": len(engine._pool._sequences),
-            f"pages of the {role}": used,
+            f"sequences of the {role}": len(engine._pool._sequences), f"pages of the {role}": used,
             f"items that wait for the {role}": len(service._queue.waiting),
-        }
+        }  # fmt: skip
     found["rounds that run ahead"] = len(stack.target._ahead)
     drafter: Any = stack.draft._worker
     found["rounds looked ahead of"] = len(drafter._look_ahead._rounds)

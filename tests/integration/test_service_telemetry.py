@@ -102,13 +102,11 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
     for name, value in {
         "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "outrider",
         "gen_ai.request.model": "model", "gen_ai.request.max_tokens": 24,
-        "gen_ai.request.seed": str(2**63),
-        "gen_ai.request.stop_sequences": ("never said",),
+        "gen_ai.request.seed": str(2**63), "gen_ai.request.stop_sequences": ("never said",),
         "gen_ai.response.id": answer.session_id,
         "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
         "gen_ai.response.finish_reasons": ("length",),
-        "gen_ai.usage.input_tokens": answer.usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": 24,
+        "gen_ai.usage.input_tokens": answer.usage.prompt_tokens, "gen_ai.usage.output_tokens": 24,
         "outrider.num_rounds": metrics.num_rounds,
         "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
     }.items():  # fmt: skip

@@ -22,8 +22,7 @@ RELEASE: Final = "rel"
 Manifest = dict[str, Any]
 
 VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
-    "default": ((), ()),
-    "every-option": ((EVERY_OPTION,), ()),
+    "default": ((), ()), "every-option": ((EVERY_OPTION,), ()),
     "every-option-own-redis": ((EVERY_OPTION,), (*OWN_REDIS, *OWN_GCS)),
     "redis-password-kept-elsewhere": ((), ("redis.auth.existingSecret=mine",)),
     "redis-without-persistence": ((), ("redis.persistence.enabled=false",)),

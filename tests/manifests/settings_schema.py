@@ -26,14 +26,13 @@ def settings_schema() -> dict[str, Any]:
     """A schema of `settings`: all settings of a deployment except those that the chart
     determines."""
     return {
-        "type": "object",
-        "additionalProperties": False,
+        "type": "object", "additionalProperties": False,
         "properties": {
             key: setting.adapter.json_schema()
             for key, setting in deployment_settings().items()
             if key not in CHART_KEYS
         },
-    }
+    }  # fmt: skip
 
 
 def with_settings(text: str) -> str:

@@ -143,9 +143,8 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
     template = rendering.ray_pods(rendering.render([rendering.EVERY_OPTION]))["headgroup"]
     assert [each["name"] for each in template["spec"]["containers"]] == ["ray-head", "outrider"]
     head, serve = (
-        rendering.container(template, "ray-head"),
-        rendering.container(template, "outrider"),
-    )
+        rendering.container(template, "ray-head"), rendering.container(template, "outrider"),
+    )  # fmt: skip
     for path, name in (("/tmp/ray", "ray-logs"), ("/dev/shm", "shared-mem")):
         for each in (head, serve):
             assert {"name": name, "mountPath": path} in each["volumeMounts"]

@@ -109,8 +109,7 @@ SCRIPT = "Error running script (call to f_0): @user_script:3: "
 @pytest.mark.parametrize(
     ("error", "becomes"),
     [
-        (RedisTimeoutError("slow"), StoreUnavailable),
-        (ConnectionResetError(), StoreUnavailable),
+        (RedisTimeoutError("slow"), StoreUnavailable), (ConnectionResetError(), StoreUnavailable),
         (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), StoreUnavailable),
         (ResponseError("MISCONF Redis is configured to save RDB snapshots"), StoreUnavailable),
         (ResponseError(f"{SCRIPT}-OOM command not allowed"), StoreUnavailable),
@@ -125,7 +124,7 @@ SCRIPT = "Error running script (call to f_0): @user_script:3: "
         (ResponseError("wrong number of arguments"), InvariantError),
         (ResponseError("WRONGTYPE Operation against a key"), DataLoss),
     ],
-)
+)  # fmt: skip
 def test_what_an_error_of_redis_means(error: Exception, becomes: type[Exception]) -> None:
     assert isinstance(redis_connection.to_our_error(error), becomes)
 

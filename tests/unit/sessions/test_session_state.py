@@ -61,10 +61,9 @@ def test_a_lost_session_sends_and_shows_nothing_more() -> None:
     assert session.next_append() is None
     assert session.showable_length == 3
     for illegal in (
-        lambda: session.decide([2], NO_COUNTS),
-        lambda: session.acknowledge(4),
+        lambda: session.decide([2], NO_COUNTS), lambda: session.acknowledge(4),
         lambda: session.supersede(DataLoss("gone")),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InvariantError, match=r"lost|is over"):
             illegal()
 
@@ -74,10 +73,9 @@ def test_an_ended_session_sends_what_the_store_lacks() -> None:
     session.decide([1], NO_COUNTS)
     session.finish(FinishReason.STOP)
     for illegal in (
-        lambda: session.decide([2], NO_COUNTS),
-        lambda: session.finish(FinishReason.LENGTH),
+        lambda: session.decide([2], NO_COUNTS), lambda: session.finish(FinishReason.LENGTH),
         lambda: session.acknowledge(5),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InvariantError, match=r"over: stop|store holds 5"):
             illegal()
     assert sent(session) == (3, (1,))

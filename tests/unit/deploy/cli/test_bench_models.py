@@ -37,12 +37,11 @@ def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
-        ({"draft_model": "suffix"}, True),
-        ({"draft_model": "hybrid:suffix,a/b"}, True),
+        ({"draft_model": "suffix"}, True), ({"draft_model": "hybrid:suffix,a/b"}, True),
         ({"draft_model": "hybrid:ngram,a/b"}, False),
         ({"draft_model": "suffix", "suffix_tokens_per_tenant": 0}, False),
     ],
-)
+)  # fmt: skip
 def test_suffix_decoding_keeps_answers(
     capsys: pytest.CaptureFixture[str], settings: dict[str, Any], copies: bool
 ) -> None:

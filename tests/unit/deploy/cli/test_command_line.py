@@ -51,12 +51,11 @@ def test_a_bad_argument_is_named(
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ((), "Usage: outrider "),
-        (("bench",), "Usage: outrider bench "),
+        ((), "Usage: outrider "), (("bench",), "Usage: outrider bench "),
         (("serve", "--help"), "Usage: outrider serve [OPTIONS] [TARGET]\n"),
         (("scale", "--help"), "Usage: outrider scale [OPTIONS] ROLE=N...\n"),
     ],
-)
+)  # fmt: skip
 def test_help_is_shown_where_it_is_asked_for_or_a_command_is_missing(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], shown: str
 ) -> None:
