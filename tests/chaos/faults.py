@@ -33,7 +33,7 @@ from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.errors import Unavailable
 from outrider.registry.registry import ROLES, Role
 from tests.chaos.load import Load
-from tests.chaos.machines import Machines
+from tests.chaos.machines import NUM_NODES, Machines
 
 STOPPED_S: Final = 5.0
 TWO_PRIMARIES_S: Final = 2.0
@@ -161,7 +161,7 @@ class Adversary:
             if not is_whole(overview):
                 return []
             return [
-                index for index in range(self._machines.num_nodes)
+                index for index in range(NUM_NODES)
                 if self._roles_without(index, serving) == set(ROLES)
             ]  # fmt: skip
         if role in PAIRS:
@@ -191,7 +191,6 @@ class Adversary:
         victims = self._victims(fault.role)
         one = self._random.choice(victims)
         if fault.role == NODE:
-            assert isinstance(one, int)
             lost = set(self._machines.processes(one))
             await self._machines.lose_node(one)
             await self._until_gone(lost)

@@ -74,7 +74,6 @@ class Machines:
 
     @property
     def address(self) -> str:
-        assert self._cluster is not None
         return str(self._cluster.address)
 
     def _start_nodes(self) -> None:
@@ -84,27 +83,20 @@ class Machines:
             initialize_head=True,
             shutdown_at_exit=False,  # Needs the main thread; `__aexit__` ends it.
             head_node_args={
-                "num_cpus": 0,
-                "include_dashboard": False,
+                "num_cpus": 0, "include_dashboard": False,
                 "gcs_server_port": free_port(),  # The same after a restart.
                 "object_store_memory": OBJECT_STORE_BYTES,
             },
-        )
+        )  # fmt: skip
         for _ in range(NUM_NODES):
             self._add_node()
 
     def _add_node(self) -> None:
-        assert self._cluster is not None
         node = self._cluster.add_node(num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES)
         self._nodes.append(node)
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self._nodes)
-
     async def kill_head(self, away_s: float) -> None:
         """Kills the server of Ray's head, and restarts it with its stored state."""
-        assert self._cluster is not None
         server = self._head
         if server is None:
             server = self._cluster.head_node.all_processes["gcs_server"][0].process
@@ -119,7 +111,6 @@ class Machines:
         pids, node = self.processes(index), self._nodes.pop(index)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        assert self._cluster is not None
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         await asyncio.to_thread(self._add_node)
 

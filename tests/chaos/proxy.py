@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 CHUNK_BYTES: Final = 65_536
-_CONNECTED: Final = b"HTTP/1.1 200 OK\r\n\r\n"
 _REFUSED: Final = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
 
 
@@ -78,7 +77,7 @@ class FaultProxy:
             return
         method, address, *_ = head.decode("latin-1").split()
         if method == "CONNECT":
-            await self._join(address, address, reader, writer, _CONNECTED)
+            await self._join(address, address, reader, writer, b"HTTP/1.1 200 OK\r\n\r\n")
         else:
             writer.write(_REFUSED)
 

@@ -67,13 +67,6 @@ def render_variant(name: str) -> list[Manifest]:
     return render(*VARIANTS[name])
 
 
-def refusal(*values: str) -> str:
-    """The error with which Helm refuses these values on top of the defaults."""
-    done = helm((), values)
-    assert done.returncode != 0, "these values were taken"
-    return done.stderr
-
-
 def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
     return {found["metadata"]["name"]: found for found in manifests if found["kind"] == kind}
 

@@ -103,9 +103,7 @@ def test_the_pods_of_a_release_reach_each_other_and_its_redis() -> None:
 def test_what_the_head_knows_is_for_the_head() -> None:
     """Data in this Redis runs as code on every node. Neither the pods of coordinators, targets and
     drafts nor clients of the sessions' Redis reach it."""
-    every = Release(
-        "speculation", [rendering.EVERY_OPTION], (*rendering.OWN_REDIS, *rendering.OWN_GCS)
-    )
+    every = Release("speculation", *rendering.VARIANTS["every-option-own-redis"])
     for release in (Release(), every):
         sources = {group: Source(one) for group, one in release.labels.items()}
         sources |= {"heir": Source({"ray.io/cluster": "speculation-next"}), "stranger": STRANGER}

@@ -28,7 +28,8 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
     outrider, are left out, because `serve` would refuse them. All pods of Ray have the password of
     Redis, which Ray does not know."""
     manifests = rendering.render_variant(variant)
-    scaling = rendering.ray_cluster(manifests)["spec"]["enableInTreeAutoscaling"]
+    cluster = rendering.ray_cluster(manifests)["spec"]
+    scaling = cluster["enableInTreeAutoscaling"]
     for name, template in rendering.pods(manifests).items():
         spec = template["spec"]
         assert spec["enableServiceLinks"] is False
@@ -38,9 +39,7 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
         assert spec["automountServiceAccountToken"] is (name == "headgroup" and scaling)
         contexts = [each["securityContext"] for each in spec["containers"]]
         if name == "headgroup" and scaling:
-            contexts.append(
-                rendering.ray_cluster(manifests)["spec"]["autoscalerOptions"]["securityContext"]
-            )
+            contexts.append(cluster["autoscalerOptions"]["securityContext"])
         for context in contexts:
             assert context["allowPrivilegeEscalation"] is False
             assert context["readOnlyRootFilesystem"] is True
@@ -142,9 +141,7 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
     and gets the configuration. The chart and the operator use the same names of volumes."""
     template = rendering.ray_pods(rendering.render([rendering.EVERY_OPTION]))["headgroup"]
     assert [each["name"] for each in template["spec"]["containers"]] == ["ray-head", "outrider"]
-    head, serve = (
-        rendering.container(template, "ray-head"), rendering.container(template, "outrider"),
-    )  # fmt: skip
+    head, serve = (rendering.container(template, one) for one in ("ray-head", "outrider"))
     for path, name in (("/tmp/ray", "ray-logs"), ("/dev/shm", "shared-mem")):
         for each in (head, serve):
             assert {"name": name, "mountPath": path} in each["volumeMounts"]
@@ -198,10 +195,8 @@ def test_pods_outlive_their_last_words() -> None:
 
 
 def test_own_redis_keeps_sessions() -> None:
-    claims = rendering.of_kind(rendering.render(), "StatefulSet")[REDIS]["spec"][
-        "volumeClaimTemplates"
-    ]
-    assert [each["metadata"]["name"] for each in claims] == ["data"]
+    own = rendering.of_kind(rendering.render(), "StatefulSet")[REDIS]["spec"]
+    assert [each["metadata"]["name"] for each in own["volumeClaimTemplates"]] == ["data"]
     assert not rendering.of_kind(rendering.render([rendering.EVERY_OPTION]), "StatefulSet")
     elsewhere = rendering.pods(rendering.render((), ["redis.auth.existingSecret=mine"]))["redis"]
     password = rendering.variables(rendering.container(elsewhere, "redis"))["REDIS_PASSWORD"]
@@ -224,9 +219,8 @@ def test_what_the_head_knows_outlives_it() -> None:
     secrets = rendering.of_kind(manifests, "Secret")
     passwords = [secrets[f"rel-outrider-{one}"]["stringData"] for one in ("gcs", "redis")]
     assert passwords[0] != passwords[1]
-    elsewhere = rendering.ray_cluster(rendering.render([rendering.EVERY_OPTION]))["spec"][
-        "gcsFaultToleranceOptions"
-    ]
+    every = rendering.ray_cluster(rendering.render([rendering.EVERY_OPTION]))["spec"]
+    elsewhere = every["gcsFaultToleranceOptions"]
     assert elsewhere["redisAddress"] == "redis://gcs.example:6379"
     secret = {"name": "gcs", "key": "password"}
     assert elsewhere["redisPassword"] == {"valueFrom": {"secretKeyRef": secret}}

@@ -16,9 +16,8 @@ from outrider.replica.process_setup import available_cores
 
 
 def subject(target: str = "x", **settings: Any) -> Subject:
-    client: Any = None
     known = {"model": "m"} | settings
-    return _subject(Connection("127.0.0.1:1", target, settings=known), client, True)
+    return _subject(Connection("127.0.0.1:1", target, settings=known), None, True)
 
 
 def test_peers_have_as_many_threads_as_the_services_in_all() -> None:

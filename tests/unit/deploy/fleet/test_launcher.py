@@ -106,24 +106,23 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     assert new.calls == ["start", "close", "kill"]
 
 
-async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) -> None:
-    config = load_config({"redis_wait_replicas": 1, "grpc_port": 0, "port": 0}, {})
-    with pytest.raises(SettingError, match="redis_wait_replicas: needs redis_url"):
-        await Deployment(config, tmp_path).start()
-
-
-async def test_a_model_that_does_not_exist_ends_the_start_before_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("redis_wait_replicas", 1, "needs redis_url"),  # An embedded Redis has no replicas.
+        ("model", "nothere", "model nothere: not a local directory"),
+    ],
+)
+async def test_what_is_wrong_ends_the_start_before_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object, said: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no such")))
-    deployment = Deployment(
-        load_config({"model": "nothere", "grpc_port": 0, "port": 0}, {}), tmp_path
-    )
-    connect = AsyncMock()
-    monkeypatch.setattr(deployment.ray, "connect", connect)
-    with pytest.raises(SettingError, match="model: model nothere: not a local directory"):
+    config = load_config({key: value, "grpc_port": 0, "port": 0}, {})
+    deployment: Any = Deployment(config, tmp_path)
+    deployment.ray.connect = AsyncMock()
+    with pytest.raises(SettingError, match=f"{key}: {said}"):
         await deployment.start()
-    connect.assert_not_awaited()
+    deployment.ray.connect.assert_not_awaited()
 
 
 @pytest.mark.parametrize(

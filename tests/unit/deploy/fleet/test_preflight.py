@@ -72,10 +72,7 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
         ({"engine": "vllm"}, "^engine: .*not installed"),
         ({"draft_engine": "vllm"}, "^draft_engine: .*not installed"),
         ({"chat_template": "Hermes"}, "^chat_template: .*allowed: a file, or hermes"),
-        (
-            {"target_port": 47001, "num_targets": 2, "draft_port": 47002},
-            "^draft_port: .*target_port",
-        ),
+        ({"target_port": 4701, "num_targets": 2, "draft_port": 4702}, "^draft_port: .*target_port"),
         ({"grpc_port": 65_535, "num_coordinators": 2}, "^grpc_port: .*too high for the ports of 2"),
         ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "^port: .* port of grpc_port"),
         # A file that holds nothing of this kind.
@@ -146,12 +143,8 @@ def test_a_published_head_is_known_by_its_files(
 ) -> None:
     """In a directory, or in a hub repository that has been fetched. Other models are no heads."""
     head = save(tmp_path / "head", tiny, (1, 2, 5))
-
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
-        assert name == "owner/head"
-        return str(head)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    hub = {"owner/head": str(head)}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: hub[name])
     for name in (str(head), "owner/head"):
         for kind in ("", "eagle3:", "hybrid:ngram,", "hybrid:ngram,eagle3:"):
             config = resolved(tiny, draft_model=kind + name)
@@ -185,10 +178,7 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
         assert (target.head, target.head_kind) == ("mtp", "mtp")
         assert target.head_directory == target.directory == str(path)
     for settings, message in (
-        (
-            {"model": str(tiny)},
-            "^draft_model: .*model_type is 'llama'; only MTP layers of deepseek",
-        ),
+        ({"model": str(tiny)}, "^draft_model: .*_type is 'llama'; only MTP layers of deepseek"),
         ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*rank; give 1, or --engine vllm"),
     ):
         with pytest.raises(SettingError, match=message):

@@ -143,8 +143,7 @@ async def test_an_upgrade_is_over_once_the_fleet_was_whole() -> None:
         machines.loading.clear()
         await found.change({"max_num_seqs": 5})
         for replaced in (False, True):
-            overview = await found.overview()
-            assert (overview.num_stale > 0) is not replaced
+            assert ((await found.overview()).num_stale > 0) is not replaced
             machines.loading.set()
             await asyncio.sleep(60)
         machines.loading.clear()
