@@ -88,13 +88,10 @@ class Faults:
 
     async def run(self) -> None:
         """Injects faults, and returns when all are over and no more will come."""
-        rng = self._rng
-        num = rng.randint(*NUM_FAULTS)
-        total = self._flights.num_planned
-        marks = sorted(rng.uniform(0.0, 0.6) * total for _ in range(num))
-        for mark in marks:
-            gap_s_max = rng.choice(GAPS_S_MAX)
-            await self._wait(mark, rng.uniform(0.0, gap_s_max))
+        rng, total = self._rng, self._flights.num_planned
+        marks = [rng.uniform(0.0, 0.6) * total for _ in range(rng.randint(*NUM_FAULTS))]
+        for mark in sorted(marks):
+            await self._wait(mark, rng.uniform(0.0, rng.choice(GAPS_S_MAX)))
             await self._do_one()
         for task in self._under_way:
             await task
@@ -278,18 +275,11 @@ class Faults:
         redis = self._world.redis
         self._redis_goes = True
         snapshot = redis.primary.data.snapshot()
-        await self._progress()
+        await self._wait(self._flights.num_shown + 1, 1.0)
         redis.primary.die()
         await self._time(3.0, 0.0)
         redis.start_again(snapshot)
         self._redis_goes = False
-
-    async def _progress(self) -> None:
-        """Waits until one more token has been shown, but not for long."""
-        shown, loop = self._flights.num_shown, asyncio.get_running_loop()
-        until = loop.time() + 1.0
-        while loop.time() < until and self._flights.num_shown == shown:
-            await asyncio.sleep(LOOK_S)
 
     async def _two_primaries(self) -> None:
         """A copy without the newest writes becomes the primary of some processes. Others, at least
@@ -297,7 +287,7 @@ class Faults:
         rng, world = self._rng, self._world
         self._redis_goes = True
         snapshot = world.redis.primary.data.snapshot()
-        await self._progress()
+        await self._wait(self._flights.num_shown + 1, 1.0)
         coordinators = list(world.nodes("coordinator"))
         misled = {node.name for node in world.nodes(*ROLES) if rng.random() < 0.5}
         if coordinators:
@@ -317,9 +307,12 @@ class Faults:
         preferably when the last token is stored and the end is not, and returns as before the
         take-over. Then the client finds another coordinator, to which Redis gives the same epoch,
         while the first one is stopped or before it can act."""
-        world = self._world
+        world, redis = self._world, self._world.redis.process
         self._redis_goes = self._ousts = True
-        snapshot, taker = await self._moved(node)
+        away = Cut([(node.process, redis), (redis, node.process)], loses=True)
+        world.network.cut(away)
+        snapshot, taker = await self._until_taken_over(node)
+        world.network.heal(away)
         if snapshot is not None and taker is not None:
             cut = Cut([(taker.process, world.clients)], loses=False)
             world.network.cut(cut)
@@ -340,16 +333,6 @@ class Faults:
                 taker.process.go_on()
             world.network.heal(cut)
         self._redis_goes = self._ousts = False
-
-    async def _moved(self, node: Any) -> tuple[Snapshot | None, Any]:
-        """Cuts a coordinator off from Redis until another one has a session of it: see
-        `_until_taken_over`."""
-        redis, network = self._world.redis.process, self._world.network
-        cut = Cut([(node.process, redis), (redis, node.process)], loses=True)
-        network.cut(cut)
-        found = await self._until_taken_over(node)
-        network.heal(cut)
-        return found
 
     async def _until_finishing(self, owner: Any) -> None:
         """Waits until a session of an owner has its last token stored, but is not finished."""

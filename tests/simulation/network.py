@@ -211,8 +211,7 @@ class Wire(SeverableLink):
         self._network = network
         self._payload: object = None
         """Content of the message being sent."""
-        no_service: Any = None
-        super().__init__(no_service, self._post)
+        super().__init__(None, self._post)  # type: ignore[arg-type]
         self._unreachable = LinkLost("no replica is there")
 
     def lead(self, replica: Process, service: ReplicaService) -> None:
@@ -246,11 +245,8 @@ class Wire(SeverableLink):
 
     def hang_up(self, reason: str, *, reachable: bool = False) -> None:
         """The coordinator learns that the stream has broken, as soon as it runs."""
-        loop = asyncio.get_running_loop()
-        loop.call_soon(
-            lambda: self.sever(LinkLost(reason), reachable=reachable),
-            context=self.coordinator.context,
-        )
+        broken = partial(self.sever, LinkLost(reason), reachable=reachable)
+        asyncio.get_running_loop().call_soon(broken, context=self.coordinator.context)
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         await asyncio.sleep(0)
@@ -265,6 +261,5 @@ class Wire(SeverableLink):
 
     def _post(self, message: Callable[[], None]) -> None:
         if self.replica is not None:
-            is_answer = current() is self.replica
-            receiver = self.coordinator if is_answer else self.replica
+            receiver = self.coordinator if current() is self.replica else self.replica
             self._network.post(receiver, message, self._payload)

@@ -2,7 +2,6 @@
 coordinators; and the cluster, which shows them as actors to a fleet."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
@@ -58,9 +57,6 @@ class Node:
         await self._lease.start()
         self._engagement = begun
         return address
-
-    async def _serve(self, config: Any, world: Any) -> str:
-        raise NotImplementedError
 
     def _record(self, address: str) -> ReplicaRecord:
         runs = self.service.describe()
@@ -152,7 +148,7 @@ class SimulatedActor(Actor):
 class Machines:
     """A cluster with room for all actors."""
 
-    def __init__(self, world: Any, build: Callable[[str, str], Node]) -> None:
+    def __init__(self, world: Any, build: Callable[[Demand], Node]) -> None:
         self.actors: list[SimulatedActor] = []
         self._world = world
         self._build = build
@@ -164,10 +160,7 @@ class Machines:
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         await self.head.wait()
         await asyncio.sleep(PLACING_S)
-        made = [
-            SimulatedActor(demand, self._build(demand.role, demand.name), self._world)
-            for demand in demands
-        ]
+        made = [SimulatedActor(demand, self._build(demand), self._world) for demand in demands]
         self.actors += made
         return [[one] for one in made]
 
@@ -325,13 +318,12 @@ def short_waits(is_hasty: bool) -> Iterator[None]:
 
 MODEL = DraftConfig(model="some/model")
 HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybrid_model_tokens=2)
-_numbers = itertools.count()
 
 
 class CoordinatorNode(Node):
     def __init__(self, name: str, settings: CoordinatorConfig) -> None:
         super().__init__("coordinator", name)
-        self.calls: set[Call] = set()
+        self.calls: dict[Call, None] = {}
         self._settings = settings
 
     async def _serve(self, config: Any, world: Any) -> str:
@@ -371,7 +363,7 @@ class CoordinatorNode(Node):
         if self.calls:
             await asyncio.wait([call.task for call in self.calls if call.task], timeout=grace_s)
         world.silence(self)
-        for call in sorted(self.calls, key=lambda call: call.number):
+        for call in list(self.calls):
             call.end()
         if self.service is not None:
             await self.service.close()
@@ -392,8 +384,6 @@ class Call:
         self.events: asyncio.Queue[Event | OutriderError | None] = asyncio.Queue()
         """For the client: the events, then an error or None."""
         self.node = node
-        self.number = next(_numbers)
-        """Order of creation."""
         self.task: asyncio.Task[None] | None = None
         self._network = network
         self._client = client
@@ -401,9 +391,9 @@ class Call:
 
     def begin(self, request: GenerateRequest | ResumeRequest) -> None:
         if not self._is_over:
-            self.node.calls.add(self)
+            self.node.calls[self] = None
             self.task = self.node.process.start(self._run(request))
-            self.task.add_done_callback(lambda _: self.node.calls.discard(self))
+            self.task.add_done_callback(lambda _: self.node.calls.pop(self))
 
     async def _run(self, request: GenerateRequest | ResumeRequest) -> None:
         service = self.node.service
@@ -455,7 +445,7 @@ class PortTransport:
         if node is None:
             raise StreamBroken(f"nothing answers at {self.address}")
         call = Call(world.network, world.clients, node)
-        world.calls.add(call)
+        world.calls[call] = None
         try:
             world.network.carry(node.process, lambda: call.begin(request))
             while (event := await call.events.get()) is not None:
@@ -463,5 +453,5 @@ class PortTransport:
                     raise event
                 yield event
         finally:
-            world.calls.discard(call)
+            del world.calls[call]
             call.leave()

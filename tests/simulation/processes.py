@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from outrider.clock import VirtualClockLoop, cancelling_others
 
@@ -34,17 +34,6 @@ def wall_clock_s(process: Process | None = None) -> float:
     return EPOCH_S + asyncio.get_running_loop().time() + (process.clock_jump_s if process else 0.0)
 
 
-@contextmanager
-def virtual_wall_clocks() -> Iterator[None]:
-    """Makes `time.time` and `time.time_ns` return the wall clock of the running process's host."""
-    seconds, nanoseconds = time.time, time.time_ns
-    time.time, time.time_ns = wall_clock_s, lambda: int(wall_clock_s() * 1e9)
-    try:
-        yield
-    finally:
-        time.time, time.time_ns = seconds, nanoseconds
-
-
 class Process:
     """A named process on a host of its own."""
 
@@ -57,7 +46,7 @@ class Process:
         """Offset of its host's wall clock."""
         self.context = copy_context()
         self.context.run(_CURRENT.set, self)
-        self._held: list[asyncio.Handle] = []
+        self.held: list[asyncio.Handle] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -66,9 +55,6 @@ class Process:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def hold(self, handle: asyncio.Handle) -> None:
-        self._held.append(handle)
 
     def stand_still(self) -> None:
         self.is_still = True
@@ -80,7 +66,7 @@ class Process:
     def go_on_with_arrivals(self) -> None:
         """The same, in the order of an event loop that one callback has blocked: first what was
         ready before, then what has arrived at its sockets, and only then overdue timers."""
-        self._held.sort(key=_order_after_a_stall)
+        self.held.sort(key=_order_after_a_stall)
         self.go_on()
 
     def die(self) -> None:
@@ -93,7 +79,7 @@ class Process:
 
     def _run_on(self) -> None:
         self.is_still = False
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         loop = asyncio.get_running_loop()
         loop._ready.extend(handle for handle in held if not handle.cancelled())  # type: ignore[attr-defined]
 
@@ -152,12 +138,14 @@ class ProcessLoop(VirtualClockLoop):
                 continue
             process = handle._context.get(_CURRENT)
             if process is not None and process.is_still:
-                process.hold(handle)
+                process.held.append(handle)
             else:
                 handle._run()
 
 
 def run_processes(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`, which belongs to no process, on a virtual clock."""
-    with virtual_wall_clocks(), asyncio.Runner(loop_factory=ProcessLoop) as runner:
+    """Runs `main`, which belongs to no process, on a virtual clock. `time` gives the wall clock of
+    the running process's host."""
+    clocks = patch.multiple(time, time=wall_clock_s, time_ns=lambda: int(wall_clock_s() * 1e9))
+    with clocks, asyncio.Runner(loop_factory=ProcessLoop) as runner:
         return runner.run(cancelling_others(main))

@@ -5,6 +5,7 @@ It has the commands that the scripts and the stores use, with the answers of Red
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cache, partial
 from typing import Any
 
@@ -14,8 +15,6 @@ Reply = Any
 """int, bytes, None, `Status`, `ReplyError` (inside a list) or a list of replies."""
 Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
 """Values and expiry times (ms), by key."""
-
-
 Command = tuple[bytes, ...]
 
 
@@ -96,10 +95,11 @@ class RedisData:
 
     def snapshot(self) -> Snapshot:
         """A copy of all data and expiry times."""
-        return _copied(self._values), dict(self._expires_ms)
+        return {key: copy(value) for key, value in self._values.items()}, dict(self._expires_ms)
 
     def restore(self, snapshot: Snapshot) -> None:
-        self._values, self._expires_ms = _copied(snapshot[0]), dict(snapshot[1])
+        self._values = {key: copy(value) for key, value in snapshot[0].items()}
+        self._expires_ms = dict(snapshot[1])
 
     def sorted_keys(self) -> list[bytes]:
         """Keys of unexpired values, sorted."""
@@ -166,12 +166,6 @@ def _encoded(argument: Any) -> bytes:
     return argument.encode() if isinstance(argument, str) else repr(argument).encode()
 
 
-def _copied(values: dict[bytes, Any]) -> dict[bytes, Any]:
-    return {
-        key: value if isinstance(value, bytes) else value.copy() for key, value in values.items()
-    }
-
-
 def _set(data: RedisData, key: bytes, value: bytes, *options: bytes) -> Reply:
     if options and (len(options) != 2 or options[0].upper() != b"PX" or int(options[1]) <= 0):
         raise ValueError(options)
@@ -233,11 +227,6 @@ def _time(data: RedisData) -> Reply:
     return [str(seconds).encode(), str(microseconds).encode()]
 
 
-def _flushall(data: RedisData) -> Reply:
-    data.restore(({}, {}))
-    return OK
-
-
 _COMMANDS: dict[str, Callable[..., Reply]] = {
     "DEL": lambda data, *keys: sum(data.get(k) is not None and data.drop(k) for k in keys),
     "EXISTS": lambda data, *keys: sum(data.get(key) is not None for key in keys),
@@ -246,22 +235,18 @@ _COMMANDS: dict[str, Callable[..., Reply]] = {
     "PTTL": lambda data, key: data.ttl_ms(key),
     "GET": lambda data, key: data.typed(key, bytes) if data.get(key) is not None else None,
     "MGET": lambda data, *keys: [v if isinstance(v := data.get(k), bytes) else None for k in keys],
-    "SET": _set,
     "STRLEN": lambda data, key: len(data.typed(key, bytes)),
-    "GETRANGE": _getrange,
-    "SETRANGE": _setrange,
-    "HSET": _hset,
     "HGET": lambda data, key, field: data.typed(key, dict).get(field),
     "HMGET": lambda data, key, *names: [*map(data.typed(key, dict).get, names)],
     "HGETALL": lambda data, key: [part for pair in data.typed(key, dict).items() for part in pair],
-    "SADD": _sadd,
-    "SREM": _srem,
     "SMEMBERS": lambda data, key: sorted(data.typed(key, set)),
-    "TIME": _time,
-    "PING": lambda data: Status(b"PONG"),
-    "FLUSHALL": _flushall,
+    "FLUSHALL": lambda data: data.restore(({}, {})) or OK,
     "WAIT": lambda data, replicas, ms: 0,
-}
+    "EVALSHA": lambda data, sha, n, *words: data.run_script(sha, words[: int(n)], words[int(n) :]),
+    "SCRIPT": lambda data, load, source: data.load_script(source),
+    "SET": _set, "GETRANGE": _getrange, "SETRANGE": _setrange, "HSET": _hset, "SADD": _sadd,
+    "SREM": _srem, "TIME": _time,
+}  # fmt: skip
 """Python refuses a wrong number of arguments, as a server does."""
 
 

@@ -43,17 +43,11 @@ class RedisServer:
 
     def execute(self, command: redis_data.Command) -> redis_data.Reply:
         """The answer to one command. Raises `ReplyError`."""
-        name = command[0].upper()
-        if name == b"EVALSHA":
-            number = int(command[2])
-            keys = command[3 : 3 + number]
-            try:
-                return self.data.run_script(command[1], keys, command[3 + number :])
-            finally:
-                self._history.look(self.data, keys)
-        if name == b"SCRIPT" and command[1].upper() == b"LOAD":
-            return self.data.load_script(command[2])
-        return self.data.run(command)
+        try:
+            return self.data.run(command)
+        finally:
+            if command[0] == b"EVALSHA":
+                self._history.look(self.data, command[3 : 3 + int(command[2])])
 
     def execute_for(
         self, client: Process, commands: Sequence[redis_data.Command]
@@ -68,13 +62,11 @@ class RedisServer:
             elif command[0] == b"EXEC":
                 replies.append(queued)
                 queued = None
+            elif queued is None:
+                replies.append(self._answer(command))
             else:
-                reply = self._answer(command)
-                if queued is None:
-                    replies.append(reply)
-                else:
-                    queued.append(reply)
-                    replies.append(redis_data.Status(b"QUEUED"))
+                queued.append(self._answer(command))
+                replies.append(redis_data.Status(b"QUEUED"))
         return replies
 
     def _answer(self, command: redis_data.Command) -> redis_data.Reply:
@@ -123,9 +115,6 @@ class SimulatedConnection(AbstractConnection):
         self._server, self._process, self._error = server, process, None
         self._replies.clear()
         server.connections.append(self)
-
-    async def connect_check_health(self, *args: Any, **options: Any) -> None:
-        await self.connect()
 
     async def disconnect(self, *args: Any, **options: Any) -> None:
         self._close()
@@ -273,17 +262,15 @@ class History:
         length = len(tokens) // TOKEN_BYTES
         wanted = prompt_length + json.loads(parameters)["max_tokens"]
         if is_complete and length != wanted and self.broken is None:
-            self.broken = InvariantError(
-                f"{key.decode()} is recorded as complete with {length} of {wanted} tokens"
-            )
+            found = f"{key.decode()} is recorded as complete with {length} of {wanted} tokens"
+            self.broken = InvariantError(found)
         if length == wanted and not is_finished and self.on_last_token:
             self.on_last_token(fields[b"owner"].decode())
 
     def held(self, session_id: str, token_ids: Sequence[int]) -> bool:
         beginning = encode_tokens(token_ids)
-        return any(
-            tokens.startswith(beginning) for tokens in self._ever.get(session_key(session_id), ())
-        )
+        known = self._ever.get(session_key(session_id), ())
+        return any(tokens.startswith(beginning) for tokens in known)
 
     def is_kept(self, session_id: str) -> bool:
         """Whether a session was finished, and nothing was lost since."""
@@ -382,7 +369,5 @@ class Redis:
         kept = pool.connection_kwargs
         for name in ("host", "port", "path", "db"):
             kept.pop(name, None)
-        kept |= {
-            "redis": self, "network": self._network, "may_fail": may_fail, "driver_info": None
-        }  # fmt: skip
+        kept.update(redis=self, network=self._network, may_fail=may_fail, driver_info=None)
         return client

@@ -45,8 +45,6 @@ PARTS = {
     "outrider.sessions.state.APPEND_TOKENS_MAX": 8,
 }
 """Bounds in these seeds."""
-
-
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6

@@ -1,6 +1,7 @@
 """What `make sim` and `make test` rely on; `test_planted.py` shows that its runs can fail."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -32,11 +33,7 @@ def test_ranks_that_are_not_drawn_from_their_law_are_seen(share: float) -> None:
     counts = {rank: 10_000 * p for rank, p in enumerate(law)}
     counts[1] += (1 - share) * counts[0]
     counts[0] *= share
-    ranks = Counter(
-        {
-            (Rule.TOKEN.value, len(law), before, rank): round(count)
-            for before in range(len(law))
-            for rank, count in counts.items()
-        }
-    )
+    rule, num = Rule.TOKEN.value, len(law)
+    cells = product(range(num), counts.items())
+    ranks = Counter({(rule, num, before, rank): round(n) for before, (rank, n) in cells})
     assert (Result(ranks=ranks).p_values()["token"] > P_VALUE_MIN) == (share == 1.0)

@@ -4,6 +4,7 @@ A token depends only on the two before it: so few contexts that all rows are com
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,7 @@ def ranked_law(sampling: SamplingParams) -> tuple[float, ...]:
 def _ranks(sampling: SamplingParams) -> list[list[int]]:
     """Rank of each token after any two symbols; impossible ones are last."""
     order = _law(sampling).argsort(dim=1, descending=True, stable=True)
-    ranks: list[list[int]] = order.argsort(dim=1).tolist()
-    return ranks
+    return order.argsort(dim=1).tolist()  # type: ignore[no-any-return]
 
 
 def rule_of(request: GenerateRequest) -> Rule:
@@ -111,10 +111,6 @@ def ranks_of(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
 
 def _contexts(request: GenerateRequest, shown: Sequence[int]) -> torch.Tensor:
     """Row of the context of each shown token."""
-    none = SPEC.vocab_size
-    tokens = [none, none, *(int(token) for token in request.prompt), *shown]  # type: ignore[arg-type]
-    first = 2 + len(request.prompt)
-    ends = range(first, first + len(shown))
-    return torch.tensor(
-        [tokens[end - 2] * _NUM_SYMBOLS + tokens[end - 1] for end in ends], dtype=torch.int64
-    )
+    tokens = [*[SPEC.vocab_size] * 2, *request.prompt, *shown]
+    pairs = pairwise(tokens[len(request.prompt) : -1])
+    return torch.tensor([first * _NUM_SYMBOLS + second for first, second in pairs]).long()

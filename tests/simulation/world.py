@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
+from deploy.fleet.ray_cluster import Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client
@@ -21,17 +22,6 @@ from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
 from tests.simulation import nodes
 from tests.simulation.network import Adversary, Network, Wire
-from tests.simulation.nodes import (
-    HYBRID,
-    MODEL,
-    Call,
-    CoordinatorNode,
-    Machines,
-    Node,
-    PortTransport,
-    ReplicaNode,
-    SimulatedActor,
-)
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
 
@@ -83,7 +73,7 @@ class World:
         self.redis = Redis(self.network)
         self.moves = CountedMoves()
         self.clients = Process("clients")
-        self.calls: set[Call] = set()
+        self.calls: dict[nodes.Call, None] = {}
         self.broken: OutriderError | None = None
         """The first violation in any process, if any."""
         self.is_hasty = is_hasty = rng.random() < HASTY_SHARE
@@ -91,7 +81,7 @@ class World:
         shape = {
             "look_ahead": rng.choice((0, 0, 3)),
             "length_control": rng.random() < 0.5,
-            "lookup": MODEL if is_hasty else rng.choice((MODEL, HYBRID)),
+            "lookup": nodes.MODEL if is_hasty else rng.choice((nodes.MODEL, nodes.HYBRID)),
         }
         if not is_hasty and rng.random() < LOOK_UP_SHARE:
             shape["lookup"] = DraftConfig()
@@ -100,8 +90,8 @@ class World:
         )
         self.looks_ahead = bool(self._settings.look_ahead)
         self._wires: list[Wire] = []
-        self._serving: dict[str, Node] = {}
-        self.machines = Machines(self, self._built)
+        self._serving: dict[str, nodes.Node] = {}
+        self.machines = nodes.Machines(self, self._built)
         self._server = Process("server")
         self._servers = [self._server]
         self._operator = Process("operator")
@@ -110,15 +100,15 @@ class World:
         self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
         self._fleet_task: asyncio.Task[None] | None = None
         ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
-        connect: Any = partial(PortTransport, self)
+        connect: Any = partial(nodes.PortTransport, self)
         clock = asyncio.get_running_loop().time
         pool = EndpointPool(",".join(ports), connect, clock, first=0)
         self.client = Client(ResumingTransport(pool, RESUME_TIMEOUT_S, random=rng.random))
 
-    def _built(self, role: str, name: str) -> Node:
-        if role == "coordinator":
-            return CoordinatorNode(name, self._settings)
-        return ReplicaNode(role, name, self._services[role])  # type: ignore[arg-type]
+    def _built(self, demand: Demand) -> nodes.Node:
+        if demand.role == "coordinator":
+            return nodes.CoordinatorNode(demand.name, self._settings)
+        return nodes.ReplicaNode(demand.role, demand.name, self._services[demand.role])
 
     async def start(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._hear_exception)
@@ -150,7 +140,7 @@ class World:
                 return await self._operator.start(self.redis.registry().want(counts))
             await asyncio.sleep(0.1)
 
-    def serve(self, node: Node, address: str) -> None:
+    def serve(self, node: nodes.Node, address: str) -> None:
         self._serving[address] = node
         loop = asyncio.get_running_loop()
         for wire in self._wires:
@@ -169,22 +159,22 @@ class World:
         if node is not None and not wire.coordinator.is_dead:
             wire.lead(node.process, node.service)
 
-    def coordinator_at(self, address: str) -> CoordinatorNode | None:
+    def coordinator_at(self, address: str) -> nodes.CoordinatorNode | None:
         node = self._serving.get(address)
-        return node if isinstance(node, CoordinatorNode) else None
+        return node if isinstance(node, nodes.CoordinatorNode) else None
 
-    def silence(self, node: Node) -> None:
+    def silence(self, node: nodes.Node) -> None:
         for address in [where for where, one in self._serving.items() if one is node]:
             del self._serving[address]
 
-    def hang_up(self, node: Node, reason: str) -> None:
+    def hang_up(self, node: nodes.Node, reason: str) -> None:
         self.silence(node)
         for wire in self._wires:
             if wire.replica is node.process:
                 wire.hang_up(reason)
 
-    def break_calls(self, node: Node) -> None:
-        for call in sorted(self.calls, key=lambda call: call.number):
+    def break_calls(self, node: nodes.Node) -> None:
+        for call in list(self.calls):
             if call.node is node:
                 call.break_off()
 
@@ -202,7 +192,7 @@ class World:
     def _between(self, a: Process, b: Process) -> list[Wire]:
         return [wire for wire in self._wires if {wire.coordinator, wire.replica} == {a, b}]
 
-    def bury(self, node: Node) -> None:
+    def bury(self, node: nodes.Node) -> None:
         """A node has died, and others learn of it as with TCP."""
         self.hang_up(node, "the process has died")
         self._wires = [wire for wire in self._wires if wire.coordinator is not node.process]
@@ -231,7 +221,7 @@ class World:
             raise broken
 
     @property
-    def actors(self) -> list[SimulatedActor]:
+    def actors(self) -> list[nodes.SimulatedActor]:
         leaders = [one.ranks[0] for one in self.fleet.replicas if one.address and one.ranks]
         return [one for one in leaders if not one.node.process.is_dead]  # type: ignore[attr-defined,misc]
 
@@ -292,7 +282,6 @@ class World:
     def clear_away(self) -> None:
         """Cancels everything that still runs."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        nodes = [actor.node for actor in self.machines.actors]
         others = (*self._servers, self._operator, *self.redis.processes)
-        for process in (*(node.process for node in nodes), *others):
+        for process in (*(one.node.process for one in self.machines.actors), *others):
             process.bury()
