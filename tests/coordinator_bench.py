@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pages import check_service
 from rounds import SeverableLink
@@ -90,9 +90,6 @@ def draft_service(engine: Any = None, step_s: float | None = None, **options: An
     return DraftService(drafter, executor, max_num_seqs=8, **options)
 
 
-B = TypeVar("B", bound="Bench")
-
-
 class Bench:
     def __init__(
         self, text: Any = None, store: ScriptStore | None = None, name: str = "c",
@@ -121,7 +118,7 @@ def bench(**fields: Any) -> AbstractAsyncContextManager[Bench]:
 
 
 @asynccontextmanager
-async def running(made: B) -> AsyncIterator[B]:
+async def running(made: Any) -> AsyncIterator[Any]:
     """Starts the coordinator. At the end, checks that nothing is left over."""
     await made.service.start()
     yield made

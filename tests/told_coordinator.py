@@ -68,7 +68,8 @@ class MemorySlots:
         self._retry_after_ms, self._takes_s = retry_after_ms, takes_s
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        self._check()
+        if self.away:
+            raise StoreUnavailable("away")
         if len(self.taken | set(slots)) > caller.concurrency:
             raise Overloaded("taken", retry_after_ms=self._retry_after_ms)
         self.depths.append(depth)
@@ -76,13 +77,10 @@ class MemorySlots:
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
         await asyncio.sleep(self._takes_s)
-        self._check()
+        if self.away:
+            raise StoreUnavailable("away")
         for held, free in slots.values():
             self.taken = (self.taken - set(free)) | set(held)
 
     async def close(self) -> None:
         """Nothing is open."""
-
-    def _check(self) -> None:
-        if self.away:
-            raise StoreUnavailable("away")

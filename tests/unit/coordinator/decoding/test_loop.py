@@ -16,18 +16,13 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry.observer import SILENT
 
 
-def _committed(showable_length: int) -> Any:
-    """The commits of a session with this many committed tokens."""
-    return Mock(**{"session.showable_length": showable_length})
-
-
 def _entry(index: int, text: str, report: RoundReport | None = None) -> Entry:
     tokens = Tokens(index, (index,), text, (Origin.CORRECTION,), ())
     return Entry(index + 1, tokens, report, 0.0, index)
 
 
 async def test_committed_rounds_are_joined_to_one_event() -> None:
-    committed, observer = _committed(2), Mock(wraps=SILENT)
+    committed, observer = Mock(**{"session.showable_length": 2}), Mock(wraps=SILENT)
     queue = OutputQueue(committed, 1e9, observer)
     for index, text in enumerate("abc"):
         queue.write(_entry(index, text))
@@ -39,15 +34,14 @@ async def test_committed_rounds_are_joined_to_one_event() -> None:
 
 
 async def test_rounds_with_reports_are_separate_events() -> None:
-    queue = OutputQueue(_committed(9), 1e9, SILENT)
+    queue = OutputQueue(Mock(**{"session.showable_length": 9}), 1e9, SILENT)
     report = RoundReport(0, (), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for index in range(2):
         queue.write(_entry(index, "a", report))
     for index in range(2):
         shown, tokens = await queue.read()
         assert isinstance(shown, RoundReport)
-        assert isinstance(tokens, Tokens)
-        assert tokens.token_ids == (index,)
+        assert tokens == Tokens(index, (index,), "a", (Origin.CORRECTION,), ())
 
 
 TOKENS = SealedProposal((1, 2, 3, 4))

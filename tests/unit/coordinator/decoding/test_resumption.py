@@ -49,8 +49,7 @@ class Broken:
 
     @property
     def session_id(self) -> str:
-        started = self.heard[0]
-        return started.session_id
+        return self.heard[0].session_id
 
     @property
     def request(self) -> ResumeRequest:
@@ -79,10 +78,10 @@ async def taken(events: Any, num_tokens: int = 3) -> Broken:
     return Broken(heard)
 
 
-async def left(made: Bench, num_tokens: int = 3, **fields: Any) -> Broken:
+async def left(made: Bench, **fields: Any) -> Broken:
     """A session whose client has gone away, once it is released."""
     async with aclosing(made.service.generate(SEEDED, **fields)) as events:
-        found = await taken(events, num_tokens)
+        found = await taken(events)
     await asyncio.sleep(0.5)
     return found
 
@@ -110,6 +109,16 @@ def planted(made: Bench, **calls: Any) -> None:
     """Replaces calls of its store."""
     for name, call in calls.items():
         setattr(made.store, name, call)
+
+
+def slow(call: Any, seconds: float) -> Any:
+    async def wrapped(*arguments: Any) -> Any:
+        await asyncio.sleep(seconds)
+        found = await call(*arguments)
+        await asyncio.sleep(seconds)
+        return found
+
+    return wrapped
 
 
 def die(made: Bench) -> None:
@@ -196,15 +205,7 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(
         old = made.service.generate(SEEDED)
         broken = await taken(old)
         waiting = asyncio.create_task(told(old))
-        take_over = made.store.take_over
-
-        async def slow(*arguments: Any) -> SessionRecord:
-            await asyncio.sleep(0)
-            record = await take_over(*arguments)
-            await asyncio.sleep(0)
-            return record
-
-        planted(made, take_over=slow)
+        planted(made, take_over=slow(made.store.take_over, 0.0))
         resumed = made.service.resume(broken.request)
         given_up = asyncio.ensure_future(anext(resumed))
         for _ in range(turns):
@@ -289,13 +290,7 @@ async def test_resumes_count_for_max_sessions() -> None:
 async def test_concurrent_take_overs_are_limited() -> None:
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
         each = [await left(made) for _ in range(limits.TAKE_OVERS_MAX + 5)]
-        take_over = made.store.take_over
-
-        async def slow(*arguments: Any) -> SessionRecord:
-            await asyncio.sleep(0.02)
-            return await take_over(*arguments)
-
-        planted(made, take_over=slow)
+        planted(made, take_over=slow(made.store.take_over, 0.02))
         going = [one.goes_on(other) for one in each]
         results = await asyncio.gather(*going, return_exceptions=True)
         refused = [one for one in results if isinstance(one, errors.Unavailable)]
@@ -321,8 +316,7 @@ async def test_slow_readers_of_finished_sessions_do_not_count_as_take_overs() ->
 async def test_a_session_without_a_client_is_released_and_later_cancelled() -> None:
     async with opened() as made:
         first, second, third = [await left(made) for _ in range(3)]
-        taken_over = await made.store.take_over(await first.record(made), "other")
-        assert taken_over.epoch == 2
+        assert (await made.store.take_over(await first.record(made), "other")).epoch == 2
         await made.service.cancel(third.session_id)
         assert await third.end(made) is CANCELLED
         length = len((await second.record(made)).token_ids)
@@ -365,10 +359,6 @@ async def test_a_cancellation_that_the_owner_ignores_fails() -> None:
             await other.service.cancel(broken.session_id)
 
 
-async def want(made: Bench, broken: Broken) -> None:
-    await made.service._sessions.release_wanted(broken.session_id)
-
-
 async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() -> None:
     """Its stored owner, which is alive, learns this when it renews its lease."""
     async with two(resume_grace_ms=60_000) as (made, other):
@@ -391,7 +381,7 @@ async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
         broken = await taken(events)
         load, rest = made.store.load, made.service.resume(broken.request)
         planted(made, load=AsyncMock(side_effect=AssertionError("it runs here")))
-        await want(made, broken)
+        await made.service._sessions.release_wanted(broken.session_id)
         planted(made, load=load)
         await events.aclose()
         await asyncio.sleep(0.5)
@@ -403,7 +393,7 @@ async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
             return await load(session_id)
 
         planted(made, load=late)
-        await want(made, broken)
+        await made.service._sessions.release_wanted(broken.session_id)
         resumed += [event async for event in rest]
         assert len(tokens_of(broken.heard) + tokens_of(resumed)) == 30
 
@@ -431,7 +421,7 @@ async def test_a_session_is_not_resumed_while_its_release_is_under_way(
             planted(made, take_over=take_over)
         else:
             await take_over(await broken.record(made), "c")
-            await want(made, broken)
+            await made.service._sessions.release_wanted(broken.session_id)
             await asyncio.sleep(0.5)
             made.store.restore(before)
         with pytest.raises(errors.Unavailable, match="try again"):
@@ -453,7 +443,7 @@ async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers(
         if cancels:
             with pytest.raises(errors.StoreUnavailable, match="when the session store answers"):
                 await made.service.cancel(broken.session_id)
-            await want(made, broken)
+            await made.service._sessions.release_wanted(broken.session_id)
         await asyncio.sleep(until - 1.0 - now())
         assert await broken.end(made) is None
         await asyncio.sleep(3.0)
@@ -534,8 +524,8 @@ def test_a_long_replay_has_several_events() -> None:
 
 def test_a_complete_completion_ends_without_another_round() -> None:
     for known in (1, 3):
-        found = replay(RECORD, PARAMETERS, completion(eos=(2,)), asked(known))
-        assert found.finish_reason is FinishReason.STOP
+        found = replay(RECORD, PARAMETERS, completion(eos=(2,)), asked(known)).finish_reason
+        assert found is FinishReason.STOP
 
 
 def test_a_client_with_other_tokens_than_the_store_is_refused() -> None:

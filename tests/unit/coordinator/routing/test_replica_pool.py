@@ -54,13 +54,10 @@ async def test_a_target_that_is_lost_or_shuts_down_is_left_at_once(loss: Any) ->
     first, second = ScriptedLink(verdict, loss), ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(first, second, one=one)
-    loop = asyncio.get_running_loop()
     await play(target, one, 0)
     await play(target, one, 1)
-    assert loop.time() == 0
-    assert target.cache_state.replica == "r1"
-    assert second.sent[0].head.base_length == 0
-    assert second.sent[0].head.append == (*PROMPT, 9)
+    assert (asyncio.get_running_loop().time(), target.cache_state.replica) == (0.0, "r1")
+    assert (second.sent[0].head.base_length, second.sent[0].head.append) == (0, (*PROMPT, 9))
     await play(target, one, 2)
     assert (second.sent[1].head.base_length, second.sent[1].head.append) == (5, (9,))
     assert len(first.sent) == 2
@@ -124,8 +121,8 @@ async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) ->
     links[3 - alike].description = replace(TOY, numerics="sse")
     one = session()
     target = target_of(*links, weights=TOY.weights, one=one)
-    for index in range(2):
-        await play(target, one, index)
+    await play(target, one, 0)
+    await play(target, one, 1)
     assert links[alike].sent
     assert not links[3 - alike].sent
 
@@ -163,8 +160,7 @@ async def test_a_wait_ends_when_it_is_due_whatever_the_waits_before() -> None:
 
 async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     first, second = ScriptedLink(verdict, verdict), ScriptedLink(verdict)
-    pool = pool_of(first)
-    one = session()
+    pool, one = pool_of(first), session()
     target = target_of(pool=pool, one=one)
     await play(target, one, 0)
     pool.retire("r0")
@@ -431,12 +427,10 @@ async def test_only_late_answers_count_as_stale() -> None:
     route: SessionRoute[Any, Any] = SessionRoute(pool, context_of(session(name=SESSION)))
     route.begin(2)
     for answer in (
-        late_proposal(2),
-        late_proposal(3),
+        late_proposal(2), late_proposal(3), Resync(ReplyKey(SESSION, 1, 1), 0, 0),
         late_proposal(1, ()),  # The answer to a prompt.
         late_proposal(1, assumed=(4,)),  # Drafted ahead for an outcome that did not happen.
-        Resync(ReplyKey(SESSION, 1, 1), 0, 0),
-    ):
+    ):  # fmt: skip
         link.on_answer(answer)
     assert pool.num_stale == 0
     late = (

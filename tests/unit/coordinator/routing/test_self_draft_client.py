@@ -46,8 +46,7 @@ def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> Verdict
     key = ReplyKey(NAME, 1, 0)
     return VerdictReply(
         key, Verdict((), (1,)), 6, next_proposal=proposal, next_base_length=base_length,
-        next_draft_ms=250.0,
-        next_work_ms=125.0,
+        next_draft_ms=250.0, next_work_ms=125.0,
     )  # fmt: skip
 
 
@@ -106,8 +105,7 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
 async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
     confident: float, by_look_up: bool
 ) -> None:
-    drawn = [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]
-    for token_ids in drawn:
+    for token_ids in [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]:
         drafts = self_drafts(confident=confident)
         drafts.next_wanted(RoundLength(2, 0, next_max=2))
         q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
@@ -125,9 +123,8 @@ async def test_the_first_tokens_of_a_proposal_keep_their_distributions() -> None
     assert drafted.proposal.open() == Proposal((4, 1), (Q, other))
     assert drafted.num_asked == 2
     drafts.hear(verdict(SealedProposal.of(Proposal((4, 1), (None, other)))))
-    assert (await drafts.propose(1, asked(1), NOISE)).proposal == SealedProposal.of(
-        Proposal((4,), (None,))
-    )
+    again = await drafts.propose(1, asked(1), NOISE)
+    assert again.proposal == SealedProposal.of(Proposal((4,), (None,)))
 
 
 async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None:

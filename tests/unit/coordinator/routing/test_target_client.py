@@ -17,12 +17,7 @@ from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
-from outrider.speculation.proposal import (
-    NOTHING_SEALED,
-    DraftDistribution,
-    Proposal,
-    SealedProposal,
-)
+from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
 
@@ -32,7 +27,7 @@ pytestmark = pytest.mark.virtual
 async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
     target = target_of(hanging, other)
-    await target.verify(0, NOTHING_SEALED)
+    await target.verify(0, SealedProposal())
     assert asyncio.get_running_loop().time() == pytest.approx(3 * ANSWER_S)
     assert target.cache_state.replica == "r1"
     assert len(hanging.sent) == 2
@@ -46,7 +41,7 @@ async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
 
     link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
     target = target_of(link)
-    await target.verify(0, NOTHING_SEALED)
+    await target.verify(0, SealedProposal())
     assert [item.head.base_length for item in link.sent] == [0, 2, 0]
 
 
@@ -66,7 +61,7 @@ async def test_a_refusal_ends_the_request(
 ) -> None:
     target = target_of(ScriptedLink(refuse(refusal)))
     with pytest.raises(becomes) as caught:
-        await target.verify(0, NOTHING_SEALED)
+        await target.verify(0, SealedProposal())
     assert caught.value.grpc_code == becomes.grpc_code
 
 
@@ -87,7 +82,7 @@ async def second_round(one: Session, run_ahead: int = 0) -> tuple[Any, ...]:
     target = target_of(link, one=one)
     await play(target, one, 0)
     link.script = [None]
-    task = asyncio.create_task(target.verify(1, NOTHING_SEALED, run_ahead))
+    task = asyncio.create_task(target.verify(1, SealedProposal(), run_ahead))
     await asyncio.sleep(0.01)
     return link, target, task
 
@@ -111,7 +106,7 @@ async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
     one.decide((2,), Counters())
     head = replace(item.head, round=2)
     link.on_answer(verdict(replace(item, head=head), correction=3))
-    await target.verify(2, NOTHING_SEALED, run_ahead=1)
+    await target.verify(2, SealedProposal(), run_ahead=1)
     assert not target.was_asked
     assert len(link.sent) == 2
 
