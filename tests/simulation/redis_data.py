@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from lupa.lua51 import LuaError, LuaRuntime, lua_type
+from redis.connection import Encoder
 
 Reply = Any
 """int, bytes, None, `Status`, `ReplyError` (inside a list) or a list of replies."""
@@ -157,13 +158,7 @@ class RedisData:
 def packed(command: Iterable[Any]) -> Command:
     name, *arguments = command
     words = name.encode().split() if isinstance(name, str) else (name,)
-    return (*words, *(_encoded(argument) for argument in arguments))
-
-
-def _encoded(argument: Any) -> bytes:
-    if isinstance(argument, bytes):
-        return argument
-    return argument.encode() if isinstance(argument, str) else repr(argument).encode()
+    return (*words, *map(Encoder("utf-8", "strict", False).encode, arguments))
 
 
 def _set(data: RedisData, key: bytes, value: bytes, *options: bytes) -> Reply:
@@ -282,9 +277,10 @@ class _Lua:
             self._data, data.is_dirty = None, False
 
     def _call(self, *arguments: Any) -> Any:
-        data, command = self._data, [_to_argument(argument) for argument in arguments]
-        if len(command) > 1 and command[1] not in self._keys:
-            # As in a cluster, which refuses this.
+        # Redis converts Lua's numbers like this.
+        command = [one if isinstance(one, bytes) else f"{one:.17g}".encode() for one in arguments]
+        data = self._data
+        if len(command) > 1 and command[1] not in self._keys:  # As in a cluster.
             raise ReplyError("ERR Script attempted to access a key that it was not given")
         reply = data.run(command)
         data.is_dirty = data.is_dirty or command[0].upper() in WRITES
@@ -307,14 +303,7 @@ class _Lua:
         return reply
 
 
-@cache
-def _lua() -> _Lua:
-    return _Lua()
-
-
-def _to_argument(argument: Any) -> bytes:
-    """Converts Lua's strings and numbers to arguments, as Redis does."""
-    return argument if isinstance(argument, bytes) else f"{argument:.17g}".encode()
+_lua = cache(_Lua)
 
 
 def _to_reply(value: Any) -> Reply:

@@ -88,19 +88,18 @@ numbers = st.integers(-3, 5)
 fields = one_of(("f", "g", "h"))
 lifetimes = one_of((-5, 0, 10**6))
 commands = st.one_of(
-    st.tuples(st.just("SET"), keys, texts),
+    st.tuples(st.just("SET"), keys, texts), st.tuples(st.just("SETRANGE"), keys, numbers, texts),
     st.tuples(st.just("SET"), keys, texts, one_of(("PX", "WRONG")), lifetimes),
-    st.tuples(st.just("SETRANGE"), keys, numbers, texts),
     st.tuples(st.just("GETRANGE"), keys, numbers, numbers),
-    st.tuples(st.just("HSET"), keys, fields, texts),
     st.tuples(st.just("HSET"), keys, fields, texts, fields, texts),
-    st.tuples(one_of(("HMGET", "HSET")), keys, fields, fields),
+    st.tuples(st.just("HSET"), keys, fields, texts),
     st.tuples(one_of(("HGET", "HSET")), keys, fields),
+    st.tuples(one_of(("HMGET", "HSET")), keys, fields, fields),
     st.tuples(one_of(("SADD", "SREM")), keys, texts, texts),
     st.tuples(one_of(("EXPIRE", "PEXPIRE")), keys, lifetimes),
     st.tuples(one_of(("DEL", "EXISTS", "MGET")), keys, keys),
     st.tuples(one_of(("GET", "STRLEN", "HGETALL", "SMEMBERS", "PTTL", "NOTHING")), keys),
-)
+)  # fmt: skip
 
 
 @settings(

@@ -1,8 +1,7 @@
 """What the length of a round may depend on, and what it must not.
 
 Each test plays the same session several times, with differences that must not matter, and compares
-all lengths. `docs/exactness.md` says why this makes the choice exact.
-"""
+all lengths. `docs/exactness.md` says why this makes the choice exact."""
 
 import random
 from collections.abc import Callable

@@ -197,8 +197,8 @@ async def test_rows_of_one_head_are_not_sent_to_another() -> None:
 
 async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
     """Also if the next one lacks features."""
-    first, second = ScriptedLink(*holding(4)), ScriptedLink()
-    draft, one = reading_draft(first, second)
+    first = ScriptedLink(*holding(4))
+    draft, one = reading_draft(first, ScriptedLink())
     await feed(draft, one, 0)
     await feed(draft, one, 1)
     draft.hear(verdict(Features(3, 1, bytes(2 * (one.length - 4)))))
@@ -358,8 +358,7 @@ def test_the_proposal_for_the_real_outcome_is_picked() -> None:
     for assumed in ((9,), (8, 9), (8, 7)):
         kept.put(pushed(1, 4, assumed))
     assert len(kept._kept) == 3
-    found = kept.begin(1, TokenSequence((*PROMPT, 8, 9)))
-    assert found.assumed == (8, 9)
+    assert kept.begin(1, TokenSequence((*PROMPT, 8, 9))).assumed == (8, 9)
     for index in (0, 1, 3):
         kept.put(pushed(index, 4, (9,)))
     assert len(kept._kept) == 0
@@ -376,8 +375,7 @@ def test_kept_proposals_are_bounded_and_the_first_for_an_outcome_stays(
     kept.put(pushed(1, 4, (9,), tokens=(4,), q=b""))
     kept.put(pushed(1, 4, (8,), q=b"x" * 50))
     assert len(kept._kept) == 1
-    found = kept.begin(1, TokenSequence((*PROMPT, 9)))
-    assert found.proposal.token_ids == (1, 2, 3)
+    assert kept.begin(1, TokenSequence((*PROMPT, 9))).proposal.token_ids == (1, 2, 3)
 
 
 async def test_after_a_hit_the_draft_is_told_without_a_wait() -> None:
@@ -388,8 +386,7 @@ async def test_after_a_hit_the_draft_is_told_without_a_wait() -> None:
     link.on_answer(pushed(1, 4, (9,)))
     one.decide((9,), Counters())
     drafted = await draft.propose(1, asked(2), NOISE)
-    found = drafted.proposal.token_ids, drafted.ahead, drafted.source
-    assert found == ((1, 2), True, "replica")
+    assert (drafted.proposal.token_ids, drafted.ahead, drafted.source) == ((1, 2), True, "replica")
     await asyncio.sleep(0)  # In this turn the message to the target is written.
     assert len(link.sent) == 1
     await asyncio.sleep(0)
