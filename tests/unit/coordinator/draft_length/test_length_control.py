@@ -75,8 +75,7 @@ def test_the_cost_of_a_targets_own_drafts_is_learned(draft_s: float, acceptance:
 def test_plain_decoding_and_drafting_do_not_alternate() -> None:
     world = World(acceptance=0.40, draft_s=0.0036)
     assert world.rate(1) == pytest.approx(world.rate(0), rel=0.03)
-    control = world.open()
-    run = world.play(control, 3000)
+    run = world.play(world.open(), 3000)
     changes = sum((a == 0) != (b == 0) for a, b in pairwise(run.asked))
     assert changes <= 3000 / 30
     assert run.rate > 0.97 * world.rate(0)
@@ -93,11 +92,9 @@ def test_a_lookup_that_rarely_finds_anything_is_kept_if_that_pays() -> None:
 def test_plain_decoding_is_tried_if_only_a_table_says_its_time() -> None:
     """The table's time is 1.5 times too long, so drafting seems to pay."""
     world = World(acceptance=0.45, draft_s=0.004)
-    table = StepCosts((1, 33), (0.024, 0.0496))
-    world.controls = controls(table, StepCosts((1,), (0.004,)))
+    world.controls = controls(StepCosts((1, 33), (0.024, 0.0496)), StepCosts((1,), (0.004,)))
     verify_s = world.verify_s
-    control = world.open()
-    asked = []
+    control, asked = world.open(), []
     for _ in range(600):
         length = control.choose(ENDLESS)
         asked.append(length.num_draft_tokens)
@@ -159,8 +156,7 @@ def test_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
     assert all(found[:2])
     assert 3 <= sum(found[-64:]) <= 32
     world.acceptance = 0.95
-    again = beginnings(world, 40, first_seed=1000)
-    assert all(again[-20:])
+    assert all(beginnings(world, 40, first_seed=1000)[-20:])
 
 
 def test_sessions_with_more_acceptance_than_others_are_found() -> None:

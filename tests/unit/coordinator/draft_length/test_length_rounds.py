@@ -82,8 +82,7 @@ async def generate(
         target=target, draft=draft, target_link=Overheard(target, found.heard),
         drafts={} if lookup else {"d": Overheard(draft, found.heard)}, fallback=lookup,
         observation=found, length_control=True,
-        lookup=DraftConfig() if lookup else CONFIG.lookup,
-        **settings,
+        lookup=DraftConfig() if lookup else CONFIG.lookup, **settings,
     ) as made:  # fmt: skip
         start = asyncio.get_running_loop().time()
         async for event in made.service.generate(request):

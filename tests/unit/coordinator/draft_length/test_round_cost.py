@@ -48,8 +48,7 @@ def play(
 
 
 def test_measured_times_correct_a_table() -> None:
-    one = costs()
-    rng = random.Random(3)
+    one, rng = costs(), random.Random(3)
     for _ in range(400):
         num = rng.randrange(9)
         play(one, num, num * 0.0045, 1.5 * TARGET.step_seconds(1 + num))
@@ -70,8 +69,7 @@ def test_a_table_gives_the_slope_while_only_one_length_was_seen() -> None:
 
 def test_lookups_take_as_long_however_much_they_find() -> None:
     """There is no table. A longer proposal costs only rows of the target."""
-    one = costs(draft=None)
-    rng = random.Random(4)
+    one, rng = costs(draft=None), random.Random(4)
     for _ in range(200):
         num = rng.choice((0, 0, 0, 8, 3))
         play(one, num, 0.0015, TARGET.step_seconds(1 + num))

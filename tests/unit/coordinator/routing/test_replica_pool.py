@@ -253,16 +253,13 @@ async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
     draft: SessionRoute[Any, Any] = SessionRoute(drafts, context)
     assert (early.replica, draft.replica) == ("", "")
     await drafts.join("a", described(replace(reading, features="a")))
-    assert draft.move()
-    assert draft.replica == "a"
+    assert (draft.move(), draft.replica) == (True, "a")
     draft.send(None)
     targets.admit("new", new, new.description)
     assert target.move()
     with pytest.raises(LinkLost, match="is not for the head that the target has now"):
         draft.send(None)
-    assert draft.move()
-    assert draft.replica == "b"
-    assert not early.move()
+    assert (draft.move(), draft.replica, early.move()) == (True, "b", False)
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
@@ -287,8 +284,7 @@ async def test_a_share_of_the_sessions_goes_to_a_replica_on_trial(role: str) -> 
     for name in ("r0", "r1"):
         pools[1].retire(name)
     [other] = [route for route in routes[1] if not route.on_trial][:1]
-    assert other.move()
-    assert other.on_trial
+    assert (other.move(), other.on_trial) == (True, True)
 
 
 async def test_a_target_on_trial_keeps_to_its_share_where_it_differs() -> None:
@@ -299,8 +295,7 @@ async def test_a_target_on_trial_keeps_to_its_share_where_it_differs() -> None:
     await pool.join("r1", described(avx))
     await pool.join("tried", described(replace(sse, max_model_len=9)), 1.0)
     pool.retire("r0")
-    assert early.move()
-    assert early.replica == "r1"
+    assert (early.move(), early.replica) == (True, "r1")
     assert pool.newest() == pool.first_kept == avx
     new = SessionRoute[Any, Any](pool, context_of(session(name="0" * 32)))
     assert new.on_trial

@@ -29,8 +29,7 @@ async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
     target = target_of(hanging, other)
     await target.verify(0, SealedProposal())
     assert asyncio.get_running_loop().time() == pytest.approx(3 * ANSWER_S)
-    assert target.cache_state.replica == "r1"
-    assert len(hanging.sent) == 2
+    assert (target.cache_state.replica, len(hanging.sent)) == ("r1", 2)
     assert [item.head.base_length for item in other.sent] == [0]
 
 
@@ -107,8 +106,7 @@ async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
     head = replace(item.head, round=2)
     link.on_answer(verdict(replace(item, head=head), correction=3))
     await target.verify(2, SealedProposal(), run_ahead=1)
-    assert not target.was_asked
-    assert len(link.sent) == 2
+    assert (target.was_asked, len(link.sent)) == (False, 2)
 
 
 READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
