@@ -120,8 +120,8 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
 
 
 def _template(text: TokenizerText | None) -> Template:
-    """The tokens that the chat template puts before and after a user's turn. Two conversations with
-    different turns begin and end with these tokens."""
+    """The tokens that the chat template puts before and after a user's turn: the common start and
+    the common end of two conversations with different turns."""
     from draft_service.training.documents import Template
 
     if text is None:

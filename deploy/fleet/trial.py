@@ -67,7 +67,7 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
         for key, value in tried.given.values().items():
             if key != "draft_model" and value != values[key]:
                 raise SettingError(
-                    key, "a trial on targets changes nothing but their head (--draft-model)"
+                    key, "cannot change in a trial on targets; only --draft-model can"
                 )
     if before.plans[role] == tried.plans[role]:
         raise ConfigError(f"--trial-share: nothing to try; {role} replicas would not change")
@@ -104,8 +104,8 @@ def check_weights(records: Iterable[ReplicaRecord]) -> str:
         return ""
     return (
         f"its target runs {', '.join(tried)} (weights/dtype/max_model_len), the others "
-        f"{', '.join(sorted(kept))}; sessions could not move between these targets; give "
-        "--max-model-len"
+        f"{', '.join(sorted(kept))}; sessions could not move between these targets; if only "
+        "max_model_len differs, give --max-model-len"
     )
 
 

@@ -123,7 +123,7 @@ class _Run:
         self._report("measuring", 0.0, "")
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
-            learner.load(directory, self._target)  # The weights are measured as they are stored.
+            learner.load(directory, self._target)  # Measures what was saved.
             measured = {name: measure(learner, one) for name, one in datasets.items()}
             name = self._target.name
             card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)
@@ -175,8 +175,8 @@ class _Run:
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """Asks the target about the written and the given texts. Holds out conversations whose
-        prompt is also a prompt of `--measure`."""
+        """Computes the target's distributions for the written and the given texts. Holds out
+        conversations whose prompt is also a prompt of `--measure`."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
@@ -213,7 +213,7 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Drops documents with a single learned token, which an EAGLE-3 head may be unable to draft."""
+    """Drops documents with only one token to learn. An EAGLE-3 head may be unable to draft it."""
     return [document for document in documents if document.num_learned >= 2]
 
 

@@ -1,7 +1,7 @@
 """What the workers of draft and target share: sessions, admission, and one answer for each item.
 
 An item is one round of a session. Pages (of keys and values) and the number of tokens in a step are
-limited. They decide whether an item runs in a step, and with how many of its tokens:
+limited. So an item may have to wait, or run with only some of its tokens. In each step:
 
 1. The session's tokens are aligned with those of the coordinator (`SessionTable.align`). A session
    without tokens begins on its cached prefix.
@@ -31,7 +31,7 @@ from outrider.speculation.logits_processing import allowed_early
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
-_ANY_TOKEN = 0  # token id in steps that only state a number of slots and do not run
+_ANY_TOKEN = 0  # token id in steps that are only passed to `can_hold` and never run
 
 
 class SlotDemand(NamedTuple):
@@ -40,7 +40,7 @@ class SlotDemand(NamedTuple):
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # tokens, from the last committed token on, that must run in one step
-    reach: int | None = None  # committed tokens that can run now; None = all, with extra slots
+    reach: int | None = None  # committed tokens that can run now; None = all and the extra slots
 
 
 class Admitted(NamedTuple):
@@ -87,7 +87,7 @@ class StepWorker:
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
         self._num_slots = self.figures.pages.num_slots
-        self._decoding: list[str] = []  # sessions of the last rounds
+        self._decoding: list[str] = []  # the sessions with rounds in the last step that had rounds
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """Decides which items run. The items are of distinct sessions, and in order of arrival.
@@ -122,8 +122,8 @@ class StepWorker:
         """Frees pages that no waiting item needs."""
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:
-        """Returns a step with all tokens that the item can run now. If there are too few slots in
-        all, the step has one token more than all slots, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If the item needs more
+        slots than the replica has, the step has one token too many, so it never fits."""
         name = demand.head.session_id
         num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -157,8 +157,8 @@ class StepWorker:
     def _make_room(
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Returns whether there are pages for these steps. If this helps, takes the pages of
-        `younger` sessions, the youngest first, and adds these sessions to `lost`."""
+        """Returns whether there are pages for these steps. If there are too few, but enough with
+        those of `younger` sessions, takes theirs, the youngest first, and adds these to `lost`."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):
@@ -194,9 +194,9 @@ class StepWorker:
         return admissions
 
     def step(self, items: Sequence[Any]) -> list[Any]:
-        """Runs a step. The items are of distinct sessions, and in order of arrival. Returns for
-        each item an answer, `Answers`, or `Unfinished`. Only the item that causes an error gets
-        `Refused`. Raises `EngineLost` if no more steps can run."""
+        """Runs a step. The items are of distinct sessions, and in order of arrival. Returns one
+        answer, `Answers` or `Unfinished` for each item. If an item causes an error, only this item
+        gets `Refused`. Raises `EngineLost` if no more steps can run."""
         raise NotImplementedError
 
     def note_seconds(self, seconds: float) -> None:
@@ -319,8 +319,8 @@ def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """Returns a request for a proposal after the first `length` tokens of a session. The
-    drafter needs only `token_ids` of them. `fields` are further fields of the request."""
+    """Returns a request for a proposal after the first `length` tokens of a session. `token_ids`
+    are those that the drafter needs. `fields` are further fields of the request."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

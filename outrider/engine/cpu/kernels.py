@@ -86,10 +86,10 @@ class FusedLayers(nn.Module):
         self, rows: Tensor, cos: list[Tensor], sin: list[Tensor], slots: Tensor, keys: list[Tensor],
         values: list[Tensor], spans: Attention, taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        """Runs the first layers, one for each cache in `keys` and `values`, on embeddings `rows`
-        [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. `taps` are
-        indices of layers in ascending order. Returns the last layer's output, the residual to be
-        added to it, and the inputs of the layers in `taps`."""
+        """Runs the first N layers on embeddings `rows` [1, T, D]. `keys` and `values` have N
+        caches. `cos` and `sin` have a table [1, T, width / 2] for each rotation. `taps` are layers'
+        indices in ascending order. Returns the last layer's output, the residual to be added to it,
+        and the inputs of the layers in `taps`."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -131,7 +131,7 @@ class FusedLayers(nn.Module):
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Returns rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight may have
-        a wider dtype than the rows, which Gemma's 1 + w needs to be exact."""
+        a wider dtype than the rows, because their dtype would round Gemma's 1 + w."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -203,7 +203,7 @@ class PaceKernels:
         """Divides the work of attention among threads, for all layers with this window. Never
         splits contexts, because the order in which a row's terms are added would then depend on the
         other rows of the step."""
-        torch.get_num_threads()  # In a new thread, OpenMP learns the number by this call.
+        torch.get_num_threads()  # In a new thread, this call tells OpenMP the number of threads.
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
             True, -1 if window is None else window, _ISA, False,

@@ -34,17 +34,17 @@ _log = logging.getLogger(__name__)
 
 
 class RankLeader:
-    """The leader of several ranks, until it has loaded its share of the model."""
+    """The socket at which a leader's followers join, and their time limit."""
 
     def __init__(self, num_ranks: int, is_alone: bool, timeout_s: float) -> None:
-        """Listens for the followers, on loopback only if all ranks are on this machine
-        (`is_alone`). The followers have `timeout_s` to join, and then `timeout_s` to load."""
+        """Listens for the followers. Uses loopback if all ranks are on this machine (`is_alone`).
+        The followers have `timeout_s` to join, and then `timeout_s` to load."""
         host = LOOPBACK if is_alone else machine_address()
         self.rendezvous, self.store_socket = open_rendezvous(host, num_ranks)
         self.timeout_s = timeout_s
 
     def close(self) -> None:
-        """Stops listening, if the leader has not joined its ranks."""
+        """Closes the socket, unless a `RankGroup` has taken it over."""
         self.store_socket.close()
 
 
@@ -78,9 +78,9 @@ def engine_of_a_replica(
     Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a rank ends or does not
     join in time.
 
-    Call this on a short-lived thread. Without ranks, the thread gets a lower priority, so that
-    loading does not slow down other replicas on the same cores. Ranks start threads for
-    collectives, which would inherit this priority."""
+    Call this on a short-lived thread. If `leadership` is None, the thread gets a lower priority,
+    so that loading does not slow down other replicas on the same cores. With several ranks it keeps
+    its priority, because the threads of the collectives would inherit a lower one."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)

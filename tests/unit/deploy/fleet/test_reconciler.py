@@ -403,7 +403,7 @@ async def test_a_trial_outlasts_a_store_that_is_away() -> None:
         (LOOK_UP, {"draft_model": "ngram"}, 0.5, "both on draft replicas, or both on targets; wi"),
         (MODEL, {"draft_model": "eagle3:b"}, 0.5, "'small' runs on drafts and 'eagle3:b' on tar"),
         (HEADS, {"draft_model": "small"}, 0.5, "'eagle3:a' runs on targets and 'small' on drafts"),
-        (HEADS, {"max_num_seqs": 7}, 0.5, "max_num_seqs: a trial on targets changes nothing but"),
+        (HEADS, {"max_num_seqs": 7}, 0.5, "max_num_seqs: cannot change in a trial on targets"),
         ({}, {"max_num_seqs": 7}, 0.5, "change each coordinator and each target, too|target, t"),
         ({}, {"deadline_ms": 7}, 0.5, "nothing to try; draft replicas"),
         # Shares with which the replica on trial and the others would have unlike loads.
