@@ -86,11 +86,10 @@ def outputs(steps: fused_decoder.FusedSteps) -> list[torch.Tensor]:
         return HeldSequence(SequenceStep(name, ids(num, length), num), length, pages)
 
     run = [
-        [held("a", 20, 0, first), held("b", 30, 0, second)],
-        [held("a", 5, 20, first)],
+        [held("a", 20, 0, first), held("b", 30, 0, second)], [held("a", 5, 20, first)],
         [held("a", 1, 25, first), held("b", 1, 30, second)],
         [held("a", 3, 26, first), held("b", 1 + fused_decoder.SPAN_TOKENS_MAX, 31, second)],
-    ]
+    ]  # fmt: skip
     return [steps.run(HeldStep(sequences, PAGE_SIZE)) for sequences in run]
 
 

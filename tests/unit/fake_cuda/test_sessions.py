@@ -202,12 +202,11 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts of several kinds": (drafts(Rule.TOKEN, WARM, FILTERED, BIASED), (2, 4, 36)),
     "drafts masked": (constrained(drafts, Rule.COUPLED), (1, 4, 29)),
     "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (2, 7, 44)),
-    "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 34)),
-    "apart": (apart, (2, 10, 76)),
+    "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 34)), "apart": (apart, (2, 10, 76)),
     "ahead token": (ahead(Rule.TOKEN, WARM), (5, 6, 70)),
     "ahead coupled": (ahead(Rule.COUPLED, WARM), (5, 10, 82)),
     "ahead greedy": (ahead(Rule.GREEDY, GREEDY), (5, 6, 66)),
-}
+}  # fmt: skip
 """The most reads, sends and operators for 1 and for 16 sessions, and so for any number, without
 those of the library's modules. They include a pass of a model of two layers, two passes for two
 drafts, or five for look-ahead."""

@@ -248,16 +248,13 @@ def test_what_vllm_cannot_run_is_refused_by_name(
 @pytest.mark.parametrize(
     ("expected", "version", "has_cuda", "settings"),
     [
-        (True, "0.32.1", True, {}),
-        (True, "0.32.1", False, {"engine": "vllm"}),
-        (False, None, True, {}),
-        (False, "0.33.0", True, {}),
-        (False, "0.32.1", False, {}),
+        (True, "0.32.1", True, {}), (True, "0.32.1", False, {"engine": "vllm"}),
+        (False, None, True, {}), (False, "0.33.0", True, {}), (False, "0.32.1", False, {}),
         (False, "0.32.1", True, {"device": "cpu"}),
         (False, "0.32.1", True, {"engine": "transformers"}),
         (False, "0.32.1", True, {"dtype": "float64"}),
     ],
-)
+)  # fmt: skip
 def test_vllm_is_chosen_on_cuda_where_it_is_installed(
     expected: bool, version: str | None, has_cuda: bool, settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -270,12 +267,10 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
 @pytest.mark.parametrize(
     ("expected", "settings"),
     [
-        (512, {}),
-        (2048, {"engine": "vllm"}),
-        (512, {"engine": "emulated:verify_ms=1"}),
+        (512, {}), (2048, {"engine": "vllm"}), (512, {"engine": "emulated:verify_ms=1"}),
         (64, {"engine": "vllm", "max_num_batched_tokens": 64}),
     ],
-)
+)  # fmt: skip
 def test_steps_have_more_tokens_on_vllm_unless_a_number_is_set(
     expected: int, settings: dict[str, Any]
 ) -> None:

@@ -162,16 +162,12 @@ def test_passes_that_admit_nothing_are_no_steps() -> None:
     assert parts(10) == parts(0)
 
 
-WISHES = st.lists(
-    st.builds(
-        lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
-        st.one_of(st.integers(1, ROUND_BACKLOG_MAX + 1), st.integers(1, 2000)),
-        st.integers(1, 17),
-        st.integers(0, 4000),
-    ),
-    min_size=1,
-    max_size=20,
-)
+DEMANDS = st.builds(
+    lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
+    st.integers(1, ROUND_BACKLOG_MAX + 1) | st.integers(1, 2000), st.integers(1, 17),
+    st.integers(0, 4000),
+)  # fmt: skip
+WISHES = st.lists(DEMANDS, min_size=1, max_size=20)
 
 
 @given(WISHES, st.integers(64, 700), st.integers(1, 12), st.sampled_from([None, COSTS]))

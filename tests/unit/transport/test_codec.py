@@ -66,12 +66,9 @@ SAMPLINGS = st.builds(
 
 
 CONSTRAINTS = [
-    None,
-    Constraint.of_schema({"type": "object", "title": "é"}),
-    Constraint.any_object(),
-    Constraint.of_regex("[ab]+"),
-    Constraint.of_choices(["x", 'y"']),
-]
+    None, Constraint.of_schema({"type": "object", "title": "é"}), Constraint.any_object(),
+    Constraint.of_regex("[ab]+"), Constraint.of_choices(["x", 'y"']),
+]  # fmt: skip
 
 
 @st.composite
@@ -106,10 +103,9 @@ VERIFY_ITEMS = st.builds(
 )  # fmt: skip
 FEATURES = st.none() | st.builds(Features, U32, st.just(3), st.sampled_from([bytes(6), bytes(12)]))
 LOGPROBS = st.builds(
-    messages.PositionLogprobs,
-    st.floats(max_value=0, allow_nan=False),
+    messages.PositionLogprobs, st.floats(max_value=0, allow_nan=False),
     st.lists(st.tuples(IDS, st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple),
-)
+)  # fmt: skip
 
 
 @st.composite
@@ -254,16 +250,13 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
 @pytest.mark.parametrize(
     ("width", "num_bytes", "field"),
     [
-        (2, 4 * FEATURES_MAX, None),
-        (2**13, FEATURES_BYTES_MAX, None),
+        (2, 4 * FEATURES_MAX, None), (2**13, FEATURES_BYTES_MAX, None),
         (2**13, FEATURES_BYTES_MAX + 2**14, "features.rows"),
-        (2, 4 * FEATURES_MAX + 4, "features.rows"),
-        (2, 6, "features.rows"),
-        (2, 0, "features.rows"),
-        (FEATURES_WIDTH_MAX, 2 * FEATURES_WIDTH_MAX, None),
+        (2, 4 * FEATURES_MAX + 4, "features.rows"), (2, 6, "features.rows"),
+        (2, 0, "features.rows"), (FEATURES_WIDTH_MAX, 2 * FEATURES_WIDTH_MAX, None),
         (FEATURES_WIDTH_MAX + 1, 2 * (FEATURES_WIDTH_MAX + 1), "features.width"),
     ],
-)
+)  # fmt: skip
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
     message = item_message(DRAFT, messages.DraftItem(make_head((1,)), 1))
     message.features.width, message.features.rows = width, bytes(num_bytes)
@@ -354,10 +347,9 @@ def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
 @pytest.mark.parametrize(
     "request_",
     [
-        ResumeRequest("a" * 32),
-        ResumeRequest("a" * 32, 0, 0, tokens_digest=EMPTY_DIGEST),
+        ResumeRequest("a" * 32), ResumeRequest("a" * 32, 0, 0, tokens_digest=EMPTY_DIGEST),
         ResumeRequest("a" * 32, 2**32 - 1, 7, 1, 2**64 - 1),
     ],
-)
+)  # fmt: skip
 def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
     assert request_codec.resume_from_proto(request_codec.resume_to_proto(request_)) == request_
