@@ -228,13 +228,14 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
         "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
         "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
     }
-    kinds = ("cpus", "gpus") if together["GPU"] else ("cpus",)
-    roles = dict.fromkeys(demand.role for demand in demands)
-    flags = ", ".join(f"--{role}-num-{kind}" for role in roles for kind in kinds)
+    flags = dict.fromkeys(
+        f"--{demand.role}-num-{kind}"
+        for demand in demands for kind in ("cpus", *["gpus"] * bool(demand.num_gpus))
+    )  # fmt: skip
     return (
         f"{what} for {len(homeless)} of the actors: {asked}. All together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
-        f"{_amounts(ray.available_resources())} are free (lower {flags})"
+        f"{_amounts(ray.available_resources())} are free (lower {', '.join(flags)})"
     )
 
 

@@ -127,6 +127,13 @@ def test_published_mtp_layers_load(
     assert head.logits(hidden).shape == (1, 3, facts["target"]["vocab"] // SCALE)
 
 
+def test_a_head_whose_sizes_are_not_stated_is_refused(test_data: Path, tmp_path: Path) -> None:
+    facts = facts_of(test_data, "eagle3_speculators_redhatai_llama31_8b")
+    save_facts(facts, tmp_path)
+    with pytest.raises(ConfigError, match="num_attention_heads is 0"):
+        load(facts, tmp_path)
+
+
 def test_a_published_parallel_drafter_is_recognised(test_data: Path, tmp_path: Path) -> None:
     facts = facts_of(test_data, "pard_qwen3_0_6b")
     for tensor in facts["tensors"].values():

@@ -16,6 +16,7 @@ import pytest
 import ray
 from ray._common.utils import try_to_create_directory
 
+from deploy.fleet import ray_cluster
 from deploy.fleet.ray_cluster import MODE, PATH, TOKEN, Actor, RayConnection, check_asks_for_token
 from deploy.fleet.replica_set import _all_or_error
 from outrider.config import DraftConfig, TargetConfig
@@ -43,6 +44,16 @@ async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs(
     died.set_exception(ray.exceptions.RayActorError(error_msg="out of\nmemory"))
     with pytest.raises(Unavailable, match="the target actor died: out of memory"):
         await actor_that(died).find_place(20.0)
+
+
+async def test_a_lack_of_place_names_settings_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(ray, name, lambda: {"CPU": 1.0})
+    cluster = ray_cluster.Cluster("d", local=True)
+    demands = [ray_cluster.Demand("coordinator", 1.0, 0.0), ray_cluster.Demand("target", 1.0, 0.5)]
+    flags = "--coordinator-num-cpus, --target-num-cpus, --target-num-gpus"
+    with pytest.raises(ConfigError, match=rf"\(lower {flags}\)$"):
+        await cluster.place(demands, 1.0)
 
 
 async def _after(delay_s: float, outcome: object) -> object:
