@@ -235,8 +235,7 @@ class Adversary:
                 found = await find_reconciler(f"outrider-{self._deployment.name}")
                 with suppress(Unavailable):
                     if found is not None:
-                        pid: int = (await found.call("ping")).pid
-                        return pid
+                        return int((await found.call("ping")).pid)
                 await asyncio.sleep(POLL_S)
 
     def report(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Machines:
         self._head = await asyncio.to_thread(_started_again, server, away_s)
 
     def processes(self, index: int) -> list[int]:
-        raylet: int = self._nodes[index].all_processes["raylet"][0].process.pid
+        raylet = self._nodes[index].all_processes["raylet"][0].process.pid
         return [*(one.pid for one in psutil.Process(raylet).children(recursive=True)), raylet]
 
     async def lose_node(self, index: int) -> None:

@@ -67,8 +67,7 @@ class FaultProxy:
 
         server = await asyncio.start_server(closing, "127.0.0.1", 0)
         self._servers.append(server)
-        port: int = server.sockets[0].getsockname()[1]
-        return port
+        return int(server.sockets[0].getsockname()[1])
 
     async def _connect(self, reader: StreamReader, writer: StreamWriter) -> None:
         try:

@@ -65,8 +65,7 @@ class Shell:
         )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.state / "deployment.json").read_text("utf-8"))
-        return found
+        return json.loads((self.state / "deployment.json").read_text("utf-8"))
 
 
 def _sessions_of(state: Path) -> set[int]:

@@ -116,12 +116,10 @@ async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyP
             await client.complete(GenerateRequest(PROMPT, deadline_ms=10))
     with pytest.raises(DeadlineExceeded):
         await client.get_session("ab" * 16, 0.01)
-    calls = [
-        asyncio.create_task(client.complete(GenerateRequest(PROMPT))),
-        asyncio.create_task(client.get_session("ab" * 16)),
-    ]
-    await asyncio.wait(calls, timeout=0.01)
+    calls = client.complete(GenerateRequest(PROMPT)), client.get_session("ab" * 16)
+    running = [asyncio.create_task(call) for call in calls]
+    await asyncio.wait(running, timeout=0.01)
     await client.close()
-    for call in calls:
+    for call in running:
         with pytest.raises(Unavailable, match="closed"):
             await call

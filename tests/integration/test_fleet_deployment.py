@@ -111,14 +111,9 @@ async def until_serving(deployment: Deployment, without: str = "", **counts: int
     await until(is_reached)
 
 
-async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
+async def test_a_coordinator_lists_the_fleet(deployment: Deployment) -> None:
     address = deployment.overview.addresses("coordinator", http=True)[0]
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
-        assert (await http.get("/health")).json() == {"status": "ok"}
-        (model,) = (await http.get("/v1/models")).json()["data"]
-        body = {"model": model["id"], "prompt": list(PROMPT), "max_tokens": 8, "seed": 1}
-        answer = (await http.post("/v1/completions", json=body, timeout=30)).json()
-        assert answer["usage"]["completion_tokens"] == 8
         expected = ["coordinator", "coordinator", "target", "target", "draft"]
         seen: list[tuple[str, ...]] = []
         # All replicas must have announced themselves, and the coordinator must have read it.

@@ -38,19 +38,18 @@ async def test_announced_replicas_are_listed_by_role_and_name(registry: RedisReg
 async def test_deployments_do_not_see_each_other(
     server: EmbeddedRedis, registry: RedisRegistry
 ) -> None:
-    first = registry
     second = RedisRegistry(RedisAddress(url=server.url, key_prefix="p:"), "d2")
-    await first.announce(TARGET)
-    await first.note_started(7)
-    await first.want({"target": 2, "draft": 0})
+    await registry.announce(TARGET)
+    await registry.note_started(7)
+    await registry.want({"target": 2, "draft": 0})
     assert await second.records("target") == []
     assert (await second.wanted(), await second.started()) == ({}, 0)
     await second.withdraw("target", TARGET.name)
     await second.want({"target": 5})
-    await first.want({"draft": 4})
-    assert await first.records("target") == [TARGET]
-    assert await first.wanted() == {"target": 2, "draft": 4}
-    assert await first.started() == 7
+    await registry.want({"draft": 4})
+    assert await registry.records("target") == [TARGET]
+    assert await registry.wanted() == {"target": 2, "draft": 4}
+    assert await registry.started() == 7
     await second.close()
 
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import redis
@@ -37,8 +36,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     """The text is in every field that is or was read, and in a record of every role."""
     config = load_config(SETTINGS, {})
     plan = plan_fleet(config, config, 0.0, "d", local=True)
-    cluster: Any = None
-    fleet = Fleet(cluster, plan, registry)
+    fleet = Fleet(None, plan, registry)
     scaling = Autoscaler(registry, AutoscaleConfig(autoscale_drafts="1:2"))
     for field in (*ROLES, "started", "changes", "asked", "answer", "policy", "boss"):
         admin.hset("p:wanted:{d}", field, value)
@@ -51,10 +49,8 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     assert 0 <= await registry.started() <= REPLICA_NUMBER_MAX
     await fleet._agree()
     await scaling.look()
-    assert all(
-        least <= fleet.wanted[role] <= REPLICAS_MAX
-        for role, least in (("coordinator", 1), ("target", 1), ("draft", 0))
-    )
+    least = {"coordinator": 1, "target": 1, "draft": 0}
+    assert all(least[role] <= fleet.wanted[role] <= REPLICAS_MAX for role in ROLES)
     assert scaling.config == AutoscaleConfig(autoscale_drafts="1:2")
     assert fleet.spec == plan
     assert fleet.spec.given == load_config(SETTINGS, {})

@@ -12,7 +12,7 @@ from stack import serve
 
 from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.messages import Refused, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.accept_reject import Verdict
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY
@@ -43,8 +43,7 @@ class Impostor:
     async def describe(self, request: Any, context: Any) -> Any:
         return types_pb2.ReplicaDescription(eos_token_ids=[2**31])
 
-    async def release(self, request: Any, context: Any) -> types_pb2.ReleaseReply:
-        return types_pb2.ReleaseReply()
+    release = describe
 
 
 @pytest.fixture
@@ -61,8 +60,7 @@ async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Lis
 
 async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
     """Earlier answers are delivered first. The loss names the wrong field."""
-    good = answer_message(VERIFY, GOOD)
-    bad = answer_message(VERIFY, GOOD)
+    good, bad = answer_message(VERIFY, GOOD), answer_message(VERIFY, GOOD)
     bad.verdict.correction.append(1)
     impostor = Impostor(target_pb2.VerifyReply(items=[good, bad, good]))
     link, heard = await linked(exits, Service(VERIFY.service, impostor))
@@ -125,12 +123,6 @@ class Silent:
 
     def close(self) -> None:
         self.closed.set()
-
-    def describe(self) -> ReplicaDescription:
-        return ReplicaDescription("silent", "", "", 0, "", 0, (), 1)
-
-    def release(self, session_id: str, epoch: int) -> None:
-        raise NotImplementedError
 
 
 async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) -> None:

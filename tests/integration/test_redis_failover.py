@@ -72,7 +72,6 @@ class Load:
         self._store = store
         self._owner = owner
         self._committer = Committer(store, owner, random.Random(1).random)
-        self._tasks: list[asyncio.Task[None]] = []
         self.ending = asyncio.Event()
         self._last_shown = asyncio.get_running_loop().time()
         self.longest_gap_s = 0.0
@@ -139,11 +138,9 @@ class Load:
         """Checks that all shown tokens are stored, except in these sessions."""
         assert len(self.shown) >= NUM_SESSIONS
         assert not self.shown.keys() <= but
-        for session_id, length in self.shown.items():
-            if session_id in but:
-                continue
+        for session_id in self.shown.keys() - but:
             record = await store.load(session_id)
-            assert len(record.token_ids) >= length
+            assert len(record.token_ids) >= self.shown[session_id]
             for place in range(record.prompt_length, len(record.token_ids)):
                 assert record.token_ids[place] == decided(session_id, place)
 

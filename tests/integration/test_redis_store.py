@@ -265,9 +265,8 @@ def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
         "import sys, time; from outrider.sessions.embedded import EmbeddedRedis;"
         "r = EmbeddedRedis(sys.argv[1]); r.start(); print(r.pid, flush=True); time.sleep(600)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE
-    ) as parent:
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         pid = int(parent.stdout.readline())
         os.kill(pid, 0)
         parent.kill()

@@ -4,12 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from memory_registry import MemoryRegistry
 from scraping import VOCAB, watched_stack
 from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest
-from outrider.registry.registry import ReplicaRecord, Role
+from outrider.registry.registry import ReplicaRecord
 from outrider.request import Finished, GenerateRequest, RoundReport
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -22,19 +21,15 @@ HISTOGRAMS = (
 )  # fmt: skip
 
 
-async def announce(registry: MemoryRegistry) -> None:
-    await registry.want({"target": 3, "draft": 1, "coordinator": 1})
-    roles: dict[str, Role] = {"a": "target", "b": "target", "c": "draft", "d": "target"}
-    await registry.announce(ReplicaRecord("draft", "e", "h:1", "h", 1, trial_share=0.5))
-    for name, role in roles.items():
-        found = ReplicaRecord(role=role, name=name, address="h:1", host="h", pid=1)
-        await registry.announce(replace(found, leaving=name == "d"))
-
-
 async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     same = ToyEngine(VOCAB, salt=1, max_model_len=256)
     async with watched_stack(tmp_path, target_s=0.03, draft_engine=same) as watched:
-        await announce(watched.registry)
+        await watched.registry.want({"target": 3, "draft": 1, "coordinator": 1})
+        trial = ReplicaRecord("draft", "e", "h:1", "h", 1, trial_share=0.5)
+        await watched.registry.announce(trial)
+        for name, role in {"a": "target", "b": "target", "c": "draft", "d": "target"}.items():
+            found = ReplicaRecord(role, name, "h:1", "h", 1, leaving=name == "d")
+            await watched.registry.announce(found)
         await watched.stack.client.complete(REQUEST)
         before = await watched.until("outrider_replicas_present", 2, role="target")
         answers, reports = [], []

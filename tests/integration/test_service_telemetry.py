@@ -127,10 +127,9 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
 
 async def _raw_generate(stack: Stack, traceparent: str) -> None:
     request = pb.GenerateRequest(text=PROMPT, max_tokens=4)
-    metadata = (("traceparent", traceparent),)
     async with open_channel(stack.client.address) as channel:
-        async for _ in CoordinatorStub(channel).Generate(request, metadata=metadata):
-            pass
+        call = CoordinatorStub(channel).Generate(request, metadata=(("traceparent", traceparent),))
+        assert [event async for event in call]
 
 
 async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> None:

@@ -125,9 +125,8 @@ async def test_a_constraint_travels_once(target: Target) -> None:
     small = Constraint.of_regex("[ab]+")
     large = Constraint.of_schema({"title": "x" * BULK_ITEM_BYTES})
     for session, constraint in ((1, small), (2, large), (3, None)):
-        for round_index in range(2):
-            known = {"session": session, "round_index": round_index}
-            head = make_head(PROMPT, **known, constraint=constraint)
+        for index in range(2):
+            head = make_head(PROMPT, session=session, round_index=index, constraint=constraint)
             await ask(link, heard, VerifyItem(head))
             assert heard_heads[-1].constraint == constraint
             assert heard_heads[-1].constraint_hash == head.constraint_hash

@@ -112,8 +112,7 @@ def settings_file(manifests: Sequence[Manifest]) -> str:
 
 
 def settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(settings_file(manifests))
-    return found
+    return yaml.safe_load(settings_file(manifests))
 
 
 def configuration(manifests: Sequence[Manifest], directory: Path) -> DeploymentConfig:

@@ -18,8 +18,7 @@ targets, and a draft for each target."""
 
 
 def _rows(text: str, round_trip_s: float = 0.0) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = compare(text, round_trip_s).values["devices"]
-    return rows
+    return compare(text, round_trip_s).values["devices"]
 
 
 def test_a_draft_of_several_devices_counts_as_several() -> None:
