@@ -33,13 +33,11 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
         (("generate", "x", "--rule", "block"), "error: --rule: block needs --temperature above 0"),
         (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
         (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "error: --dtype: "),
-        (
-            ("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
-            "error: --stop (number 2): ",
-        ),
+        (("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
+         "error: --stop (number 2): "),
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
     ],
-)
+)  # fmt: skip
 def test_a_bad_argument_is_named(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], names: str
 ) -> None:

@@ -131,15 +131,13 @@ def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["upgrade", "--autoscale-targets", "0:2"], "--autoscale-targets: '0:2' is wrong; it must"),
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
         (["upgrade", "--trial-minutes", "3"], "--trial-minutes: needs --trial-share"),
-        (
-            ["upgrade", "--trial-share", "0", "--draft-model", "b"],
-            "--draft-model: cannot go with --trial-share 0, which ends a trial",
-        ),
+        (["upgrade", "--trial-share", "0", "--draft-model", "b"],
+         "--draft-model: cannot go with --trial-share 0, which ends a trial"),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot change while a deployment"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, words: list[str], said: str
 ) -> None:

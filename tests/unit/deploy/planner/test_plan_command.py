@@ -59,11 +59,9 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     pair = pair_here(tmp_path / "redis", lambda config: build_engine(config, 1))
     monkeypatch.setattr(rehearsal, "running_pair", pair)
     monkeypatch.setattr(rehearsal, "_tables", tables)
-    flags = (
-        *tiny_pair(tmp_path), "--max-tokens", "12", "--temperature", "1", "--draft-num-threads", "1"
-    )  # fmt: skip
+    flags = ["--max-tokens", "12", "--temperature", "1", "--draft-num-threads", "1"]
     fleet = ("--simulate", *FLEET, "--simulated-seconds", "1")
-    report, _ = reported(capsys, "plan", *flags, *fleet)
+    report, _ = reported(capsys, "plan", *tiny_pair(tmp_path), *flags, *fleet)
     first = report["simulated"]
     assert first["figures"]["tokens_per_second"] > 0
     saved = tmp_path / "plan.json"

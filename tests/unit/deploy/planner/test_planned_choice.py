@@ -46,10 +46,8 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
         TIMES, wait=Line(0.0005, 2.0), verify=Line(0.006), rest_s=0.002, round_trip_s=0.003
     )
     rounds = _text(4, 0.8)
-    seconds = times.seconds(rounds, _way(4))
-    assert seconds / (rounds.num_rounds - 1) == pytest.approx(0.0298)
-    plain = _text(0, 0.0)
-    assert times.seconds(plain, _way(0)) == pytest.approx(4_000 * 0.010)
+    assert times.seconds(rounds, _way(4)) / (rounds.num_rounds - 1) == pytest.approx(0.0298)
+    assert times.seconds(_text(0, 0.0), _way(0)) == pytest.approx(4_000 * 0.010)
 
 
 def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
@@ -70,13 +68,11 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     rounds = _text(4, 0.8)
     plan = _way(4, look_ahead=3, hit_rate=0.75)
     later = rounds.num_rounds - 1
-    seconds = TIMES.seconds(rounds, plan)
-    assert seconds / later == pytest.approx(0.0103 + 0.25 * 0.004)
+    assert TIMES.seconds(rounds, plan) / later == pytest.approx(0.0103 + 0.25 * 0.004)
     slow = StepCosts((1, 101), (0.004, 0.004 + 100 * 0.000001))
     times = replace(TIMES, draft=slow)
-    seconds = times.seconds(rounds, plan)
-    late = 5 * 0.004002 - 0.0103
-    assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
+    expected = 0.0103 + 0.75 * (5 * 0.004002 - 0.0103) + 0.25 * 0.016
+    assert times.seconds(rounds, plan) / later == pytest.approx(expected)
     seconds = replace(times, max_num_seqs=2).seconds(rounds, plan)
     late = 2 * 5 * 0.004001 - 0.0103
     assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
@@ -114,8 +110,7 @@ def _fastest(options: list[Option]) -> int:
 def test_the_best_k_is_the_formulas() -> None:
     """By (1 - a^(K+1)) / ((1 - a)(Kc + 1)) with c = 0.1, K* is 4 at a = 0.7 and 6 at a = 0.8. It is
     8 over a link whose round trip takes a target's step, and 0 at a = 0.05."""
-    target = StepCosts((1, 101), (0.010, 0.010))
-    times = replace(TIMES, target=target)
+    times = replace(TIMES, target=StepCosts((1, 101), (0.010, 0.010)))
     far = replace(times, round_trip_s=0.010)
     cases = ((times, 0.7, 4), (times, 0.8, 6), (far, 0.8, 8), (far, 0.6, 0), (times, 0.05, 0))
     for known, acceptance, most in cases:
@@ -123,8 +118,7 @@ def test_the_best_k_is_the_formulas() -> None:
         assert most in (_fastest(found), best(found).num_draft_tokens)
         best_rate = max(option.tokens_per_second for option in found)
         assert best(found).tokens_per_second >= best_rate / (1 + GAIN_MIN)
-    expected = (1 - 0.05**5) / (0.95 * 1.4)
-    assert found[4].speedup == pytest.approx(expected, rel=0.005)
+    assert found[4].speedup == pytest.approx((1 - 0.05**5) / (0.95 * 1.4), rel=0.005)
     assert found[0].tokens_per_second == pytest.approx(100.0, rel=0.001)
 
 
@@ -132,13 +126,10 @@ def test_look_ahead_and_replicas_follow_from_the_load() -> None:
     """If the target's steps take ten times as long as the draft's, few drafts are enough."""
     hits = tuple(min(0.9, 0.5 + 0.1 * number) for number in range(12))
     ahead = best(_options(TIMES, 0.8, hits))
-    assert ahead.look_ahead == 6
-    assert ahead.hit_rate == 0.9
-    assert ahead.draft_replicas == 1
+    assert (ahead.look_ahead, ahead.hit_rate, ahead.draft_replicas) == (6, 0.9, 1)
     assert best(_options(TIMES, 0.8, sessions=8)).draft_replicas == 1
     heavy = StepCosts((1, 2, 101), (0.001, 0.002, 0.101))
-    many = best(_options(replace(TIMES, draft=heavy), 0.8, sessions=8))
-    assert many.draft_replicas > 1
+    assert best(_options(replace(TIMES, draft=heavy), 0.8, sessions=8)).draft_replicas > 1
 
 
 def test_lines_are_fitted_and_bounded() -> None:
@@ -159,9 +150,8 @@ def _planned(acceptances: Sequence[float]) -> tuple[list[Option], Any]:
     parts = [[_text(k, a, length=101) for a in acceptances] for k in (0, *ks)]
     times = replace(TIMES, target=StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0002)))
     chooser = Chooser(times, 1, prompt_tokens, total(parts[0]), Rule.TOKEN)
-    options = [chooser.plain]
-    for k, part in zip(ks, parts[1:], strict=True):
-        options.append(chooser.best_way(Rule.TOKEN, k, total(part)))
+    ways = zip(ks, map(total, parts[1:]), strict=True)
+    options = [chooser.plain, *(chooser.best_way(Rule.TOKEN, k, part) for k, part in ways)]
     chosen = best(options)
     found = chosen, parts[options.index(chosen)]
     return options, speedup_interval(times, 1, prompt_tokens, parts[0], found)
