@@ -211,8 +211,7 @@ def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_pat
             check_same_tokens(spoken, target(model))
     with pytest.raises(SettingError, match=r"engine: .*another vocabulary or tokenizer"):
         check_same_tokens(spoken, target(tiny, engine="emulated:vocab_size=320"))
-    gone = replace(spoken, directory=str(tmp_path / "gone"))
-    check_same_tokens(gone, target(wider))
+    check_same_tokens(replace(spoken, directory=str(tmp_path / "gone")), target(wider))
 
 
 def behind_a_free_port() -> socket.socket:

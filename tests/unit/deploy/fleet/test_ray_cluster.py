@@ -29,8 +29,7 @@ REFUSED, DOWN = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
 
 def actor_that(answer: Future[Any]) -> Actor:
     reference = SimpleNamespace(future=lambda: answer)
-    handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: reference))
-    return Actor("target", handle)
+    return Actor("target", SimpleNamespace(ping=SimpleNamespace(remote=lambda: reference)))
 
 
 async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs() -> None:

@@ -39,8 +39,7 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(
         await asyncio.sleep(5)
         [other] = world.names("target")
         assert other != name
-        ports = [world.actor(one).config.port for one in (name, other)]
-        assert ports == [7000, 7000]
+        assert [world.actor(one).config.port for one in (name, other)] == [7000, 7000]
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
