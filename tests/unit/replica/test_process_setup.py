@@ -27,16 +27,7 @@ from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.replica import process_setup
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import (
-    STANDARD_ERROR,
-    advertised,
-    batched_tokens,
-    build_engine,
-    build_grammars,
-    log_at,
-    log_to,
-    runs_on_vllm,
-)
+from outrider.replica.process_setup import build_engine, build_grammars, log_at, log_to
 
 
 @pytest.mark.parametrize("has_route", [True, False])
@@ -53,9 +44,9 @@ def test_an_address_for_all_is_advertised_as_one_that_others_reach(
     monkeypatch.setattr(socket.socket, "getsockname", lambda _probe: ("10.1.2.3", 40_000))
     monkeypatch.setattr(socket, "gethostbyname", lambda _name: "127.0.1.1")
     everywhere = "0.0.0.0"  # noqa: S104
-    found = advertised(everywhere, f"{everywhere}:5")
+    found = process_setup.advertised(everywhere, f"{everywhere}:5")
     assert found == ("10.1.2.3:5" if has_route else "127.0.1.1:5")
-    assert advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
+    assert process_setup.advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
 
 
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +58,7 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
         logging.getLogger("outrider.tokenizer").info("news at %s", chosen)
     log_to("", "draft")
     logging.getLogger("x").info("lost")
-    log_to(STANDARD_ERROR, "draft")
+    log_to(process_setup.STANDARD_ERROR, "draft")
     logging.getLogger("x").info("elsewhere")
     assert json.loads(capsys.readouterr().err)["message"] == "elsewhere"
     [path] = tmp_path.iterdir()
@@ -261,7 +252,7 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    assert runs_on_vllm(TargetConfig(**settings)) is expected
+    assert process_setup.runs_on_vllm(TargetConfig(**settings)) is expected
 
 
 @pytest.mark.parametrize(
@@ -274,7 +265,7 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
 def test_steps_have_more_tokens_on_vllm_unless_a_number_is_set(
     expected: int, settings: dict[str, Any]
 ) -> None:
-    assert batched_tokens(TargetConfig(**settings)) == expected
+    assert process_setup.batched_tokens(TargetConfig(**settings)) == expected
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm"])

@@ -187,15 +187,13 @@ async def test_work_of_a_closed_connection_is_dropped(desk: Desk) -> None:
     await desk.finish()
     assert desk.worker.steps[1] == [(session_name(3), 0)]
     assert told == [None]
-    assert desk.frames == []
-    assert len(other.frames) == 1
+    assert (len(desk.frames), len(other.frames)) == (0, 1)
 
 
 async def test_a_full_queue_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.replica.step_request.STREAM_QUEUE_ITEMS_MAX", 2)
-    desk.submit(1)
-    desk.submit(2)
-    desk.submit(3)
+    for session in (1, 2, 3):
+        desk.submit(session)
     assert [answer.code for [answer] in desk.frames] == [Overloaded.grpc_code]
     desk.frames.clear()
     await desk.finish()
@@ -243,8 +241,7 @@ async def test_after_a_crash_each_item_runs_alone_and_only_the_culprit_fails(des
     answers = await desk.answered()
     assert {one for one, answer in answers.items() if isinstance(answer, Refused)} == {2}
     assert (set(answers), answers[2].code) == ({1, 2, 3, 4}, 13)
-    sizes = [len(step) for step in desk.worker.steps]
-    assert sizes == [3, 1, 1, 1, 1]
+    assert [len(step) for step in desk.worker.steps] == [3, 1, 1, 1, 1]
     assert desk.worker.heard[-1] == ("release", session_name(2))
     desk.worker.crash = None
     desk.submit(2)
@@ -304,8 +301,7 @@ async def test_a_step_that_never_ends_is_a_lost_engine() -> None:
     assert desk.service.lost is not None
     assert not desk.service.healthy
     await desk.service.close()
-    assert desk.gated.closed
-    assert not desk.gated.waited
+    assert (desk.gated.closed, desk.gated.waited) == (True, False)
 
 
 async def test_close_waits_for_the_step_and_takes_no_more() -> None:
@@ -349,8 +345,7 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     desk = Desk(2, step_s=0.02)
     desk.worker.left[session_name(1)] = 1000
     desk.submit(1, deadline_ms=30)
-    answer = (await desk.answered())[1]
-    assert answer.code == 4
+    assert (await desk.answered())[1].code == 4
     assert len(desk.worker.steps) <= 3
     assert desk.worker.heard == [("park", session_name(1))]
     await desk.service.close()
@@ -461,8 +456,7 @@ def test_rounds_and_epochs_only_grow() -> None:
     assert not rounds.release(session_name(1), 1)
     assert rounds.admit(make_head((1,), epoch=1, round_index=9)) is not None
     assert rounds.release(session_name(1), 2)
-    late = rounds.admit(make_head((1,), epoch=2, round_index=2**40))
-    assert late.code == 1
+    assert rounds.admit(make_head((1,), epoch=2, round_index=2**40)).code == 1
     assert rounds.admit(make_head((1,), epoch=1)) is not None
     assert rounds.admit(make_head((1,), epoch=3)) is None
     assert rounds.release(session_name(2), 1)

@@ -221,12 +221,10 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
     on."""
     wanted = await plain_tokens(7)
     await setting.send(ask_round(PROMPT, 0, 0, 3))
-    passes = sum(session_name(1) in batch for batch in setting.engine.batches)
-    assert passes == 4
+    assert sum(session_name(1) in batch for batch in setting.engine.batches) == 4
     setting.link.send(ask_round(wanted[:5], 4, 2, 4))
     answers = await setting.settle()
-    rounds = [answer.key.round for answer in answers]
-    assert rounds == [0, 1, 2, 3, 4, 5, 6]
+    assert [answer.key.round for answer in answers] == [0, 1, 2, 3, 4, 5, 6]
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
     again = await setting.send(ask_round(wanted[:5], 4, 2, 4))
     assert [answer.key.round for answer in again] == [2, 3, 4, 5, 6]

@@ -118,8 +118,8 @@ async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
         replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(len(wants))}
         for number, (rule, num_next) in wants.items():
             tokens = [*PROMPT, number, *replies[number].verdict.correction]
-            found = replies[number].next_proposal.open()
-            assert found == target.expected(tokens, rule, SamplingParams(), num_next)
+            expected = target.expected(tokens, rule, SamplingParams(), num_next)
+            assert replies[number].next_proposal.open() == expected
 
 
 async def test_no_end_is_proposed_before_min_tokens() -> None:
@@ -166,8 +166,9 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
     """Two sessions are at the ends of their pages, and one page is left. One session continues, the
     other proposes what fitted. Both get their verdicts."""
     shorten_pages(monkeypatch, 4)
-    slot_numbers = 2 * 2 * 2 * 8
-    slot_numbers += 2 * 2 * 8 + 24  # A key, a value and what the head made of the token.
+    slot_numbers = (
+        2 * 2 * 2 * 8 + 2 * 2 * 8 + 24
+    )  # Keys and values of 2 layers and of pairs, and g.
     async with Target(kv_cache_memory_bytes=7 * 4 * 8 * slot_numbers) as target:
         texts = {1: [*PROMPT, 1, 2], 2: [*PROMPT, 3, 4]}
         for number, text in texts.items():
@@ -176,8 +177,7 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
             )
             target.link.send(VerifyItem(head, num_next_draft_tokens=4))
         replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(2)}
-        found = sorted(len(reply.next_proposal) for reply in replies.values())
-        assert found == [2, 4]
+        assert sorted(len(reply.next_proposal) for reply in replies.values()) == [2, 4]
         for number, reply in replies.items():
             tokens = [*texts[number], *reply.verdict.correction]
             expected = target.expected(

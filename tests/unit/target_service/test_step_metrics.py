@@ -30,8 +30,7 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
     prompt = [(3 * i) % 8 for i in range(152)]
     first = await at.ask(VerifyItem(make_head(prompt)))
     second = await at.ask(VerifyItem(make_head(prompt[:9], session=2)))
-    assert first.cached_length == 152
-    assert second.cached_length == 9
+    assert (first.cached_length, second.cached_length) == (152, 9)
     told = values(memory)
     assert told["num_prefill_chunks"] == told["step_answers/continues"] == 2
     assert told["prefix_cache_queries"] == 161
@@ -39,13 +38,11 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
     assert told["kv_cache_pages"] == 40
     assert told["kv_cache_pages_free"] == 1
     assert told["kv_cache_usage_perc"] == 39 / 40
-    longer = make_head([*prompt, *[1] * 8], 152, round_index=1)
-    await at.ask(VerifyItem(longer))
+    await at.ask(VerifyItem(make_head([*prompt, *[1] * 8], 152, round_index=1)))
     told = values(memory)
     assert told["num_preemptions"] == 1
     assert told["kv_cache_pages_free"] + told["kv_cache_pages_evictable"] == 0
     at.link.release(session_name(1), 1)
     await at.ask(VerifyItem(make_head([5], session=3)))
-    told = values(memory)
-    assert told["kv_cache_pages_evictable"] > 30
+    assert values(memory)["kv_cache_pages_evictable"] > 30
     await at.service.close()

@@ -9,25 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounds import answer_message, item_message, make_head
 
-from outrider import messages
+from outrider import limits, messages
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint
 from outrider.hidden_states import Features
-from outrider.limits import (
-    DEADLINE_MS_MAX,
-    DRAFT_DEADLINE_MS_MAX,
-    FEATURES_BYTES_MAX,
-    FEATURES_MAX,
-    FEATURES_WIDTH_MAX,
-    LOGPROBS_MAX,
-    LOOK_AHEAD_MAX,
-    NUM_DRAFT_TOKENS_MAX,
-    RUN_AHEAD_ROUNDS_MAX,
-    SESSION_TOKENS_MAX,
-    TOKEN_ID_MAX,
-    TRACEPARENT_CHARS_MAX,
-)
 from outrider.request import GenerateRequest, ResumeRequest
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
@@ -41,7 +27,7 @@ from outrider.v1 import types_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
-IDS = st.integers(0, TOKEN_ID_MAX)
+IDS = st.integers(0, limits.TOKEN_ID_MAX)
 KEYS = st.builds(messages.ReplyKey, st.from_regex(r"\A[0-9a-f]{32}\Z"), U32, U32)
 FLOAT32 = st.floats(0, 1e6, width=32)
 
@@ -73,7 +59,7 @@ CONSTRAINTS = [
 
 @st.composite
 def heads(draw: st.DrawFn) -> messages.RoundHead:
-    base_length = draw(st.integers(0, SESSION_TOKENS_MAX - 5))
+    base_length = draw(st.integers(0, limits.SESSION_TOKENS_MAX - 5))
     append = tuple(draw(st.lists(IDS, min_size=0 if base_length else 1, max_size=5)))
     sampling = draw(SAMPLINGS)
     constraint = draw(st.sampled_from(CONSTRAINTS))
@@ -83,7 +69,7 @@ def heads(draw: st.DrawFn) -> messages.RoundHead:
         prefix_digest=draw(U64), append=append,
         prompt_length=draw(st.integers(1, base_length + len(append))),
         rule=draw(st.sampled_from(list(Rule))), seed=draw(U64), sampling=sampling,
-        sampling_hash=sampling.hash(), deadline_ms=draw(st.integers(0, DEADLINE_MS_MAX)),
+        sampling_hash=sampling.hash(), deadline_ms=draw(st.integers(0, limits.DEADLINE_MS_MAX)),
         traceparent=draw(st.text(max_size=9)), constraint=constraint,
         constraint_hash=b"" if constraint is None else constraint.digest(),
     )  # fmt: skip
@@ -91,15 +77,16 @@ def heads(draw: st.DrawFn) -> messages.RoundHead:
 
 @st.composite
 def proposals(draw: st.DrawFn) -> SealedProposal:
-    token_ids = tuple(draw(st.lists(IDS, max_size=NUM_DRAFT_TOKENS_MAX)))
+    token_ids = tuple(draw(st.lists(IDS, max_size=limits.NUM_DRAFT_TOKENS_MAX)))
     return SealedProposal(token_ids, draw(st.binary(max_size=40)) if token_ids else b"")
 
 
+DEADLINE_US_MAX = 1000 * limits.DRAFT_DEADLINE_MS_MAX
+BUDGETS_US = st.integers(0, DEADLINE_US_MAX)
 VERIFY_ITEMS = st.builds(
-    messages.VerifyItem, heads(), proposals(), st.integers(0, RUN_AHEAD_ROUNDS_MAX),
-    st.none() | st.integers(0, LOGPROBS_MAX), st.integers(0, NUM_DRAFT_TOKENS_MAX),
-    st.none() | st.integers(0, SESSION_TOKENS_MAX), st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
-    st.booleans(),
+    messages.VerifyItem, heads(), proposals(), st.integers(0, limits.RUN_AHEAD_ROUNDS_MAX),
+    st.none() | st.integers(0, limits.LOGPROBS_MAX), st.integers(0, limits.NUM_DRAFT_TOKENS_MAX),
+    st.none() | st.integers(0, limits.SESSION_TOKENS_MAX), BUDGETS_US, st.booleans(),
 )  # fmt: skip
 FEATURES = st.none() | st.builds(Features, U32, st.just(3), st.sampled_from([bytes(6), bytes(12)]))
 LOGPROBS = st.builds(
@@ -110,7 +97,7 @@ LOGPROBS = st.builds(
 
 @st.composite
 def verdict_replies(draw: st.DrawFn) -> messages.VerdictReply:
-    num_draft_tokens = draw(st.integers(0, NUM_DRAFT_TOKENS_MAX))
+    num_draft_tokens = draw(st.integers(0, limits.NUM_DRAFT_TOKENS_MAX))
     accept = tuple(draw(between(0, 1)) for _ in range(num_draft_tokens))
     correction = tuple(draw(IDS) for _ in range(num_draft_tokens + 1))
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
@@ -138,10 +125,7 @@ def test_verify_items_survive(item: messages.VerifyItem) -> None:
         assert VERIFY.item_from_proto(short, bare).head.sampling is None
 
 
-BUDGETS_US = st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX)
-
-
-@given(heads(), st.integers(0, NUM_DRAFT_TOKENS_MAX), FEATURES, BUDGETS_US)
+@given(heads(), st.integers(0, limits.NUM_DRAFT_TOKENS_MAX), FEATURES, BUDGETS_US)
 def test_draft_items_survive(
     head: messages.RoundHead, count: int, features: Features, budget_us: int
 ) -> None:
@@ -213,25 +197,23 @@ def refused(codec: Any, message: Any) -> str | None:
 @pytest.mark.parametrize(
     ("field", "bad", "good"),
     [
-        ("head.session_id", "0" * 31, "0" * 32),
-        ("head.append", [TOKEN_ID_MAX + 1], [TOKEN_ID_MAX]),
-        ("head.base_length", SESSION_TOKENS_MAX - 1, SESSION_TOKENS_MAX - 2),  # Two are appended.
-        ("head.prompt_length", 3, 2),
-        ("head.rule", 0, 1),
-        ("head.epoch", 0, 1),
-        ("head.traceparent", "x" * (TRACEPARENT_CHARS_MAX + 1), "x" * TRACEPARENT_CHARS_MAX),
-        ("head.constraint.kind", "x", "regex"),
-        ("head.constraint_hash", b"12", b""),
+        ("head.session_id", "0" * 31, "0" * 32), ("head.prompt_length", 3, 2),
+        ("head.append", [limits.TOKEN_ID_MAX + 1], [limits.TOKEN_ID_MAX]),
+        # Two are appended.
+        ("head.base_length", limits.SESSION_TOKENS_MAX - 1, limits.SESSION_TOKENS_MAX - 2),
+        ("head.rule", 0, 1), ("head.epoch", 0, 1),
+        ("head.traceparent", *("x" * (limits.TRACEPARENT_CHARS_MAX + num) for num in (1, 0))),
+        ("head.constraint.kind", "x", "regex"), ("head.constraint_hash", b"12", b""),
         ("head.sampling_params.top_p", 0.0, 1.0),
-        ("proposal.token_ids", [1] * NUM_DRAFT_TOKENS_MAX, [1] * (NUM_DRAFT_TOKENS_MAX - 1)),
-        ("run_ahead", RUN_AHEAD_ROUNDS_MAX + 1, RUN_AHEAD_ROUNDS_MAX),
-        ("next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1, 1000 * DRAFT_DEADLINE_MS_MAX),
+        ("proposal.token_ids", *([1] * (limits.NUM_DRAFT_TOKENS_MAX - num) for num in (0, 1))),
+        ("run_ahead", limits.RUN_AHEAD_ROUNDS_MAX + 1, limits.RUN_AHEAD_ROUNDS_MAX),
+        ("next_budget_us", DEADLINE_US_MAX + 1, DEADLINE_US_MAX),
         # Of draft items.
-        ("num_draft_tokens", NUM_DRAFT_TOKENS_MAX + 1, NUM_DRAFT_TOKENS_MAX),
-        ("look_ahead", LOOK_AHEAD_MAX + 1, LOOK_AHEAD_MAX),
-        ("budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1, 1000 * DRAFT_DEADLINE_MS_MAX),
+        ("num_draft_tokens", limits.NUM_DRAFT_TOKENS_MAX + 1, limits.NUM_DRAFT_TOKENS_MAX),
+        ("look_ahead", limits.LOOK_AHEAD_MAX + 1, limits.LOOK_AHEAD_MAX),
+        ("budget_us", DEADLINE_US_MAX + 1, DEADLINE_US_MAX),
     ],
-)
+)  # fmt: skip
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     head = make_head((1, 2), rule=Rule.TOKEN)
     codec, item = VERIFY, messages.VerifyItem(head, SealedProposal((3,), b""))
@@ -250,11 +232,11 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
 @pytest.mark.parametrize(
     ("width", "num_bytes", "field"),
     [
-        (2, 4 * FEATURES_MAX, None), (2**13, FEATURES_BYTES_MAX, None),
-        (2**13, FEATURES_BYTES_MAX + 2**14, "features.rows"),
-        (2, 4 * FEATURES_MAX + 4, "features.rows"), (2, 6, "features.rows"),
-        (2, 0, "features.rows"), (FEATURES_WIDTH_MAX, 2 * FEATURES_WIDTH_MAX, None),
-        (FEATURES_WIDTH_MAX + 1, 2 * (FEATURES_WIDTH_MAX + 1), "features.width"),
+        (2, 4 * limits.FEATURES_MAX, None), (2**13, limits.FEATURES_BYTES_MAX, None),
+        (2**13, limits.FEATURES_BYTES_MAX + 2**14, "features.rows"),
+        (2, 4 * limits.FEATURES_MAX + 4, "features.rows"), (2, 6, "features.rows"),
+        (2, 0, "features.rows"), (limits.FEATURES_WIDTH_MAX, 2 * limits.FEATURES_WIDTH_MAX, None),
+        (limits.FEATURES_WIDTH_MAX + 1, 2 * (limits.FEATURES_WIDTH_MAX + 1), "features.width"),
     ],
 )  # fmt: skip
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:

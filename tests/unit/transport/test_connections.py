@@ -26,8 +26,7 @@ async def test_a_connection_without_a_call_is_closed(
     monkeypatch.setattr("outrider.limits.GRPC_IDLE_MS", 1_000)
     server = RpcServer([], ServerOptions())
     port = await server.start()
-    channel = open_channel(server.address)
-    try:
+    async with open_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         await stub.Check(health_pb2.HealthCheckRequest())
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -40,9 +39,7 @@ async def test_a_connection_without_a_call_is_closed(
             await asyncio.sleep(0.05)
         await stub.Check(health_pb2.HealthCheckRequest())
         writer.transport.abort()
-    finally:
-        await channel.close()
-        await server.stop()
+    await server.stop()
 
 
 async def test_health_is_that_of_the_whole_server() -> None:
@@ -79,8 +76,7 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
     )
     server = RpcServer([], options)
     await server.start()
-    channel = open_channel(server.address)
-    try:
+    async with open_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watching = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await watching.read()).status == Serving.NOT_SERVING
@@ -97,9 +93,7 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
         await server.set_serving(True)
         async with asyncio.timeout(8):
             assert (await watching.read()).status == Serving.SERVING
-    finally:
-        await channel.close()
-        await server.stop()
+    await server.stop()
 
 
 async def test_a_port_that_another_process_holds_is_never_shared() -> None:
