@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.engine.interface import SequenceStep
 
 SPLIT_SLOTS = 128  # with fixed shapes, the slots of a segment are divided into splits of this size
-STEP_ROWS_MIN = 8  # with fixed shapes; multiples of 8 fill the vector registers of usual CPUs
+STEP_ROWS_MIN = 8  # least number of rows with fixed shapes; 8 rows fill usual vector registers
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
 use other kernels in float32 and float64."""
@@ -143,7 +143,7 @@ class _Segment:
 
     first_row: int
     num_tokens: int
-    size: int  # `num_tokens`; with fixed shapes including padding
+    size: int  # `num_tokens`, plus padding if shapes are fixed
     position: int
     begin: int  # the index of `slots[0]` in the sequence
     sees_begin: bool  # whether the first token sees the slot `begin`

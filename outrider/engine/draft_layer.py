@@ -5,9 +5,9 @@ the model's hidden states at token j - 1. Slot j of a sequence holds the model's
 token j, g_j, and the head's key and value of pair j. So the head's state is shared, forked, cut and
 moved together with the slots.
 
-Every step of the model also writes g and the pairs of its new tokens, without the head's attention.
-When the head drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The
-rotary position of pair j is j - 1."""
+Every step of the model also writes g and the pairs of its new tokens. The head's attention runs
+only when the head drafts. Pair j then attends to slots 1..j, because slot 0 has no pair. The rotary
+position of pair j is j - 1."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
     """Returns the shapes of a `DraftLayer`'s tensors in a slot: g, which is stored as a key without
-    a value, and a pair. Only g if the head drafts on draft replicas (`drafts_apart`)."""
+    a value, and a pair. If the head drafts on draft replicas (`drafts_apart`), only g."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -112,8 +112,8 @@ def _places(positions: _Ints) -> _Ints:
 
 
 def _slots_before(step: HeldStep) -> _Ints:
-    """Returns [T]: the slot of the token before each new token. A sequence's first token, whose
-    pair is never read, has its own slot."""
+    """Returns [T]: the slot of the token before each new token. For a sequence's first token, this
+    is the token's own slot, because its pair is never read."""
     found = []
     for held in step.sequences:
         positions = np.arange(held.length, held.length + len(held.step.token_ids))

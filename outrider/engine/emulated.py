@@ -56,7 +56,7 @@ class EmulatedEngine:
         """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """The probability of acceptance at each place in the round, if all tokens before it are."""
+        """The probability that the token at each place is accepted if all earlier ones are."""
         self.info = ModelInfo(
             name=SCHEME, vocab_size=spec.vocab_size,
             max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE), dtype="float32",

@@ -45,7 +45,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
     """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
-    setting. A round accepts no further tokens. Empty: the distributions determine acceptance."""
+    setting. No round accepts more tokens than there are rates. Empty: the distributions decide."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

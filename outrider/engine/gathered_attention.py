@@ -1,8 +1,8 @@
 """Attention over gathered slots of a paged cache, on any device.
 
 The scores have the model's dtype, and round like the `eager` attention of transformers. In bfloat16
-on one CPU thread, 16 sequences or a long prompt take half of the time of PyTorch's
-`scaled_dot_product_attention`, and one sequence with one new token 1.1 times its time."""
+on one CPU thread, this takes half the time of PyTorch's `scaled_dot_product_attention` for 16
+sequences or a long prompt, and 1.1 times its time for one sequence with one new token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ class Steps(Protocol):
     """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
-        """Returns the wanted logits, and then padding. The rows are valid until the next step."""
+        """Returns the wanted logits, followed by rows of padding, valid until the next step."""
 
 
 @dataclass(frozen=True, slots=True)

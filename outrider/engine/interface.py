@@ -42,8 +42,8 @@ class SequenceStep(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PageCounts:
     """Counts of an engine's pages. `prefix_queries` counts the tokens that `Engine.attach` has
-    looked up. `prefix_hits` counts those found in cached pages. Both omit sequences without a
-    step."""
+    looked up. `prefix_hits` counts those found in cached pages. Both counts include a sequence from
+    its first step on."""
 
     num_pages: int
     num_free: int
@@ -75,8 +75,8 @@ class Engine(Protocol):
     call's sequences have their former state, or are forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
-    """The stated time of the steps since the last `take_stated_seconds`. Callers wait until it has
-    passed. Always 0, except in emulated engines."""
+    """The time that an emulated engine states for its steps since the last `take_stated_seconds`.
+    The caller waits until this time has passed. Always 0 in other engines."""
 
     @property
     def info(self) -> ModelInfo:
@@ -95,8 +95,8 @@ class Engine(Protocol):
         error, no sequence has changed."""
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
-        """Whether `forward` would find pages for these steps, after evictions if needed, and after
-        the sequences in `without`, which must have no step, are released. Changes nothing."""
+        """Whether `forward` would find enough pages, after evictions if needed, if the sequences in
+        `without` were released first. None of `steps` may be theirs. Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids` and were
@@ -128,8 +128,8 @@ class Engine(Protocol):
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
     """An engine that also runs a drafting head, as one more layer on the same slots. The head reads
-    pairs of a feature, made from the model's layers at one token, and the next token. The slot of
-    that next token also holds the head's key and value of the pair."""
+    *pairs*: the feature of one token, computed from inputs of the model's layers, and the next
+    token. The slot of the next token also holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
         """Returns features [num_logits, D] for each step of the last `forward`, in the model's
@@ -139,7 +139,7 @@ class DraftingEngine(Engine, Protocol):
         """Runs the head on one pair for each of N >= 1 steps: a feature [D] and the step's only
         token. The sequence must already hold slots. Returns the head's output [N, D], in the
         model's dtype. Each pair takes a new slot, which lacks the model's keys and values. The
-        caller must drop it with `keep` before the sequence's next `forward`."""
+        caller must drop these slots with `keep` before the sequence's next `forward`."""
 
 
 @runtime_checkable

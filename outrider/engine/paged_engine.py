@@ -87,7 +87,7 @@ class PagedEngine(PagedSequences):
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, Watched] = {}
-        """The input of each layer in `DraftHead.layer_ids`; not read with fused kernels."""
+        """The layers that the head reads, wrapped. Fused kernels do not call the wrappers."""
         self.rows_are_equal = False
         """Whether every bit of a row's logits is independent of the other rows of its step."""
         self._draft_shapes: list[LayerShape] = []
@@ -151,8 +151,8 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """Chooses the length of spans (see `fused_decoder.py`). Returns None if the model does not
-        fit the kernels, or if the engine must be deterministic and rows are never bit-equal."""
+        """Returns a fused decoder, and sets the length of its spans. Returns None if the model does
+        not fit the kernels, or if the engine must be deterministic and rows are not bit-equal."""
         kernels = self._kernels
         if kernels is None:
             return None

@@ -1,7 +1,7 @@
 """The engine that runs vLLM's models and kernels on Outrider's own pages.
 
 The engine uses vLLM's loader, quantisations, tensor parallelism, attention backends and caches, but
-not its scheduler, block manager and engine core. A page is one block of every layer, even of layers
+not its scheduler, block manager or engine core. A page is one block of every layer, even of layers
 with a sliding window. So all layers of a sequence have the same page table.
 
 vLLM's modules move between releases, so this file has all imports of vLLM, and supports one minor
@@ -163,8 +163,8 @@ class VllmEngine(PagedSequences):
             enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
             skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
         ).create_engine_config()  # fmt: skip
-        # As in vLLM's worker. Otherwise norms would not be compiled, and a step of the demo target
-        # would take 4 ms longer.
+        # vLLM's worker does this too. Otherwise norms would not be compiled, and a step of the demo
+        # target would take 4 ms longer.
         config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(config.compilation_config.ir_enable_torch_wrap)
         return config
@@ -283,7 +283,7 @@ class VllmEngine(PagedSequences):
             self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """Returns the layers that the leader's head reads. All ranks compile the same model."""
+        """Returns the layers that the leader's head reads. All ranks compile the model for them."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -293,8 +293,8 @@ class VllmEngine(PagedSequences):
         return layer_ids
 
     def _show(self, layer_ids: Sequence[int]) -> None:
-        """Makes the model also return the inputs of these layers, in ascending order. The number of
-        layers stands for the output of the last layer."""
+        """Makes the model also return the inputs of these layers, in ascending order. An id that
+        equals the number of layers means the output of the last layer."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
         # vLLM caches compiled models under a key that includes `additional_config`.
         self._config.additional_config["shown_layers"] = list(layer_ids)
@@ -390,8 +390,8 @@ class VllmEngine(PagedSequences):
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
-        """Returns the LM head's input [L, D] at the wanted rows, and the inputs of layers, see
-        `_call`."""
+        """Returns the LM head's input [L, D] at the wanted rows, and the inputs of layers that
+        `_call` returns."""
         if self._deterministic and len(step.rows.token_ids) == 1:
             # Adds a spare token, because matrix products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))

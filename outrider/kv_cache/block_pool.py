@@ -8,9 +8,9 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     held               at least one              yes or no       never
 
 The *prefix* of a page is all tokens up to the end of the page, which determine the page's keys and
-values. Once the prefix of a full page is known, new sequences with this prefix share the page. A
-sequence writes to a page that several sequences hold only after copying it. Before a sequence
-writes to a page that no other sequence holds, the pool forgets the page's prefix."""
+values. Once the prefix of a full page is known, new sequences with this prefix share the page.
+Before a sequence writes to a page that other sequences hold too, it gets a copy of the page. Before
+it writes to a page that no other sequence holds, the pool forgets the page's prefix."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BlockPool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._sequences: dict[str, _PagedSequence] = {}
         self._holders = [0] * num_pages  # the number of sequences that hold each page
-        self._page_of: dict[bytes, int] = {}  # by a known prefix's key: its last page
+        self._page_of: dict[bytes, int] = {}  # the last page of each known prefix, by its key
         self._key_of: dict[int, bytes] = {}  # the inverse of `_page_of`
         self._remembered: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._prefix_queries = 0
@@ -190,8 +190,8 @@ class BlockPool:
 
     def release(self, sequence_id: str) -> None:
         """Forgets a sequence. Its full pages stay remembered, and are evicted after all other
-        remembered pages. Of these pages, the last is evicted first, because no sequence can use a
-        page without the pages before it."""
+        remembered pages. Its last page is evicted first, because no sequence can use a page without
+        the pages before it."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -244,8 +244,8 @@ class BlockPool:
             self._free.append(page)
 
     def _know(self, key: bytes, page: int) -> int:
-        """Makes `page` the known last page of the prefix of `key`, unless one is known. Returns the
-        known page. Until `_forget`, no sequence may write to it."""
+        """Makes `page` the known last page of the prefix of `key`, unless the prefix has one.
+        Returns the known page. Until `_forget`, no sequence may write to the known page."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
         return known

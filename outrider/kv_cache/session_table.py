@@ -50,8 +50,8 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
-        and the first tokens of `head.append` if held already. Always cuts the last committed token,
-        which must run again for its logits. If no token is held, begins with the cached pages of
+        and the first tokens of `head.append` if held already. Never keeps the last committed token,
+        which must run again for its logits. If no token is left, begins with the cached pages of
         the tenant that have the same tokens (`Engine.attach`).
 
         If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
@@ -62,7 +62,7 @@ class SessionTable:
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
             held = min(entry.confirmed_length, len(sequence))
-            # If as many tokens are held as stated, one of them differs, and nothing shows which.
+            # If enough tokens are held, at least one of them differs, and it is unknown which.
             length = held if held < head.base_length else 0
             return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length

@@ -101,8 +101,8 @@ class BlockedKeysAndValues(NamedTuple):
     same width."""
 
     keys: Tensor
-    """[pages, heads, page size, width]. But the memory of each page and head is a matrix [width,
-    page size], with the key of one slot in each column."""
+    """[pages, heads, page size, width] is the shape. In memory, the keys of one page and head are a
+    matrix [width, page size], with the key of one slot in each column."""
     values: Tensor  # [pages, heads, page size, width]
 
 

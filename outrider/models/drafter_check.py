@@ -75,7 +75,7 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """Returns a prompt in the target's chat format, on which heads are trained, if it has one."""
+    """Returns a prompt, if possible in the target's chat format, on which heads are trained."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)

@@ -130,7 +130,7 @@ class BlockedLinear(nn.Module):
         self.linear = linear
 
     def __getattr__(self, name: str) -> Any:
-        """For the few models that read the weight or bias of their layers."""
+        """A few models read the weight or bias of their layers."""
         if name in ("weight", "bias"):
             return getattr(self.linear, name)
         return super().__getattr__(name)

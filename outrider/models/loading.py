@@ -25,7 +25,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 @contextmanager
 def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
     """Maps the name of every stored tensor to its open file. Opens only the files that transformers
-    would load, because a directory may hold the same weights a second time."""
+    would load, because other files in a directory may hold copies of the weights."""
     if (path / WEIGHTS_FILE).is_file():
         files = {path / WEIGHTS_FILE}
     elif (path / _INDEX_FILE).is_file():
@@ -226,9 +226,9 @@ def use_device(**options: Unpack[LoadOptions]) -> torch.device:
 
 def resolve_device(device: str, rank: int = 0) -> torch.device:
     """Returns the device of a rank. `auto` means `cuda` if there is a CUDA device, otherwise `cpu`.
-    `cuda` without an index means one of the process's visible devices, chosen by `rank`. In a Ray
-    actor, Ray's assigned devices are visible. A CUDA device in the result has an index. Raises
-    `SettingError`."""
+    `cuda` without an index means one of the process's visible devices, chosen by `rank`. A Ray
+    actor sees only the devices that Ray has assigned to it. A CUDA device in the result has an
+    index. Raises `SettingError`."""
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if num_visible else "cpu"

@@ -93,8 +93,8 @@ class MtpHead(DraftHead):
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """`way` has a flag for the target's last norm, and one for the head's own norm: whether the
-        head reads the norm's output, not its input."""
+        """`way` has a flag for the target's last norm, and a flag for the head's own norm. If a
+        flag is true, the head reads that norm's output, otherwise its input."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:

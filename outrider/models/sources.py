@@ -70,7 +70,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, drafts: bool = False) -> None:
-    """Checks what `resolve_model` checks before it fetches or converts a model, with its errors."""
+    """Raises the errors that `resolve_model` raises before it fetches or converts a model."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     path = local_path(name)
@@ -189,7 +189,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 
-    # Commands report progress themselves. The GGUF reader's progress bar is a separate one.
+    # Commands report progress themselves. The GGUF reader has a progress bar of its own.
     transformers_logging.disable_progress_bar()
     gguf_reader.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)

@@ -8,7 +8,7 @@ layer, the rotation that each layer gets, and the use of the last layer's output
 differs from those of a Llama, the code of transformers runs the model.
 
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
-Up to the maximum length of spans, a token's attention is bit-equal in spans of any length."""
+A token's attention is bit-equal in spans of any length up to a maximum."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ class FusedDecoder:
     def __init__(
         self, module: Any, layers: list[AttentionLayer], max_model_len: int, kernels: PaceKernels
     ) -> None:
-        """The layers of `module` were replaced for these kernels. `layers` are those of
+        """The layers of `module` must be replaced for these kernels already. `layers` are those of
         `find_layers`. Raises `CannotFuse`."""
         base = module.base_model
         blocks: list[Any] = list(getattr(base, "layers", ()))
@@ -232,7 +232,7 @@ def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
 
 
 def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """Returns the index of a rotation in `tables`, to which it is appended if missing."""
+    """Returns the index of a rotation in `tables`. If it is missing, appends it first."""
     for number, known in enumerate(tables):
         if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
             return number
@@ -305,7 +305,7 @@ class FusedSteps(Steps):
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
-_NUM_PAGES = 257  # of the trial's cache; longer contexts use them several times
+_NUM_PAGES = 257  # of the trial's cache; longer contexts use some of them several times
 
 
 @torch.inference_mode()
@@ -313,9 +313,9 @@ def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
     """Returns the greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps of
-    any number of rows; None if they differ even in spans of one token. The trial runs the last
-    tokens of short and of long sequences, with each of the `thread_counts`. It runs only as many of
-    the first layers as include every kind, because layers of one kind compute alike."""
+    any number of rows. Returns None if rows differ even in spans of one token. The trial runs the
+    last tokens of short and of long sequences, with each of the `thread_counts`. It leaves out the
+    last layers if earlier ones are of the same kinds, because layers of one kind compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -331,8 +331,8 @@ def find_span_tokens(
     num_own = -(-_NUM_ROWS // PAGE_SIZE) + 1
 
     def rows(span: int, begin: int, num: int, length: int) -> Tensor:
-        """Returns the rows of `num` tokens after `begin` other tokens of a sequence with pages for
-        `length` tokens."""
+        """Returns the output rows of `num` tokens that follow `begin` other tokens, in a sequence
+        with pages for `length` tokens."""
         before = torch.arange(-(-length // PAGE_SIZE)) % (_NUM_PAGES - num_own)
         pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
         ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs steps of `counts` of the last `num` tokens. Returns whether their rows equal those
-        of one step of all `num` tokens, in spans of one token on `thread_counts[0]` threads."""
+        """Runs a step of `count` of the last `num` tokens for each of `counts`. Returns whether the
+        rows equal those of one step of `num` tokens in spans of 1 on `thread_counts[0]` threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

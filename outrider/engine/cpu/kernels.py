@@ -55,7 +55,7 @@ class LayerWeights(NamedTuple):
     rotation: int  # an index of `FusedDecoder.rotations`
     kind: int  # an index of `FusedDecoder.windows`
     scaling: float
-    softcap: float  # see `AttentionLayer`; 0 = no bound
+    softcap: float  # see `AttentionLayer`; 0 = scores stay
     window: int  # how many earlier tokens a token sees; -1 = all
 
 

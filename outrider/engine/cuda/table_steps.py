@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """The kernel's parameters for a step. It is compiled for each combination of them."""
+    """The kernel's parameters for a step. The kernel is compiled for each combination."""
 
     block_tokens: int  # the maximum number of tokens of a block; a power of two
     num_splits: int

@@ -3,8 +3,8 @@
 A rank is a process that has a share of the model's weights. Rank 0 is the leader.
 
 Tensors go through `torch.distributed`, with a timeout. If every rank has its own GPU, the backend
-is NCCL, otherwise Gloo. On one machine, sums of small tensors on the CPU go through `Links`,
-because sockets are faster than Gloo."""
+is NCCL, otherwise Gloo. On one machine, sums of small tensors on the CPU go through the sockets of
+`Links`, which are faster than Gloo."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class RankGroup(Ranks):
         store_socket: socket.socket | None = None,
     ) -> None:  # fmt: skip
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
-        load, and `step_timeout_s` for each collective. If `in_order`, sums of large tensors are
-        also added in the order of the ranks. All ranks must pass the same `in_order`. The leader
-        also passes the socket of `open_rendezvous`. Raises `Unavailable` if a rank does not join in
-        time."""
+        load, and `step_timeout_s` for each collective. If `in_order`, all sums are added in the
+        order of the ranks, not only the sums that go through `Links`. All ranks must pass the same
+        `in_order`. The leader also passes the socket of `open_rendezvous`. Raises `Unavailable` if
+        a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._timeout_s, self._num_waits = timeout_s, 0
@@ -67,7 +67,7 @@ class RankGroup(Ranks):
         self._through_cpu = backend == "gloo" and device.type != "cpu"
 
     def wait_for_all(self, loaded: str = "") -> None:
-        """Raises `ConfigError` if ranks pass different values for `loaded`."""
+        """See `Ranks`. Raises `ConfigError` if ranks pass different values for `loaded`."""
         self._num_waits += 1
         names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
@@ -224,7 +224,7 @@ class Links:
     def send_frame(self, frame: bytes) -> None:
         """Sends a frame from the leader to every follower."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes is too long")
-        # Followers send nothing between frames. A connection with something to read has ended.
+        # Followers send nothing between frames, so a readable connection has ended.
         for key, _ in self._selector.select(0):
             raise _lost(key.data, ConnectionError("the connection has ended"))
         self._send(_HEADER.pack(len(frame)) + frame)

@@ -1,8 +1,8 @@
 """The engine of a model on several ranks. Rank 0 is the leader. The other ranks are followers, and
 repeat the calls of the leader's engine.
 
-The leader sends a frame of several calls. A call is a MessagePack array of the name of an engine's
-method and the method's arguments."""
+The leader sends frames of one or more calls. A call is a MessagePack array that has the name of an
+engine's method and the method's arguments."""
 
 import logging
 from collections.abc import Callable, Sequence

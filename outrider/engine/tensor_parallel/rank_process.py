@@ -134,7 +134,7 @@ class RankHost(PlacedActor):
             await self._following
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the connections to the other ranks. A running step may take `grace_s` to end."""
+        """Closes the connections to other ranks. Waits up to `grace_s` for a running step."""
         if self._group is not None:
             self._group.links.close()
         if self._following is not None:

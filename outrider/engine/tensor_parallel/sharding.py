@@ -132,7 +132,7 @@ class ExchangingLinear(nn.Module):
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`exchange` computes the output from the outputs of all ranks. `bias` is added to the
-        result. `cut` selects this rank's columns of the input. None: the input has no others."""
+        result. `cut` selects this rank's columns of the input. None = the input has only these."""
         super().__init__()
         self.local, self.bias = local, bias
         self._exchange, self._cut = exchange, cut
