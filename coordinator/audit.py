@@ -66,7 +66,7 @@ class Auditor:
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # A callback also runs for a task that is cancelled before it starts. `_run` then does not.
+        # If a task is cancelled before it starts, its callback runs, but `_run` does not.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:

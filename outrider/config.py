@@ -1,7 +1,7 @@
 """Configurations: one frozen dataclass of settings for each service, and one for a deployment.
 
 Each field is a setting with a flag, an `OUTRIDER_*` variable, a YAML key and a row in
-`docs/settings.md`. Only `Internal` fields are not: the code that starts a service sets them."""
+`docs/settings.md`. `Internal` fields are no settings: the code that starts a service sets them."""
 
 import ipaddress
 from collections.abc import Mapping

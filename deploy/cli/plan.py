@@ -78,7 +78,7 @@ class SimulationOptions(Options):
     simulations."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. Without this file, `--engine emulated:acceptance_rates=A/A/..` describes the pair."""
+    --json`. Instead of a file, `--engine emulated:acceptance_rates=A/A/..` can describe them."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Sessions at a time; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None

@@ -164,7 +164,7 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """A placement group's name, which must be unique on the cluster, not in a namespace."""
+        """A placement group's name. It must be unique on the cluster, not only in a namespace."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:

@@ -102,7 +102,7 @@ class StepRequest:
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
     Returns the session's next item, or None if the answer must be sent first. Not set if the
     coordinator sends the next item."""
-    held_s: float = 0.0  # how long the answer may wait for other answers of the same message, s
+    held_s: float = 0.0  # how long the answer may wait, to share a message with others, s
     started_at: float | None = None  # when the first step that worked on the item began
     unfinished: Unfinished | None = None  # why the last step left the item unfinished
     runs_alone: bool = False  # because an earlier step with this item crashed
