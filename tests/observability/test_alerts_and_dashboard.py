@@ -24,9 +24,8 @@ from outrider.telemetry.metrics import HttpTimes
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "observability"
 CASES = Path(__file__).with_name("alert_cases.yaml")
-ALERTS: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yaml").read_text("utf-8"))[
-    "groups"
-][0]["rules"]
+[GROUP] = yaml.safe_load((FOLDER / "alerts.yaml").read_text("utf-8"))["groups"]
+ALERTS: list[dict[str, Any]] = GROUP["rules"]
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text("utf-8")
@@ -133,12 +132,9 @@ async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) ->
             await watched.stack.client.complete(GenerateRequest((VOCAB,), max_tokens=1))
         await watched.until("outrider_replicas_wanted", 1, role="target")
         exports = watched.exports["coordinator"]
-        assert exports.scrape is not None
         options = HttpOptions(metrics=exports.scrape.render, times=HttpTimes(exports.meter))
-        async with (
-            http_front(watched.stack, options) as url,
-            httpx.AsyncClient(base_url=url) as http,
-        ):
+        front = http_front(watched.stack, options)
+        async with front as url, httpx.AsyncClient(base_url=url) as http:
             await http.get("/health")
             by_http = Page.parse((await http.get("/metrics")).text)
         pages = [by_http, *[await watched.page(role) for role in ROLES if role != "coordinator"]]

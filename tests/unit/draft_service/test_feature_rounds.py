@@ -138,7 +138,6 @@ async def test_what_is_drafted_round_after_round(
             accepted.append(outcome.num_accepted)
             tokens += outcome.token_ids
             new = reply.features
-            assert new is not None
             assert (new.first, new.end) == (first, min(len(tokens) - 1, first + rows_max))
             assert _close(new, pair.features(tokens, first, new.end))
             shown += new.rows
@@ -167,7 +166,6 @@ async def test_features_of_all_that_is_held_can_be_had_again() -> None:
             for first in (0, 5):
                 rounds = {"session": session, "round_index": first}
                 found = (await pair.verify(text, NOTHING_SEALED, first, **rounds)).features
-                assert found is not None
                 # The verdict's own token has no slot.
                 assert (found.first, found.end) == (first, len(text))
                 assert _close(found, pair.features([*text, 0], first))

@@ -61,7 +61,6 @@ def expected(
     for index, row in enumerate(rows_behind(asked.token_ids, count).split(1)):
         if asked.allowed is not None:
             mask = asked.allowed.after(tokens)
-            assert mask is not None
             if mask.is_over:
                 break
             row = masked_logits(row, [mask])

@@ -65,9 +65,8 @@ def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
     tokens = tuple(range(1000, 1400))
     p, q = probabilities(rows(target, tokens, 400)), probabilities(rows(draft, tokens, 400))
     entropy = -(p * p.clamp_min(1e-300).log()).sum(-1).mean().item()
-    acceptance = torch.minimum(p, q).sum(-1).mean().item()
     assert entropy == pytest.approx(2.0, abs=0.01)
-    assert acceptance == pytest.approx(0.8, abs=0.05)
+    assert torch.minimum(p, q).sum(-1).mean().item() == pytest.approx(0.8, abs=0.05)
 
 
 def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round() -> None:
@@ -84,14 +83,15 @@ def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round()
         accepted += drafted == 1
         assert ((drafted == 0) | (drafted == 1)).all()
         law[:4].scatter_(1, torch.tensor(tokens[1:])[:, None], 0)
-        refused = [*(drafted == 0).nonzero().flatten(), 4]
-        for row in refused:  # The law is the pair's own, without the token that was drafted.
+        for row in [
+            *(drafted == 0).nonzero().flatten(),
+            4,
+        ]:  # The law is the pair's own, without the token that was drafted.
             assert torch.allclose(p[row], law[row] / law[row].sum(), atol=1e-6)
         for one in (engine, plain):
             one.release("s")
     assert accepted[2:].tolist() == [800, 0]
-    shares = (accepted / 800).tolist()
-    assert shares[:2] == pytest.approx([0.8, 0.5], abs=0.09)
+    assert (accepted / 800).tolist()[:2] == pytest.approx([0.8, 0.5], abs=0.09)
     assert torch.equal(rows(engine, (7, 8, 9), 1), rows(plain, (7, 8, 9), 1))
 
 

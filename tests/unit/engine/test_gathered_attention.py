@@ -77,9 +77,7 @@ def compare(
     actual = attend(query, LayerPages(cache, window, 0.7, softcap), plan.groups[window])
     expected = by_definition(query, cache, step, window, 0.7, softcap)
     assert actual.shape[1] == num_tokens
-    actual, padding = actual.split_with_sizes(
-        (expected.shape[1], num_tokens - expected.shape[1]), dim=1
-    )
+    actual, padding = actual.tensor_split((expected.shape[1],), dim=1)
     assert not padding.any()
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max().item() < 1e-12
@@ -130,11 +128,9 @@ def test_every_token_sees_what_it_should(
 def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_SEGMENT_TOKENS_MIN", 4)
     monkeypatch.setattr(batch, "_SCORES_MAX", 400)
-    prompt = SequenceStep("a", tuple(range(50)), 1)
-    other = SequenceStep("b", (1, 2), 1)
+    prompt, other = SequenceStep("a", tuple(range(50)), 1), SequenceStep("b", (1, 2), 1)
     sequences = [HeldSequence(prompt, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]
-    plan = compare(HeldStep(sequences, 16), window, None)
-    groups = plan.groups[window]
+    groups = compare(HeldStep(sequences, 16), window, None).groups[window]
     assert len(groups) > 2
     for group in groups:
         assert group.slots.shape[0] * group.num_tokens <= 400

@@ -90,8 +90,7 @@ async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
         link = at.connect()
         await asyncio.sleep(0.02 * number)
         for index in count():
-            head = make_head((1, 2), session=number, round_index=index)
-            await ask(*link, VerifyItem(head))
+            await ask(*link, VerifyItem(make_head((1, 2), session=number, round_index=index)))
             await asyncio.sleep(0.008)
 
     running = [asyncio.create_task(session(number)) for number in range(2)]

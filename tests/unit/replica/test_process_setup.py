@@ -73,10 +73,9 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
     directory = str(save_tiny_model(tmp_path))
     target = TargetConfig(directory=directory, kv_cache_memory_bytes=5)
     draft = DraftConfig(model="tiny", directory=directory, kv_cache_memory_bytes=5)
-    for config, role in ((target, "target"), (draft, "draft")):
+    for config, prefix in ((target, ""), (draft, "draft_")):
         with pytest.raises(SettingError, match="5 bytes hold no page") as bad:
             build_engine(config, 1)
-        prefix = {"target": "", "draft": "draft_"}[role]
         assert bad.value.key == f"{prefix}kv_cache_memory_bytes"
         long = replace(config, kv_cache_memory_bytes=20_000, max_model_len=128)
         with pytest.raises(SettingError, match=r"128 tokens do not fit .* holds") as bad:

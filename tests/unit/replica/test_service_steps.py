@@ -93,9 +93,7 @@ class Desk:
 
     def __init__(self, max_batch: int = 8, step_s: float | None = None) -> None:
         self.gated, self.worker = GatedExecutor(), Worker()
-        executor: Any = self.gated
-        if step_s is not None:
-            executor = InlineExecutor(lambda: step_s)
+        executor: Any = self.gated if step_s is None else InlineExecutor(lambda: step_s)
         description: Any = SimpleNamespace(max_num_seqs=max_batch)
         self.service = SteppedService(self.worker, executor, description)  # type: ignore[arg-type]
         self.frames: list[list[Any]] = []
@@ -219,10 +217,9 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
 
 async def test_an_item_whose_round_is_over_is_refused_without_a_step(desk: Desk) -> None:
     counted: list[str] = []
-    observer: Any = SimpleNamespace(
+    desk.service._observer = SimpleNamespace(
         stale=lambda: counted.append("stale"), stepped=lambda *_: counted.append("step")
     )
-    desk.service._observer = observer
     connection = desk.service.connect(desk.outlet.send)
     for epoch, round_index in ((2, 3), (1, 9), (2, 1)):
         head = make_head((1, 2), epoch=epoch, round_index=round_index)
@@ -325,8 +322,7 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     """Only after something has changed, here that a session is parked."""
     desk = Desk(2, step_s=0.001)
     told: list[Any] = []
-    observer: Any = SimpleNamespace(stepped=lambda works, answers, start, end: told.extend(answers))
-    desk.service._observer = observer
+    desk.service._observer = SimpleNamespace(stepped=lambda _, answers, *__: told.extend(answers))
     desk.worker.starved.add(session_name(1))
     desk.submit(1)
     await asyncio.sleep(2.5 * STARVED_REST_S)
@@ -360,7 +356,6 @@ async def test_two_rounds_that_are_known_run_before_their_answers_are_sent() -> 
     assert desk.rounds() == [[(1, index), (2, index)] for index in range(5)]
     assert [answer.key.round for answer in answers] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert num_sent == [0, 0, 2, 2, 4]
-    assert desk.service.figures.queue_steps is not None
     assert desk.service.figures.queue_steps >= 0
     await desk.service.close()
 

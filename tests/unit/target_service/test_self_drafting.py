@@ -51,7 +51,6 @@ class Target(Replica):
     def logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
         """The logits after the newest of `tokens` and the drafted ones, `drafted`."""
         layer = self.engine.draft_layer
-        assert layer is not None
         states = self.module(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         taps = [states.hidden_states[index] for index in layer.module.layer_ids]
         pairs = layer.module.fuse(torch.cat(taps, -1))

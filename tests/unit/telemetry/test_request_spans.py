@@ -31,8 +31,7 @@ def test_one_setting_says_where_telemetry_goes() -> None:
     assert setup.start_exports("", "target", "127.0.0.1") is None
     both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
     assert both == Destination("http://collector:4317", 9464)
-    anywhere = Destination.parse("prometheus=0")
-    assert anywhere.port("draft", 2) == 0
+    assert Destination.parse("prometheus=0").port("draft", 2) == 0
     ports = [both.port(role, slot) for slot in range(3) for role in ROLES]
     assert ports == list(range(9464, 9473)), "those of a slot stand together"
 
@@ -48,8 +47,7 @@ def test_a_wrong_destination_is_refused_by_name(text: str) -> None:
 
 
 def test_trace_context_survives_the_wire() -> None:
-    context = setup.read_traceparent(SAMPLED)
-    span = get_current_span(context)
+    span = get_current_span(setup.read_traceparent(SAMPLED))
     assert span.get_span_context().is_remote
     assert setup.write_traceparent(span) == SAMPLED
     quiet = setup.write_traceparent(span, sampled=False)
@@ -109,9 +107,8 @@ def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) ->
 def test_unsampled_rounds_count_and_have_no_spans() -> None:
     recorded = Recorded(trace_every_rounds=64)
     observer = recorded.observer
-    opened = observer.context("draft")
-    assert opened.startswith(f"00-{TRACE_ID}-")
-    assert setup.read_sampled(opened)
+    assert observer.context("draft").startswith(f"00-{TRACE_ID}-")
+    assert setup.read_sampled(observer.context("draft"))
     for index in (1, 3, 4):
         _round(observer, index, by_replica=index < 4)
         observer.shown({index: 0.001}, 2)
