@@ -97,8 +97,7 @@ def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     assert at.step(again) == [WAITS]
     at.table.release(session_name(1))
     (told,) = at.step(again)
-    assert isinstance(told, Resync)
-    assert told.cached_length == 0
+    assert (type(told), told.cached_length) == (Resync, 0)
     assert at.step(at.demand(2, 5, extra=3)) == [5]
 
 

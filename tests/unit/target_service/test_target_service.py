@@ -157,8 +157,7 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
     verdicts = []
     for setting in (roomy, tight):
         lost = await setting.ask(item)
-        assert isinstance(lost, Resync)
-        assert lost.cached_length == 0
+        assert (type(lost), lost.cached_length) == (Resync, 0)
         full = await setting.ask(VerifyItem(make_head((*PROMPT, 4), round_index=1)))
         verdicts.append(full.verdict)
         await setting.close()
