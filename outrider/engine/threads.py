@@ -35,7 +35,7 @@ _ELEMENTS = 2**20  # torch uses all threads for an operator on a tensor of this 
 
 def start_workers() -> list[int]:
     """Starts torch's worker threads for the calling thread, lowers their priority, and returns
-    their ids. Does nothing except on Linux, because elsewhere a thread has no own priority."""
+    their ids. Does nothing except on Linux, because elsewhere threads share a priority."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()

@@ -133,7 +133,7 @@ class BlockPool:
         return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of each step, all of different sequences. An unknown sequence
+        """Takes slots for the tokens of the steps. No sequence has two steps. An unknown sequence
         begins with an empty salt. Returns the page copies to make before any slot is written. After
         the step, call `written`. If the step fails, call `keep` with the old length instead. If the
         page copies fail, also call `release`, because the page tables have the new pages already.

@@ -5,7 +5,7 @@ reads wrong layers raises no error, but drafts badly. For the check, the target 
 For each of `DraftHead.ways`, the head then predicts tokens at each place of the text: the next
 token, and the token after it. The *agreement* is the share of predictions that are the target's
 likeliest token. For the stated way, the check also tries the features of the next token ("pairs one
-off"). Their agreement is only reported: in use, the head drafts before these features exist."""
+off"). This agreement is only reported, because in use the head drafts before they exist."""
 
 import logging
 from collections.abc import Callable, Sequence

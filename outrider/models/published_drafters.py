@@ -29,7 +29,7 @@ SERVED = (
 _UNSERVED = re.compile(
     "dflash|dspark|eagle(?!3|_)|medusa|mlpspeculator|pard2|ptd_token|mask_hidden", re.IGNORECASE
 )
-"""Searched for in the architecture's name, the keys of `config.json` and the names of tensors."""
+"""Matches architectures, keys of `config.json` and tensors of drafters that are not served."""
 _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
 """The kind for each match of `_UNSERVED` that is not the name of a kind."""
 
