@@ -24,11 +24,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CONSTRAINTS = {
-    "schema": Constraint.of_schema(SCHEMA),
-    "object": Constraint.any_object(),
+    "schema": Constraint.of_schema(SCHEMA), "object": Constraint.any_object(),
     "regex": Constraint.of_regex(r"^(the|The) (quick )*[a-z]{1,3}\d?$"),
     "choice": Constraint.of_choices(["brown", "brown fox", 'a "b"\n', "naïve"]),
-}
+}  # fmt: skip
 
 
 @cache
@@ -62,8 +61,7 @@ def allowed_ids(matcher: PrefixMatcher) -> list[int]:
 def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
     """The tokens that may follow, by a new matcher that has read only these tokens."""
     matcher = PrefixMatcher(grammar(name), grammars())
-    num_taken = matcher.stand(0, token_ids)
-    assert num_taken == len(token_ids)
+    assert matcher.stand(0, token_ids) == len(token_ids)
     return allowed_ids(matcher)
 
 

@@ -44,8 +44,7 @@ def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) ->
 
 def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
     """The device's own attention, or its substitute on a CPU."""
-    found = find_backend(torch.device(device), dtype)
-    return found or DeviceBackend(attend_by_tables, 8)
+    return find_backend(torch.device(device), dtype) or DeviceBackend(attend_by_tables, 8)
 
 
 def _weigh(

@@ -227,9 +227,8 @@ def byte_fallback_tokenizer() -> transformers.PreTrainedTokenizerFast:
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
     unknown = {"unk_token": "<unk>"}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, **unknown))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(parts)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
          decoders.Strip(" ", 1, 0)]

@@ -117,8 +117,7 @@ class MtpReference:
             found = self._last(features, tokens)
             hidden.append(self.norms[2](found))
             drafted.append(int(self.target.lm_head(hidden[-1]).argmax()))
-            carried = hidden[-1] if carries_normed else found
-            features = torch.cat([features, carried[None]])
+            features = torch.cat([features, (hidden[-1] if carries_normed else found)[None]])
             tokens = torch.cat([tokens, torch.tensor(drafted[-1:])])
         return hidden, drafted
 
@@ -135,5 +134,4 @@ class MtpReference:
 def tiny_mtp(target: Any) -> LoadedDraftHead:
     """A random MTP layer for a target's module, read from files."""
     with TemporaryDirectory() as directory:
-        path = MtpReference(target).save(Path(directory))
-        return load_mtp(path, target, target_name="tiny")
+        return load_mtp(MtpReference(target).save(Path(directory)), target, target_name="tiny")

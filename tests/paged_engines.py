@@ -66,8 +66,7 @@ def fuse(module: Any) -> ReferenceKernels:
             kind = type(child).__name__
             if kind.endswith("RMSNorm"):
                 eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
-                offset = float("Gemma" in kind)
-                setattr(parent, name, NativeRMSNorm(child.weight, eps, offset))
+                setattr(parent, name, NativeRMSNorm(child.weight, eps, float("Gemma" in kind)))
             elif kind == "GELUTanh":
                 setattr(parent, name, torch.nn.GELU())
     kernels = ReferenceKernels(module.dtype)

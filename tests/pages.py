@@ -21,8 +21,7 @@ def check_pages(owner: Any) -> None:
     holders, size = Counter[int](), pool.page_size
     for name, sequence in pool._sequences.items():
         length, keys = len(sequence.tokens), sequence.keys
-        num_pages = -(-length // size)
-        assert len(sequence.pages) == len(set(sequence.pages)) == num_pages, name
+        assert len(sequence.pages) == len(set(sequence.pages)) == -(-length // size), name
         assert 0 <= sequence.num_written <= length, name
         assert len(keys) - 1 == sequence.num_written // size, name
         for index, key in enumerate(keys[1:]):

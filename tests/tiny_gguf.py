@@ -63,5 +63,4 @@ def save_tiny_gguf(path: Path) -> Path:
 def paired_rows(values: np.ndarray, num_heads: int) -> np.ndarray:
     """Reorders rows [H * D, ..] of queries or keys as llama.cpp does for a Llama: the two rows that
     a rotation mixes become neighbours, instead of being half a head apart."""
-    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
-    return halves.swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

@@ -49,8 +49,7 @@ def compared(out: Path) -> tuple[list[str], str]:
     for task, name in (("facts", "acc"), ("facts", "acc_norm"), ("notes", "word_perplexity")):
         mine, its = (found[f"outrider_{task}"] for found in (ours, theirs))
         error = its.get(f"{name}_stderr,none")
-        is_number = isinstance(error, int | float)
-        within = error if is_number else PERPLEXITY_SHARE * its[f"{name},none"]
+        within = error if isinstance(error, int | float) else PERPLEXITY_SHARE * its[f"{name},none"]
         if abs(mine[f"{name},none"] - its[f"{name},none"]) > within:
             wrong.append(f"{task}: {name} is {mine[f'{name},none']}, not {its[f'{name},none']}")
     facts, notes = ours["outrider_facts"], ours["outrider_notes"]

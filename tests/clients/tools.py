@@ -58,9 +58,7 @@ def faults(asked: Asked, found: Outcome) -> list[str]:
     }
     for name in ("input_tokens", "output_tokens", "chunks", "ttft_ms"):
         checks[name] &= len(getattr(found, name)) == num
-    return [
-        f"{name} are wrong: {asked}, {found}" for name, is_right in checks.items() if not is_right
-    ]
+    return [f"{name} are wrong: {asked}, {found}" for name, is_ok in checks.items() if not is_ok]
 
 
 def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) -> list[str]:
@@ -77,14 +75,11 @@ def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) ->
             "--constraint", f"kind=max_requests,count={asked.requests}",
             "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
             "--data", f"kind=synthetic_text,{data}",
-            "--output", f"kind=json,path={out / 'report.json'}",
-            "--disable-console",
+            "--output", f"kind=json,path={out / 'report.json'}", "--disable-console",
         ]  # fmt: skip
     return [
-        "profile", "--model", model, "--url", url,
-        "--endpoint-type", asked.endpoint, "--streaming",
-        "--extra-inputs", "ignore_eos:true",
-        "--tokenizer", tokenizer,
+        "profile", "--model", model, "--url", url, "--endpoint-type", asked.endpoint, "--streaming",
+        "--extra-inputs", "ignore_eos:true", "--tokenizer", tokenizer,
         "--concurrency", str(STREAMS), "--request-count", str(asked.requests),
         "--prompt-input-tokens-mean", str(asked.input_tokens),
         "--prompt-output-tokens-mean", str(asked.output_tokens),
@@ -110,14 +105,13 @@ def from_guidellm(out: Path) -> Outcome:
     steps = sum(told["num_spec_steps"] for told in spoken)
     accepted = sum(told["num_accepted_draft_tokens"] for told in spoken)
     return Outcome(
-        completed=totals["successful"],
-        failed=totals["errored"] + totals["incomplete"],
+        completed=totals["successful"], failed=totals["errored"] + totals["incomplete"],
         input_tokens=[request["input_metrics"]["text_tokens"] for request in requests],
         output_tokens=[request["output_metrics"]["text_tokens"] for request in requests],
         chunks=[request["info"]["timings"]["token_iterations"] for request in requests],
         ttft_ms=[request["time_to_first_token_ms"] for request in requests],
         accepted=1 + accepted / steps if steps else None,
-    )
+    )  # fmt: skip
 
 
 def from_aiperf(out: Path) -> Outcome:

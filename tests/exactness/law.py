@@ -76,8 +76,7 @@ def chi_square(cells: np.ndarray, law: np.ndarray) -> Fit:
         seen, expected = pooled[0][large], pooled[1][large]
     statistic = ((seen - expected) ** 2 / expected).sum()
     degrees = len(expected) - 1
-    p_value = chi2.sf(statistic, degrees) if degrees else 1.0
-    return Fit(float(p_value), len(cells), degrees)
+    return Fit(float(chi2.sf(statistic, degrees) if degrees else 1.0), len(cells), degrees)
 
 
 def cells_of(tokens: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -71,8 +71,7 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
         thread.join()
     http.close()
     grpc.close()
-    left = started.left_behind(before) if started.is_alive else []
-    for wrong in (*left, *started.stop()):
+    for wrong in (*(started.left_behind(before) if started.is_alive else []), *started.stop()):
         ledger.fail("at the end", wrong, f"--seed {seed}")
     print(*ledger.failures, sep="\n")
     print(f"seed {seed}; before {before}; longest control {control.longest_s:.2f} s")

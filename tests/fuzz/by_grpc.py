@@ -31,9 +31,8 @@ _WRONG_CODES: Final = frozenset(status.value[0] for status in _WRONG)
 Ending = Literal["closed", "cancelled", "left open"]
 _SERVICES: Final = (
     (coordinator_pb2, "Coordinator", ("coordinator", "locked_coordinator")),
-    (target_pb2, "Target", ("target",)),
-    (draft_pb2, "Draft", ("draft",)),
-)
+    (target_pb2, "Target", ("target",)), (draft_pb2, "Draft", ("draft",)),
+)  # fmt: skip
 METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
     (method, place)
     for module, name, places in _SERVICES
@@ -79,8 +78,7 @@ def calls(draw: st.DrawFn, *, raw: bool) -> Call:
         frames = [frame.SerializeToString() for frame in draw(stream)]
     else:
         anything = messages(method.input_type)
-        message = draw(mutated(VALID.get(name, anything)) | anything)
-        frames = [message.SerializeToString()]
+        frames = [draw(mutated(VALID.get(name, anything)) | anything).SerializeToString()]
     if raw:
         frames = [draw(broken(st.just(data)) | BYTES) for data in frames] or [draw(BYTES)]
     return Call(

@@ -35,17 +35,13 @@ _KINDS: Final[dict[str, st.SearchStrategy[Any]]] = {
 }  # fmt: skip
 _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
-    "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
-    "ResumeBody": {},
-    "ResponsesBody": {"input": "hi", "max_output_tokens": 4},
-    "TokenizeBody": {"prompt": "hi"},
+    "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4}, "ResumeBody": {},
+    "ResponsesBody": {"input": "hi", "max_output_tokens": 4}, "TokenizeBody": {"prompt": "hi"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
-}
+}  # fmt: skip
 """Valid bodies, by the name of their schema."""
 _TOOL: Final = {"type": "function", "function": {"name": "f"}}
-_TOOLS: Final = tuple(
-    {"tools": [_TOOL], "tool_choice": choice} for choice in ("auto", "required", _TOOL)
-)
+_TOOLS: Final = [{"tools": [_TOOL], "tool_choice": one} for one in ("auto", "required", _TOOL)]
 _TEXT_BODIES: Final = (
     b"", b"null", b"[]", b"{", b'{"prompt": "\\ud800"}', b"\xff\xfe{}", b"\xef\xbb\xbf{}",
     b'{"prompt":"a","prompt":"b","max_tokens":2}', b'{"prompt":' + b"[" * 100_000,
@@ -118,9 +114,8 @@ class Document:
             many = st.tuples(inner, st.sampled_from(LENGTHS)).map(_repeated)
             return st.lists(inner, max_size=4) | st.lists(inner, max_size=4) | many
         if "properties" in schema:
-            parts = {
-                name: self.values(one, depth + 1) for name, one in schema["properties"].items()
-            }
+            properties = schema["properties"].items()
+            parts = {name: self.values(one, depth + 1) for name, one in properties}
             return st.fixed_dictionaries({}, optional=parts)
         return _KINDS.get(schema.get("type", ""), _ANYTHING)
 

@@ -30,9 +30,8 @@ class Control:
     def __init__(self, started: Started, ledger: Ledger) -> None:
         self._ledger = ledger
         key = started.keys["control"]
-        self._grpc = SyncClient(
-            started.addresses["locked_coordinator"], api_key=key, resume_timeout_s=0
-        )
+        address = started.addresses["locked_coordinator"]
+        self._grpc = SyncClient(address, api_key=key, resume_timeout_s=0)
         url = f"http://{started.addresses['locked_http']}"
         headers = {"authorization": f"Bearer {key}"}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=WAIT_S)

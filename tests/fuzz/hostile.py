@@ -30,9 +30,8 @@ _TEXTS: Final = (
 _BOUNDS: Final = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1), FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}  # fmt: skip
 
 TEXTS: Final = st.sampled_from(_TEXTS) | st.text(max_size=20)
 INTS: Final = st.sampled_from(_INTS) | st.integers(-4, 40)
@@ -43,12 +42,10 @@ BYTES: Final = st.one_of(
     st.sampled_from(LENGTHS).map(lambda size: b"\x01" * size),
 )
 _KINDS: Final = {
-    FieldDescriptor.CPPTYPE_STRING: TEXTS,
-    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_STRING: TEXTS, FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
     FieldDescriptor.CPPTYPE_ENUM: st.integers(-1, 6) | st.just(2**31 - 1),
-    FieldDescriptor.CPPTYPE_DOUBLE: FLOATS,
-    FieldDescriptor.CPPTYPE_FLOAT: FLOATS,
-}
+    FieldDescriptor.CPPTYPE_DOUBLE: FLOATS, FieldDescriptor.CPPTYPE_FLOAT: FLOATS,
+}  # fmt: skip
 
 
 def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:

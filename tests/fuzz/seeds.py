@@ -116,8 +116,7 @@ def by_grpc() -> Iterator[Call]:
         for metadata in ((("x", "y" * 2**16),), (("x", "y" * 2**20),)):
             yield Call(call.method, call.place, call.frames, metadata=metadata)
     for item in _items():
-        verify = target_pb2.VerifyRequest(items=[item])
-        yield from _calls("Verify", verify.SerializeToString())
+        yield from _calls("Verify", target_pb2.VerifyRequest(items=[item]).SerializeToString())
         # In the parts that both requests share, field 1 is the head.
         draft = draft_pb2.DraftItem(head=item.head, num_draft_tokens=4, look_ahead=64)
         yield from _calls("Propose", draft_pb2.DraftRequest(items=[draft]).SerializeToString())
@@ -153,8 +152,7 @@ def _head(**fields: Any) -> types_pb2.RoundHead:
     """The head of a new session, because another epoch or round would make the item stale."""
     values: dict[str, Any] = {
         "session_id": f"{next(_sessions):032x}", "epoch": 1, "append": [1, 2, 3],
-        "prompt_length": 3,
-        "rule": types_pb2.RULE_TOKEN, "deadline_ms": 5000,
+        "prompt_length": 3, "rule": types_pb2.RULE_TOKEN, "deadline_ms": 5000,
         "sampling_params": types_pb2.SamplingParams(),
     }  # fmt: skip
     if "sampling_hash" in fields:

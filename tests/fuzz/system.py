@@ -44,7 +44,6 @@ CALLERS: Final = (Caller("fuzzer", "fuzzer", concurrency=64), Caller("control", 
 async def main() -> None:
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     tokenizer.chat_template = read_chat_template(HERMES)
-    text = TokenizerText(tokenizer, "toy")
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as name:
         directory = Path(name)
         keys = {caller.name: add_key(directory / "keys", caller) for caller in CALLERS}
@@ -53,7 +52,7 @@ async def main() -> None:
         assert exports.scrape is not None
         async with (
             emulated_stack(
-                directory / "redis", SPEC, text=text, max_sessions=256,
+                directory / "redis", SPEC, text=TokenizerText(tokenizer, "toy"), max_sessions=256,
                 grammars=lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (SPEC.eos,))),
                 resume_grace_ms=500, length_control=True,
                 observation=ObservedRequests(exports.tracer, exports.meter, UNTRACED),
@@ -61,10 +60,9 @@ async def main() -> None:
             AsyncExitStack() as exits,
         ):  # fmt: skip
             addresses = {
-                "coordinator": stack.server.address,
-                "target": stack.target_server.address,
+                "coordinator": stack.server.address, "target": stack.target_server.address,
                 "draft": stack.draft_server.address,
-            }
+            }  # fmt: skip
             for place, gate in (("open", OPEN), ("locked", _gate(stack, directory, exits))):
                 options = HttpOptions(access=gate, metrics=exports.scrape.render)
                 await _serve(stack, place, options, addresses, exits)
@@ -97,12 +95,10 @@ def _figures(coordinator: CoordinatorService) -> dict[str, int]:
     gc.collect()  # Makes asyncio log unretrieved errors.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
-        "tasks": len(asyncio.all_tasks()),
-        "files": len(os.listdir("/proc/self/fd")),
+        "tasks": len(asyncio.all_tasks()), "files": len(os.listdir("/proc/self/fd")),
         "memory_mib": pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
-        "sessions": coordinator.num_running,
-        "admitted": coordinator._num_admitted,
-    }
+        "sessions": coordinator.num_running, "admitted": coordinator._num_admitted,
+    }  # fmt: skip
 
 
 def _tell(value: Any) -> None:

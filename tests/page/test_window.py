@@ -140,8 +140,7 @@ async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
     assert (await window.text("#detail .words")).startswith("token 88, id ")
     assert await window.text("#text .chosen") is not None
     marked = "return document.querySelector('#rounds .marked').dataset.index"
-    told = await window.text("#detail .head")
-    assert told == f"round {await window.run(marked)}"
+    assert await window.text("#detail .head") == f"round {await window.run(marked)}"
     await fill(window, max_tokens=4000, compare=False)
     await window.run("document.getElementById('prompt').focus()")
     await window.press("Enter", held=("Control",))
@@ -340,10 +339,9 @@ async def test_it_fits_a_telephone(window: Browser, stack: Stack) -> None:
     """Nothing is wider than the window. Wide parts, such as the table, scroll on their own."""
     await generate(window, prompt="w", seed=8, temperature=1, max_tokens=30)
     size = {"height": 800, "deviceScaleFactor": 1, "mobile": True}
-    command = "Emulation.setDeviceMetricsOverride"
     try:
         for width in (360, 700, 900):
-            await window.devtools(command, width=width, **size)
+            await window.devtools("Emulation.setDeviceMetricsOverride", width=width, **size)
             assert await window.run("return document.documentElement.scrollWidth") == width
             assert await window.run("return document.querySelector('.bar').offsetWidth") > 90
     finally:

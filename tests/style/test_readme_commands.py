@@ -86,8 +86,7 @@ def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
         for option in ("prompts", "measure", "start_from", "corpus"):
             path = getattr(arguments, option, None)
             assert path is None or callable(path) or Path(path).parts[0] in made, line
-        drafter = str(arguments.settings.get("draft_model", ""))
-        for word in re.findall(r"my-\w+", drafter):
+        for word in re.findall(r"my-\w+", str(arguments.settings.get("draft_model", ""))):
             assert word in made, line
         if name == "distill":
             made.add(str(arguments.out))

@@ -107,11 +107,10 @@ def test_what_folders_share_is_documented() -> None:
     shared = _shared_names()
     found = {}
     for path in PRODUCT_FILES:
-        module = ".".join(_parts(path))
         for node in _tree(path).body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            if (module, node.name) not in shared:
+            if (".".join(_parts(path)), node.name) not in shared:
                 continue
             if not ast.get_docstring(node):
                 found[f"{_name(path)}::{node.name}"] = "no docstring"

@@ -116,9 +116,7 @@ def test_a_file_is_changed_by_commands(tmp_path: Path) -> None:
     assert read_key_file(path) == bob
 
 
-def test_a_file_is_read_again_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a second. An invalid, missing or unreadable file changes nothing."""
     path, now = tmp_path / "keys", [0.0]
     key = add_key(path, Caller("alice", "alice"))
@@ -143,9 +141,8 @@ def test_a_file_is_read_again_when_it_changes(
     path.unlink()
     assert is_found()
     path.write_text("{}")
-    exhausted = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", Mock(side_effect=exhausted))
+        patch.setattr(Path, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
         assert is_found()
     assert not is_found()  # Though it has not changed since.
 

@@ -51,8 +51,7 @@ class ToyPair:
     def paths(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Every sequence of `num_tokens` tokens, [V^K, K], and the states before each and after
         the last, [V^K, K+1]."""
-        drafts = self.mass.shape[2]
-        paths = list(itertools.product(range(drafts), repeat=num_tokens))
+        paths = list(itertools.product(range(self.mass.shape[2]), repeat=num_tokens))
         tokens = torch.tensor(paths, dtype=torch.int64).view(len(paths), num_tokens)
         states = [torch.zeros(len(paths), dtype=torch.int64)]
         for i in range(num_tokens):
@@ -75,9 +74,8 @@ def make_pair(p: torch.Tensor, drafters: torch.Tensor, entries_max: int = 64) ->
     num_states, vocab_size = p.shape
     step = torch.empty(num_states, vocab_size, dtype=torch.int64)
     for state in range(num_states):
-        last = (state - 1) % vocab_size
         for token_id in range(vocab_size):
-            pair = 1 + vocab_size * (1 + last) + token_id
+            pair = 1 + vocab_size * (1 + (state - 1) % vocab_size) + token_id
             step[state, token_id] = 1 + token_id if state == 0 else pair
     p = p / p.sum(dim=1, keepdim=True)
     q = drafters / drafters.sum(dim=2, keepdim=True)

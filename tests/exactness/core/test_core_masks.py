@@ -77,15 +77,13 @@ def constrained(seed: int, fails: bool, min_tokens: int = 0) -> tuple[ToyPair, H
     random = np.random.default_rng([seed, 99])
     raw = random_pair(V, seed)
     flags = torch.from_numpy(random.random(raw.p.shape) < 0.6)
-    likeliest = raw.p.argmax(dim=1)
-    flags[torch.arange(len(flags)), likeliest] = True
+    flags[torch.arange(len(flags)), raw.p.argmax(dim=1)] = True
     if min_tokens:
         raw = make_pair(raw.p + 0.1, raw.q)
         flags = torch.ones(raw.p.shape, dtype=torch.bool)
         flags[: 1 if min_tokens == 1 else 1 + V, OVER] = False
     drafters = raw.q * flags
-    nothing = drafters.sum(dim=2) == 0
-    drafters[nothing] = 1.0  # Nothing is drawn there.
+    drafters[drafters.sum(dim=2) == 0] = 1.0  # Nothing is drawn there.
     states = np.random.default_rng(seed).permutation(np.arange(1, len(raw.p))) if fails else ()
     failing = frozenset(int(state) for state in states[: len(states) // 2])
     held = Late(raw, flags, num=min_tokens) if min_tokens else Held(raw, flags, failing)

@@ -56,8 +56,7 @@ def reads_everything(seen: Seen | None) -> Plan:
         return 3, 0
     token_id, accept = seen.token_ids[slot], seen.verdict.accept_probability[slot]
     is_wanted = token_id == seen.verdict.correction[slot] and accept >= 0.7
-    num = (3 if seen.uniforms[slot] < 0.5 else 0) ^ is_wanted
-    return num, int(token_id == 2)
+    return (3 if seen.uniforms[slot] < 0.5 else 0) ^ is_wanted, int(token_id == 2)
 
 
 def grows_after_weak_slots(seen: Seen | None) -> Plan:
@@ -111,8 +110,7 @@ class Sequences:
             uniforms = tuple(question.noise.accept_uniforms(len(ids)))
             outcome = decide(verdict, ids, self._rule, uniforms)
             self._seen[number] = Seen(verdict, outcome, ids, uniforms)
-            state = states[outcome.num_accepted]
-            self._states[number] = self._step[state][outcome.token_ids[-1]]
+            self._states[number] = self._step[states[outcome.num_accepted]][outcome.token_ids[-1]]
             self.tokens[number] += outcome.token_ids
 
     def _drafted(
@@ -185,12 +183,11 @@ def last_row_twice(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("pair", "faults"),
     [
-        (sampling_pair(), {"residual_stream": Stream.DRAFT}),
-        (UNEVEN, ABSOLUTE_PLACES),
+        (sampling_pair(), {"residual_stream": Stream.DRAFT}), (UNEVEN, ABSOLUTE_PLACES),
         (UNEVEN, {"accept_uniforms": lambda noise, num: [1e-12] * num}),
     ],
     ids=["shared noise", "absolute places", "u = 0"],
-)
+)  # fmt: skip
 def test_wrong_noise_is_found(pair, faults, monkeypatch):
     """A token after a rejection has the noise of the rejected token, discarded places lend theirs
     to the next round, or every token is accepted."""

@@ -54,8 +54,7 @@ def test_trap_09_the_tail_of_the_noise_is_resolved():
     weights = torch.tensor([1.0, 1e-3, 1e-4, 1e-4], dtype=torch.float64).expand(num, -1)
     places = [RoundNoise(9, Rule.TOKEN, length).place(0) for length in range(num)]
     won = race(weights, row_keys(9, places, [Stream.TARGET] * num))
-    law = np.array([1.0, 1e-3, 1e-4, 1e-4]) / 1.0012
-    assert not chi_square(won, law).rejects
+    assert not chi_square(won, np.array([1.0, 1e-3, 1e-4, 1e-4]) / 1.0012).rejects
 
 
 def test_trap_12_a_lost_token_is_noticed():

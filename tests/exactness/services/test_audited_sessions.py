@@ -122,8 +122,7 @@ def test_planted_faults_are_far_beyond_chance(
     rule: Rule, fault: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("target_service.verifier.verdicts_from_logits", fault)
-    sums = audited(rule, SamplingParams(temperature=1.0))
-    assert abs(z(sums)) > 8
+    assert abs(z(audited(rule, SamplingParams(temperature=1.0)))) > 8
 
 
 REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)

@@ -114,8 +114,7 @@ def by_target() -> Propose:
         requests = [
             DraftRequest(
                 name, "", PROMPT, len(PROMPT), K, PLAIN, Rule.TOKEN,
-                RoundNoise(seed, Rule.TOKEN, len(PROMPT)),
-                deadline=draws.deadline(seed, ends_at),
+                RoundNoise(seed, Rule.TOKEN, len(PROMPT)), deadline=draws.deadline(seed, ends_at),
             )
             for name, seed in zip(names, seeds, strict=False)
         ]  # fmt: skip
@@ -133,16 +132,14 @@ def by_draft(
         items = [
             DraftItem(
                 make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=sampling),
-                K, look_ahead, features=features,
-                deadline=draws.deadline(seed, ends_at),
+                K, look_ahead, features=features, deadline=draws.deadline(seed, ends_at),
             )
             for seed in seeds
         ]  # fmt: skip
         found: dict[int, Proposal] = {}
         while waiting := [item for item in items if item.head.seed not in found]:
             for item, answer in zip(waiting, proposer.step(waiting), strict=True):
-                answers = answer.answers if isinstance(answer, Answers) else (answer,)
-                for one in answers:
+                for one in answer.answers if isinstance(answer, Answers) else (answer,):
                     if isinstance(one, ProposalReply) and not one.assumed:
                         found[item.head.seed] = one.proposal.open()
         for item in items:

@@ -41,8 +41,7 @@ def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
 
 
 def tiny_engine(family: str, seed: int) -> PagedEngine:
-    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
-    module = tiny_module(config, seed, torch.bfloat16)
+    module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN), seed, torch.bfloat16)
     return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))
 
 
@@ -77,8 +76,7 @@ async def check_tokens(
             assert await text(seed, k) == expected[-1]
     for first in range(len(NUM_DRAFT_TOKENS)):
         ks = [NUM_DRAFT_TOKENS[(first + seed) % 3] for seed in range(len(prompts))]
-        together = [text(seed, k) for seed, k in enumerate(ks)]
-        assert await asyncio.gather(*together) == expected
+        assert await asyncio.gather(*[text(seed, k) for seed, k in enumerate(ks)]) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

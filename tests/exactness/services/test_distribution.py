@@ -48,8 +48,7 @@ CONSTRAINT = Constraint.of_regex("[ab]c?[abc]{0,2}")
 
 @cache
 def letters() -> Any:
-    vocabulary = {"a": 0, "b": 1, "c": 2, "<|end|>": END}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "<|end|>": END}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
@@ -276,8 +275,7 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         if cell.drafter == "parallel":
             found["parallel_token"] = cell.draft_vocab_size - 1
     target = engine_of(twin(module), eos, **options)
-    self_drafter = self_drafter_of(target)
-    return found | {"target_engine": target, "self_drafter": self_drafter}
+    return found | {"target_engine": target, "self_drafter": self_drafter_of(target)}
 
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
@@ -341,20 +339,18 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     if cell.drafter == "mtp":
         module = flatter(mtp_target("deepseek_v3", cell.vocab_size))
     else:
-        num_layers = 2 if cell.drafter in ("eagle3", "apart") else 1
-        module = tiny(cell.vocab_size, 3, num_layers)
+        module = tiny(cell.vocab_size, 3, 2 if cell.drafter in ("eagle3", "apart") else 1)
     options: dict[str, Any] = {}
     if cell.grammar:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}
     mask = late_mask if cell.params == "late" else mask_of() if cell.grammar else no_mask
     law = completion_law(module, PROMPT, cell.num_tokens, PARAMS[cell.params], mask)
-    slow = drafting_pays() if cell.length_control else nullcontext()
     async with running_stack(
         directory=directory, lookup=lookup_of(cell.lookup),
         hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT), length_control=cell.length_control,
         **engines_of(cell, module), **options,
     ) as stack:  # fmt: skip
-        with slow:
+        with drafting_pays() if cell.length_control else nullcontext():
             samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law)
     print(f"{cell}: {result}, {num_accepted} draft tokens accepted")

@@ -42,12 +42,10 @@ SUBJECTS = (
     "a stubborn mule", "why leaves fall",
 )  # fmt: skip
 FORMS = (
-    "Write two sentences about {}.",
-    "Once upon a time there was {}. There was {}, and",
-    "List five words about {}:\n1.",
-    "Q: What should one know about {}?\nA:",
+    "Write two sentences about {}.", "Once upon a time there was {}. There was {}, and",
+    "List five words about {}:\n1.", "Q: What should one know about {}?\nA:",
     "def describe():\n    '''Tell of {}.'''\n    return",
-)
+)  # fmt: skip
 PROMPTS = [form.replace("{}", subject) for subject in SUBJECTS for form in FORMS]
 
 
@@ -87,8 +85,7 @@ def target_engine(real: Real) -> PagedEngine:
 async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
     """Runs the services with the target's first 4 layers as the draft."""
     module, info = real.cut
-    draft = engine_of(twin(module), info)
-    async with running_stack(target_engine(real), draft, tmp_path) as stack:
+    async with running_stack(target_engine(real), engine_of(twin(module), info), tmp_path) as stack:
         yield stack
 
 
@@ -161,8 +158,7 @@ def tiny_engine(module: Any, **own: Any) -> PagedEngine:
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
     if (layer := own.get("draft_layer")) is not None:
-        pair_width = 0 if own.get("drafts_apart") else 2 * 2 * 8
-        slot_bytes += (pair_width + layer.module.width) * 8
+        slot_bytes += ((0 if own.get("drafts_apart") else 2 * 2 * 8) + layer.module.width) * 8
     num_bytes = TINY_PAGES * SMALL_PAGE * slot_bytes
     return PagedEngine(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes, **own)
 
@@ -177,8 +173,7 @@ async def check_tiny(stack: Stack, module: Any) -> None:
 
     async def texts(k: int, *, is_greedy: bool = False) -> list[tuple[int, ...]]:
         nonlocal num_drafted
-        seeds = [None if is_greedy else seed for seed in range(CROWD)]
-        asked = zip(prompts, seeds, strict=True)
+        asked = zip(prompts, [None if is_greedy else seed for seed in range(CROWD)], strict=True)
         answers = await asyncio.gather(*(complete(stack, ids, 12, k, seed) for ids, seed in asked))
         num_drafted += sum(answer.metrics.num_draft_tokens for answer in answers)
         return [answer.token_ids for answer in answers]
@@ -199,16 +194,13 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
 ) -> None:
     original, ids = twin(tiny), range(0, TINY_VOCAB, 2)
     target = tiny_engine(tiny, draft_layer=tiny_eagle3(tiny, ids))
-    drafter = self_drafter_of(target)
-    async with running_stack(target, None, tmp_path, self_drafter=drafter) as stack:
+    async with running_stack(target, None, tmp_path, self_drafter=self_drafter_of(target)) as stack:
         await check_tiny(stack, original)
     check_pages(target)
 
 
 @pytest.mark.timeout(300)
-async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
-    tiny: Any, tmp_path: Path
-) -> None:
+async def test_a_head_apart_from_its_target_leaves_the_text(tiny: Any, tmp_path: Path) -> None:
     """Both are short of pages; what either loses is computed or sent again."""
     original, ids = twin(tiny), tuple(range(0, TINY_VOCAB, 2))
     head = tiny_eagle3(tiny, ids)
@@ -230,9 +222,8 @@ async def test_a_draft_in_one_pass_leaves_the_text_as_it_is(
 ) -> None:
     """The draft knows the target's weights."""
     original, draft = twin(tiny), tiny_engine(twin(tiny))
-    target = tiny_engine(tiny)
     async with running_stack(
-        target, draft, tmp_path, look_ahead=look_ahead, parallel_token=TINY_VOCAB - 1
+        tiny_engine(tiny), draft, tmp_path, look_ahead=look_ahead, parallel_token=TINY_VOCAB - 1
     ) as stack:
         await check_tiny(stack, original)
     check_pages(draft)

@@ -24,8 +24,7 @@ def round_of(drafted: int, first: int, num_tokens: int, seconds: float = 1.0) ->
 
 def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token() -> None:
     """Rounds have the tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10; the first four are dropped."""
-    places = ((0, 0, 1), (2, 1, 3), (4, 4, 3), (4, 7, 1), (4, 8, 2))
-    rounds = [round_of(*place) for place in places]
+    rounds = [round_of(*place) for place in ((0, 0, 1), (2, 1, 3), (4, 4, 3), (4, 7, 1), (4, 8, 2))]
     assert window(rounds, 8) == rounds[2:4]
 
 

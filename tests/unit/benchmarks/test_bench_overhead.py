@@ -17,8 +17,7 @@ from outrider.request import GenerateRequest, RoundReport
 
 
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:
-    reports = [RoundReport(i, (), 0, 1.0, 2.0, 0.5, 0.5, 1.0 + i) for i in range(5)]
-    found = round_figures(reports)
+    found = round_figures([RoundReport(i, (), 0, 1.0, 2.0, 0.5, 0.5, 1.0 + i) for i in range(5)])
     assert (found["round_ms_p50"], found["round_ms_p99"]) == pytest.approx((7.0, 8.96))
     assert found["round_parts_ms"] == {
         "draft": 1, "wire": 2, "queue": 0.5, "verify": 0.5, "commit": 3,
@@ -90,7 +89,6 @@ def test_each_message_takes_longer_in_each_direction_and_waits_for_no_other() ->
 
 async def test_a_process_that_cannot_start_says_why() -> None:
     setup = {"service": "target", "config": {"engine": "emulated:no=1"}, "delay_ms": 0}
-    process = Process("benchmarks.processes:service", "the target process", setup)
     with pytest.raises(ConfigError, match="the target process: emulated: no="):
-        async with process:
+        async with Process("benchmarks.processes:service", "the target process", setup):
             pass

@@ -107,7 +107,7 @@ async def measured(
     return dict((await run(options, start, lambda line: None)).values)
 
 
-async def test_every_side_decodes_every_prompt(
+async def test_each_side_decodes_each_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformers gets one request at a time. Peers that are not installed or fail are missing."""

@@ -34,14 +34,11 @@ def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("not json", "Invalid JSON"),
-        ('{"prompt": "  "}', '"prompt": String should match'),
+        ("not json", "Invalid JSON"), ('{"prompt": "  "}', '"prompt": String should match'),
         ('{"prompt": "a", "max_tokens": 16385}', '"max_tokens": Input should be less than'),
     ],
-)
-def test_a_wrong_line_is_named_with_its_file_and_what_is_allowed(
-    line: str, reason: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_a_wrong_line_is_named_with_what_is_allowed(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line)
     with pytest.raises(ConfigError) as caught:
@@ -65,9 +62,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     ("categories", "number", "expected"),
     [("aabbabcc", 6, "a0 a1 b2 b3 c6 c7"), ("aaab", 3, "a0 a1 b3"), ("aabbcc", 2, "a0 b2")],
 )
-def test_a_selection_has_as_many_of_each_category(
-    categories: str, number: int, expected: str
-) -> None:
+def test_a_selection_has_as_many_of_each_kind(categories: str, number: int, expected: str) -> None:
     prompts = [BenchPrompt(f"{name}{place}", name) for place, name in enumerate(categories)]
     assert [prompt.text for prompt in select_prompts(prompts, number)] == expected.split()
 
@@ -75,13 +70,11 @@ def test_a_selection_has_as_many_of_each_category(
 @pytest.mark.parametrize(
     ("name", "option", "wrong"),
     [
-        ("speedup", "num-prompts", "100001"),
-        ("speedup", "temperature", "nan"),
-        ("speedup", "rule", "greedy"),
-        ("peers", "concurrency", "4,4097"),
+        ("speedup", "num-prompts", "100001"), ("speedup", "temperature", "nan"),
+        ("speedup", "rule", "greedy"), ("peers", "concurrency", "4,4097"),
         ("overhead", "parts", "rounds,all"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_of_an_option_is_named(
     name: str, option: str, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,8 +22,7 @@ async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
     rewritten = [prompt.text for prompt in read_prompts() if prompt.category == "rewrite"]
 
     def script(request: GenerateRequest) -> tuple[int, float]:
-        helped = request.num_draft_tokens and request.prompt in rewritten
-        return 12, 1.0 if helped else 3.0
+        return 12, 1.0 if request.num_draft_tokens and request.prompt in rewritten else 3.0
 
     options, lines = SpeedupOptions(num_prompts=12), list[str]()
     side = ScriptedSide(script)

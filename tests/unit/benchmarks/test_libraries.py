@@ -55,9 +55,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "record"
 
 
-async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
-    environments: Path, record: Path
-) -> None:
+async def test_tokens_end_at_the_eos_or_the_most_wanted(environments: Path, record: Path) -> None:
     """After a failed request, the next one is answered. Two requests run at a time."""
     library = BY_NAME["vllm"]
     told = inputs(environments, token_ids=TOKEN_IDS)
@@ -122,9 +120,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
-    tiny: TargetConfig, raw: bool
-) -> None:
+def test_engine_and_library_write_the_same_greedy_tokens(tiny: TargetConfig, raw: bool) -> None:
     """In float32, a difference would be an error in one of the loops. All loops stop at the EOS."""
     chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))

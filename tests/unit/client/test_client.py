@@ -97,8 +97,7 @@ class ScriptedServicer:
 
 
 async def serve(coordinator: ScriptedServicer) -> RpcServer:
-    descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"]
-    server = RpcServer([Service(descriptor, coordinator)])
+    server = RpcServer([Service(pb.DESCRIPTOR.services_by_name["Coordinator"], coordinator)])
     await server.start()
     return server
 
@@ -132,9 +131,7 @@ async def test_a_completion_is_its_events(client: Client, coordinator: ScriptedS
     assert request_from_proto(coordinator.requests[-1]) == REQUEST
 
 
-async def test_an_error_arrives_as_it_was_raised(
-    client: Client, coordinator: ScriptedServicer
-) -> None:
+async def test_an_error_arrives_as_raised(client: Client, coordinator: ScriptedServicer) -> None:
     for error in (BadRequest("sampling.top_p", "0 is wrong"), Overloaded("full", 250)):
         coordinator.events = (STARTED, error)
         with pytest.raises(type(error)) as caught:
@@ -159,9 +156,7 @@ async def test_an_error_arrives_as_it_was_raised(
         ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_sent_is_named(
-    client: Client, field: str, fields: dict[str, Any]
-) -> None:
+async def test_what_cannot_go_is_named(client: Client, field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
         await client.complete(GenerateRequest(**({"prompt": "hi"} | fields)))
     assert caught.value.field == field
@@ -188,9 +183,7 @@ async def test_a_closed_client_says_so(server: RpcServer, coordinator: ScriptedS
             await call
 
 
-async def test_a_cancelled_reader_is_cancelled(
-    client: Client, coordinator: ScriptedServicer
-) -> None:
+async def test_a_cancelled_reader_is_stopped(client: Client, coordinator: ScriptedServicer) -> None:
     coordinator.events = (STARTED, asyncio.Event())
     reading = asyncio.create_task(client.complete(REQUEST))
     await coordinator.waits.wait()

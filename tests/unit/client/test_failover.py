@@ -156,8 +156,7 @@ async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
 async def test_it_goes_round_until_one_has_the_session() -> None:
     leased = errors.Unavailable("another coordinator has it", 1700)
     gone = Scripted((STARTED, FIRST, BROKEN))
-    other = Scripted((leased,), (STARTED, SECOND, FINISHED))
-    events, time_s = await heard(gone, other)
+    events, time_s = await heard(gone, Scripted((leased,), (STARTED, SECOND, FINISHED)))
     assert events == [*WHOLE]
     assert 1.7 <= time_s < 1.8 + LEASE_WAIT_SPREAD_MS / 1e3
     assert len(gone.asked) == 2
@@ -267,19 +266,17 @@ def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ("named", "each"),
     [
         (["gone", "gone", "new"], {"gone": [(STARTED, FIRST, BROKEN)]}),
-        (["gone", "new"], {"gone": []}),
-        (["first,gone", "gone,new"], {"first": [], "gone": []}),
+        (["gone", "new"], {"gone": []}), (["first,gone", "gone,new"], {"first": [], "gone": []}),
         ([*["gone"] * 5, "new"], {"gone": []}),
     ],
-)
+)  # fmt: skip
 async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: Any) -> None:
     """1 s after the names were read. The only known ones are gone for good."""
     begun = any(script for script in each.values())
     new = Scripted((STARTED, SECOND, FINISHED) if begun else WHOLE)
     found = {name: Scripted(*script) for name, script in each.items()} | {"new": new}
-    clock = asyncio.get_running_loop().time
     transport = failover.ResumingTransport(
-        failover.EndpointPool(Names(*named), found.__getitem__, clock)
+        failover.EndpointPool(Names(*named), found.__getitem__, asyncio.get_running_loop().time)
     )
     await asyncio.sleep(1.0)
     assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]

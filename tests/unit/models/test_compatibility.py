@@ -39,9 +39,7 @@ EXPERTS = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "nu
         ),
     ],
 )  # fmt: skip
-def test_other_kinds_of_attention_are_refused(
-    name: str, sizes: dict[str, Any], reason: str
-) -> None:
+def test_other_attention_is_refused(name: str, sizes: dict[str, Any], reason: str) -> None:
     config = getattr(transformers, f"{name}Config")(**SIZES, **sizes)
     refused(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), reason)
 

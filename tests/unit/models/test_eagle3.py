@@ -106,12 +106,11 @@ def hidden_by_definition(head: eagle3.Eagle3Head, pairs: list[tuple[Tensor, int,
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"norm_before_residual": True, "norm_output": True},
+        {}, {"norm_before_residual": True, "norm_output": True},
         {"qk_norm": True, "layer": {"num_key_value_heads": 4}},
     ],
     ids=["plain", "normed", "qk"],
-)
+)  # fmt: skip
 def test_chains_are_those_of_the_definition(target: Any, changes: dict[str, Any]) -> None:
     head = tiny_head(target, **changes)
     torch.manual_seed(0)
@@ -139,8 +138,7 @@ def test_taps_are_normed_as_the_files_say(flag: str, target: Any, tmp_path: Path
     taps = torch.randn(4, 3, target.config.hidden_size)
     normed = taps
     if head.fc_norm is not None:
-        weights = torch.stack([each.weight for each in head.fc_norm])
-        normed = norm(taps, weights)
+        normed = norm(taps, torch.stack([each.weight for each in head.fc_norm]))
     elif head.input_norm is not None:
         normed = norm(taps.flatten(1), head.input_norm.weight)
     expected = normed.flatten(1) @ head.fc.weight.T
@@ -226,8 +224,7 @@ def test_rows_are_put_in_the_order_of_their_tokens(target: Any, tmp_path: Path) 
     head = tiny_head(target)
     order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
     d2t = torch.tensor(DRAFT_IDS)[order] - torch.arange(len(order))
-    permuted = {"lm_head.weight": head.lm_head.weight[order], "d2t": d2t}
-    change_tensors(save(tmp_path, head), permuted)
+    change_tensors(save(tmp_path, head), {"lm_head.weight": head.lm_head.weight[order], "d2t": d2t})
     loaded = load(tmp_path, target)
     assert loaded.token_ids == DRAFT_IDS
     assert torch.equal(loaded.module.lm_head.weight, head.lm_head.weight)

@@ -47,9 +47,7 @@ def test_any_number_of_rows(dtype: torch.dtype, bias: bool, out_features: int) -
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("block_weights", [1, 1_000, 2**20])
-def test_many_rows_are_widened(
-    bias: bool, block_weights: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_widen(bias: bool, block_weights: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_layers, "_BLOCK_WEIGHTS", block_weights)
     layer = random_layer(torch.bfloat16, bias)
     widened = WidenedLinear(layer.weight, layer.bias)

@@ -38,14 +38,12 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("", "name is empty"),
         ("dmo", "model dmo: no directory has this name, .* did you mean demo?"),
-        ("a/b/c", "no such file or directory"),
-        ("./nowhere", "no such file or directory"),
+        ("a/b/c", "no such file or directory"), ("./nowhere", "no such file or directory"),
         ("~nobody-has-this-name/model", "no such file or directory"),
-        ("lost.gguf", "no such file or directory"),
-        ("{tiny}/config.json", r"not a \.gguf"),
+        ("lost.gguf", "no such file or directory"), ("{tiny}/config.json", r"not a \.gguf"),
         ("{tiny}/..", r"no config\.json"),
     ],
-)
+)  # fmt: skip
 def test_names_that_cannot_be_models_are_refused(tiny: Path, name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve_model(name.format(tiny=tiny))
@@ -98,13 +96,10 @@ def test_cuda_without_a_device_is_refused() -> None:
 @pytest.mark.parametrize(
     ("device", "rank", "num_visible", "index"),
     [
-        ("cuda", 0, 1, 0),
-        ("auto", 1, 2, 1),
-        ("cuda", 1, 1, 0),
-        ("cuda", 5, 4, 1),
+        ("cuda", 0, 1, 0), ("auto", 1, 2, 1), ("cuda", 1, 1, 0), ("cuda", 5, 4, 1),
         ("cuda:1", 3, 2, 1),
     ],
-)
+)  # fmt: skip
 def test_a_cuda_device_has_an_index_and_is_the_threads_own(
     monkeypatch: pytest.MonkeyPatch, device: str, rank: int, num_visible: int, index: int
 ) -> None:
@@ -188,9 +183,7 @@ def test_the_first_difference_between_tokenizers_is_named(
         fingerprint.compare_tokenizers("T", target, "D", draft)
 
 
-def test_equal_tokenizers_pass_whatever_the_width_of_the_logits(
-    spoken: Path, tmp_path: Path
-) -> None:
+def test_equal_tokenizers_pass_whatever_the_width_of_logits(spoken: Path, tmp_path: Path) -> None:
     narrow = save_tiny_model(tmp_path, vocab_size=320, seed=5, tokenizer=byte_level_tokenizer())
     check_same_tokenizer(str(spoken), str(narrow))
     other = save_tiny_model(tmp_path / "o", vocab_size=320, tokenizer=byte_level_tokenizer(300))
@@ -224,8 +217,7 @@ def test_a_file_that_is_no_gguf_leaves_nothing_behind(
     bad.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ConfigError, match=r"bad.gguf: this GGUF file cannot be read"):
         resolve_model(str(bad))
-    left = [p.name for p in (tmp_path / "cache" / "models").iterdir() if p.suffix != ".lock"]
-    assert left == []
+    assert [p.name for p in (tmp_path / "cache" / "models").iterdir() if p.suffix != ".lock"] == []
 
 
 def test_changed_files_are_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

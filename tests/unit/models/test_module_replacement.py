@@ -57,8 +57,7 @@ def classes(module: nn.Module) -> Counter[type]:
 @torch.inference_mode()
 def some_logits(module: Any) -> torch.Tensor:
     """Logits [27, VOCAB] of a prompt, one token, and rows of two sequences."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCAB, (1, 18), generator=generator)
+    ids = torch.randint(0, VOCAB, (1, 18), generator=torch.Generator().manual_seed(1))
     parts = (ids, ids[:, 5:6], ids[:, :4].expand(2, 4).clone())
     return torch.cat([row for part in parts for row in module(part, use_cache=False).logits])
 
@@ -94,9 +93,7 @@ def test_whatever_differs_keeps_its_own_code(model_type: str, dtype: torch.dtype
     ("family", "num_norms"),
     [("llama", 5), ("qwen3", 9), ("mistral", 5), ("gemma", 5), ("gemma3", 13)],
 )
-def test_what_is_swapped_in_the_llama_family(
-    family: str, num_norms: int, dtype: torch.dtype
-) -> None:
+def test_what_is_swapped_in_llama_family(family: str, num_norms: int, dtype: torch.dtype) -> None:
     _, swapped = twins(tiny_config(family, VOCAB), dtype)
     found = classes(swapped)
     assert (found[FusedAttention], found[FusedMLP], found[NativeRMSNorm]) == (2, 2, num_norms)
@@ -141,9 +138,7 @@ def test_modules_with_hooks_stay() -> None:
     assert seen == ["q", "mlp"] * 3
 
 
-def test_configurations_within_a_blocks_keep_their_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_configurations_within_a_block_keep_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library also sets the attention of the configurations inside a configuration."""
     config = tiny_config("llama", VOCAB)
     monkeypatch.setattr(type(config), "sub_configs", {"vision_config": type(config)})

@@ -80,9 +80,7 @@ def test_chains_on_pages_are_those_of_the_definition(
             assert close(head.logits(row), reference.target.lm_head(expected))
 
 
-def drafted_by(
-    engine: PagedEngine, head: Any, text: list[int], drafted: list[int]
-) -> list[torch.Tensor]:
+def drafted_by(engine: Any, head: Any, text: list[int], drafted: list[int]) -> list[torch.Tensor]:
     """h [D] of a chain after a text whose last token has not been run, in two steps."""
     half = len(text) // 2
     for tokens in (text[:half], text[half:-1]):
@@ -128,8 +126,7 @@ def test_what_its_files_hold_beside_is_used(tmp_path: Path) -> None:
     expected = torch.cat(
         [expected[..., :20] * scales[:, None, :1], expected[..., 20:] * scales[:, None, 1:]], -1
     ).flatten(0, 1)
-    found = head.layer.mtp_block.mlp.experts.gate_up_proj[1][16:]
-    assert torch.equal(found, expected)
+    assert torch.equal(head.layer.mtp_block.mlp.experts.gate_up_proj[1][16:], expected)
     for changed, message in (
         ({name: rounded}, f"{name} is stored as torch.float8_e4m3fn; "),
         ({"enorm.weight": None}, "its files lack the weights layers.0.enorm.weight"),

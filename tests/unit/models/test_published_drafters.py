@@ -42,8 +42,7 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
         if name.endswith("_scale_inv"):  # A scale is for a block of 128 by 128.
             shape = [-(-size // 128) for size in tensors[name.removesuffix("_scale_inv")].shape]
         is_float8 = tensor.get("dtype") == "F8_E4M3"
-        dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
-        tensors[name] = torch.randn(shape).to(dtype)
+        tensors[name] = torch.randn(shape).to(torch.float8_e4m3fn if is_float8 else torch.bfloat16)
     if "d2t" in tensors:
         num_all, num = facts["target"]["vocab"] // SCALE, len(tensors["d2t"])
         token_ids = torch.randperm(num_all)[:num].sort().values
@@ -121,8 +120,7 @@ def test_published_mtp_layers_load(
     assert recognise(tmp_path) == "mtp"
     target = tiny_module(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
     head: Any = load_mtp(tmp_path, target, target_name=name).module
-    width = facts["target"]["hidden_size"] // SCALE
-    features = torch.randn(1, 3, width, dtype=torch.bfloat16)
+    features = torch.randn(1, 3, facts["target"]["hidden_size"] // SCALE, dtype=torch.bfloat16)
     *_, hidden = head.unroll(features, torch.tensor([[1, 2, 3, 4]]), 2)
     assert head.logits(hidden).shape == (1, 3, facts["target"]["vocab"] // SCALE)
 
@@ -169,9 +167,7 @@ def test_what_is_not_served_or_malformed_is_refused(
 
 @pytest.mark.parametrize("layers", ["model.layers", "model.language_model.layers"])
 @pytest.mark.parametrize("extra", ["mtp.fc", "model.layers.1.eh_proj"])
-def test_models_and_drafters_of_our_own_are_not_recognised(
-    layers: str, extra: str, tmp_path: Path
-) -> None:
+def test_our_own_models_and_drafters_are_not_found(layers: str, extra: str, tmp_path: Path) -> None:
     """A model with its own MTP layers is taken for a model."""
     assert recognise(tmp_path) is None
     names = (f"{layers}.0.mlp.weight", "mtp.layers.0.mlp.weight", f"{extra}.weight")

@@ -47,8 +47,7 @@ def load(drafter: Path, target: Path) -> tuple[torch.nn.Module, tuple[int, ...]]
 def test_a_drafter_computes_what_was_saved(target: Path, drafter: Path) -> None:
     module, token_ids = load(drafter, target)
     assert token_ids == TOKEN_IDS
-    whole = AutoModelForCausalLM.from_pretrained(target)
-    made = tiny_drafter(whole, TOKEN_IDS)
+    made = tiny_drafter(AutoModelForCausalLM.from_pretrained(target), TOKEN_IDS)
     for name, parameter in made.named_parameters():
         if "layers" in name and parameter.dim() == 2:
             scales = parameter.abs().amax(1, keepdim=True) / 127
@@ -80,8 +79,7 @@ def test_the_routers_biases_are_kept(tmp_path: Path) -> None:
 
 
 def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
-    flags = {"model": str(target), "draft_model": str(drafter)}
-    config = resolve_models(load_config(flags, {}))
+    config = resolve_models(load_config({"model": str(target), "draft_model": str(drafter)}, {}))
     engine = build_engine(config.draft, 1)
     [logits] = engine.forward([SequenceStep("s", PROMPT, 2)])
     assert logits.shape == (2, len(TOKEN_IDS))
@@ -90,8 +88,7 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     module, _ = load(drafter, target)
     torch.testing.assert_close(logits, module(torch.tensor([PROMPT])).logits[0, -2:])
     noise = RoundNoise(1, Rule.GREEDY, len(PROMPT))
-    greedy = SamplingParams(temperature=0.0)
-    asked = DraftRequest("d", "", PROMPT, 1, 1, greedy, Rule.GREEDY, noise)
+    asked = DraftRequest("d", "", PROMPT, 1, 1, SamplingParams(temperature=0.0), Rule.GREEDY, noise)
     drafter = ModelDrafter(engine)
     draft = drafter.begin(asked)
     drafter.extend([draft])
@@ -103,11 +100,10 @@ def test_another_target_and_ranks_are_refused(target: Path, drafter: Path, tmp_p
     for key, changes, said in (
         ("draft_model", {"model": str(other)}, r"trained for the target tiny .* outrider distill"),
         (
-            "draft_tensor_parallel_size",
-            {"draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size", {"draft_tensor_parallel_size": 2},
             "must be 1 for a drafter",
         ),
-    ):
+    ):  # fmt: skip
         flags = {"model": str(target), "draft_model": str(drafter)} | changes
         with pytest.raises(SettingError, match=said) as bad:
             resolve_models(load_config(flags, {}))
@@ -167,8 +163,7 @@ def test_the_fingerprint_is_the_tensors(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", ["", "[]", '{"weight": [1]}', '{"weight": {}}', "{"])
 def test_a_file_with_a_broken_header_has_no_fingerprint(header: str, tmp_path: Path) -> None:
-    size = len(header).to_bytes(8, "little")
-    (tmp_path / WEIGHTS_FILE).write_bytes(size + header.encode())
+    (tmp_path / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(ConfigError, match="not a safetensors file"):
         tensors_fingerprint(tmp_path)
 

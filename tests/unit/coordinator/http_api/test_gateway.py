@@ -84,8 +84,7 @@ class Deployment(httpx2.AsyncBaseTransport):
     def __init__(self, *steps: Step) -> None:
         self._steps = list(steps)
         self.asked: list[httpx2.Request] = []
-        coordinators = Coordinators(EndpointPool(URLS, str, first=0), self)
-        self.app = build_gateway(coordinators)
+        self.app = build_gateway(Coordinators(EndpointPool(URLS, str, first=0), self))
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         self.asked.append(request)
@@ -122,13 +121,10 @@ class Deployment(httpx2.AsyncBaseTransport):
     ("end", "between"),
     [("reset", []), ("cut short", ["refused", 503, 409, "reset"]), ("interrupted", [429, 502])],
 )
-async def test_a_stream_that_breaks_anywhere_is_told_whole(
-    end: str, between: Sequence[str | int]
-) -> None:
+async def test_a_stream_that_breaks_is_told_whole(end: str, between: Sequence[str | int]) -> None:
     for place in range(len(WHOLE) + 1):
         first = WHOLE[:place]
-        interrupted = INTERRUPTED[place % 2]
-        broken = stream(first, interrupted) if end == "interrupted" else None
+        broken = stream(first, INTERRUPTED[place % 2]) if end == "interrupted" else None
         if broken is None:
             broken = stream(first, then=ERRORS[end])
         elif not first.endswith(b"\n\n") and first:
@@ -185,12 +181,11 @@ async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (refusal(503), "e503"),
-        (ERRORS["refused"], "no coordinator answers: refused"),
+        (refusal(503), "e503"), (ERRORS["refused"], "no coordinator answers: refused"),
         (ERRORS["reset"], "no coordinator answers: read error"),
     ],
     ids=["refused", "dead", "dead without a reason"],
-)
+)  # fmt: skip
 async def test_coordinators_are_asked_for_a_limited_time(
     step: Step, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,8 +224,7 @@ async def test_a_body_without_a_deadline_has_the_default(body: Any) -> None:
 async def test_a_stream_whose_events_have_no_ids_is_not_begun_anew() -> None:
     event = b"data: {}\n\n"
     made = Deployment(stream(event, then=ERRORS["reset"]), rest)
-    found = await made.call(BODY)
-    assert found.content.startswith(event + b'data: {"error":')
+    assert (await made.call(BODY)).content.startswith(event + b'data: {"error":')
     assert len(made.asked) == 1
 
 

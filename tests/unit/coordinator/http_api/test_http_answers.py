@@ -218,8 +218,7 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
     sentence = "the rain would not stop, 東 said"
     ids = [token for token in text.encode(sentence) if not text.is_special(token)]
     assert b"".join(text.spell(token) for token in ids).decode().strip() == sentence
-    special = text._tokenizer.eos_token
-    assert text.spell(text._tokenizer.eos_token_id).decode() == special
+    assert text.spell(text._tokenizer.eos_token_id).decode() == text._tokenizer.eos_token
 
 
 @pytest.mark.parametrize(
@@ -272,8 +271,7 @@ def test_native_events_have_all_that_happened() -> None:
             "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0, "tokens_per_second": 1.0,
         },
     }  # fmt: skip
-    entry = PositionLogprobs(-1.5, ((4, -0.5), (9, NOTHING)))
-    found = told(native, tokens(0, [1], "", [entry]))
+    found = told(native, tokens(0, [1], "", [PositionLogprobs(-1.5, ((4, -0.5), (9, NOTHING)))]))
     assert found["logprobs"] == [{"logprob": -1.5, "top": [[4, -0.5], [9, -9999.0]]}]
 
 

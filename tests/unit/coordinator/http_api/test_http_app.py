@@ -65,8 +65,7 @@ class Front:
 async def test_a_call_goes_on_with_its_callers_trace() -> None:
     """Only sessions with a key are resumable."""
     front = Front(Service(*WHOLE))
-    found = await front.post({"traceparent": TRACE})
-    assert found.json()["choices"][0]["text"] == "a"
+    assert (await front.post({"traceparent": TRACE})).json()["choices"][0]["text"] == "a"
     assert [call[1:] for call in front.service.calls] == [("", TRACE, False)]
     assert front.service.calls[0][0].prompt == (1, 2)
 
@@ -155,8 +154,7 @@ async def test_answers_are_as_the_document_says(
     if "input" in body:
         logprobs = {"include": ["message.output_text.logprobs"]}
     for stream in (False, True):
-        more = {"stream": stream, **logprobs}
-        found = await front.send("POST", path, json=body | more)
+        found = await front.send("POST", path, json=body | {"stream": stream, **logprobs})
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         kind = found.headers["content-type"].partition(";")[0]
         lines = [found.text]
@@ -270,7 +268,7 @@ class SlowBody:
 
 
 @pytest.mark.parametrize("limit", ["HTTP_BODY_S_MAX", "HTTP_BODY_PART_S_MAX"])
-async def test_a_body_that_does_not_come_is_given_up(
+async def test_a_body_that_stays_away_is_given_up(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """The connection is closed, too. The limit does not hold for the time of the answer."""
@@ -293,8 +291,7 @@ def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
     """An application that asks for keys, with the key of its only caller."""
     key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
     slots = MemorySlots(1500, 0.02)
-    access = AccessControl(watch_keys(directory / "keys"), slots)
-    return Front(Service(*WHOLE), access, key), slots
+    return Front(Service(*WHOLE), AccessControl(watch_keys(directory / "keys"), slots), key), slots
 
 
 async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
@@ -381,8 +378,7 @@ async def test_bodies_are_bounded_together(
 ) -> None:
     """All bodies, and those of all keys of a tenant. A body counts until it is complete or its
     client has gone."""
-    size = len(json.dumps(BODY))
-    monkeypatch.setattr(f"outrider.limits.{limit}", 2 * size)
+    monkeypatch.setattr(f"outrider.limits.{limit}", 2 * len(json.dumps(BODY)))
     ann, bob, eve = (
         add_key(tmp_path / "keys", Caller(name, tenant))
         for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))

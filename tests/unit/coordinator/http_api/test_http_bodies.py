@@ -187,18 +187,14 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
 @pytest.mark.parametrize(
     ("field", "in_chat", "in_completions"),
     [
-        ("sampling.temperature", "temperature", "temperature"),
-        ("chat", "messages", "chat"),
+        ("sampling.temperature", "temperature", "temperature"), ("chat", "messages", "chat"),
         ("chat.messages[2].role", "messages[2].role", "chat.messages[2].role"),
-        ("text", "text", "prompt[1]"),
-        ("token_ids[3]", "token_ids[3]", "prompt[1][3]"),
-        ("logprobs", "top_logprobs", "logprobs"),
-        ("stop[1]", "stop[1]", "stop[1]"),
-        ("stop[0]", "stop[0]", "stop"),
-        ("max_tokens", "max_completion_tokens", "max_tokens"),
+        ("text", "text", "prompt[1]"), ("token_ids[3]", "token_ids[3]", "prompt[1][3]"),
+        ("logprobs", "top_logprobs", "logprobs"), ("stop[1]", "stop[1]", "stop[1]"),
+        ("stop[0]", "stop[0]", "stop"), ("max_tokens", "max_completion_tokens", "max_tokens"),
         ("regex", "structured_outputs.regex", "regex"),
     ],
-)
+)  # fmt: skip
 def test_the_coordinators_errors_name_the_bodys_fields(
     field: str, in_chat: str, in_completions: str
 ) -> None:
@@ -247,9 +243,7 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
         ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICES, "structured_outputs.choice"),
     ],
 )  # fmt: skip
-def test_each_way_to_ask_for_a_form(
-    fields: dict[str, Any], constraint: Constraint, field: str
-) -> None:
+def test_ways_to_ask_for_a_form(fields: dict[str, Any], constraint: Constraint, field: str) -> None:
     found = completion(**fields)
     assert (only(found).constraint, found.names[constraint.kind]) == (constraint, field)
 
@@ -370,14 +364,13 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({"max_token": 1}, "max_token", "there is no such field; did you mean max_tokens?"),
         ({"speculation": {"rul": 1}}, "speculation.rul", "no such field; did you mean rule?"),
         (b"{", None, "the body is not JSON: EOF while parsing an object at line 1 column 1"),
-        (b'"\xff"', None, "unicode"),
-        (b"[" * 16_000, None, "recursion limit"),
+        (b'"\xff"', None, "unicode"), (b"[" * 16_000, None, "recursion limit"),
         (b'{"seed": ' + b"1" * 5000 + b"}", None, "number out of range"),
         (b"", None, "the body must be a JSON object, with Content-Type: application/json"),
         (b"[1]", None, "the body must be a JSON object, with Content-Type: application/json"),
     ],
     ids=lambda value: str(value)[:60],
-)
+)  # fmt: skip
 async def test_what_is_allowed_is_told(fields: Any, param: str | None, words: str) -> None:
     body = fields
     if isinstance(fields, dict):
@@ -388,10 +381,9 @@ async def test_what_is_allowed_is_told(fields: Any, param: str | None, words: st
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[" * 600_000, '","' * 200_000, "\\" * 300_000 + ",:[{" * 150_000],
+    "text", ["[" * 600_000, '","' * 200_000, "\\" * 300_000 + ",:[{" * 150_000],
     ids=["brackets", "quotes", "backslashes"],
-)
+)  # fmt: skip
 def test_marks_inside_of_texts_are_no_values(text: str) -> None:
     body = {"prompt": text, "stop": ['\\"', '"', "\\"]}
     assert read_body(b"\xef\xbb\xbf" + json.dumps(body).encode()) == body

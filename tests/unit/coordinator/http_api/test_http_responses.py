@@ -164,8 +164,7 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], said: str) -> N
     ],
 )  # fmt: skip
 def test_the_coordinators_errors_name_the_bodys_fields(field: str, own: str) -> None:
-    found = asked(text={"format": FORMAT}).renamed(BadRequest(field, "is wrong"), 0)
-    assert found.field == own
+    assert asked(text={"format": FORMAT}).renamed(BadRequest(field, "is wrong"), 0).field == own
 
 
 async def answered(*events: Event | Exception, **fields: Any) -> Any:
@@ -178,8 +177,7 @@ def part(text: str, logprobs: Any = ()) -> dict[str, Any]:
 
 
 def item(text: str, status: str) -> dict[str, Any]:
-    told = message("assistant", [part(text)], id=f"msg_{ID}_0", status=status)
-    return dict(sorted(told.items()))
+    return dict(sorted(message("assistant", [part(text)], id=f"msg_{ID}_0", status=status).items()))
 
 
 async def test_a_whole_response() -> None:
@@ -198,8 +196,7 @@ async def test_a_whole_response() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.DEADLINE])
 async def test_a_response_that_was_cut_off_is_incomplete(reason: FinishReason) -> None:
-    ended = Finished(reason, FINISHED.usage, FINISHED.metrics)
-    found = (await answered(TOKENS, ended)).json()
+    found = (await answered(TOKENS, Finished(reason, FINISHED.usage, FINISHED.metrics))).json()
     assert found["status"] == found["output"][0]["status"] == "incomplete"
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     assert found["stop_reason"] == (None if reason is FinishReason.LENGTH else "deadline")
@@ -242,8 +239,7 @@ def test_a_long_response_is_told_quickly() -> None:
 
 
 async def test_log_probabilities_are_those_of_chat() -> None:
-    entry = PositionLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
-    event = Tokens(0, (7,), "a", (Origin.BONUS,), (entry,))
+    event = Tokens(0, (7,), "a", (Origin.BONUS,), (PositionLogprobs(-0.5, ((7, -0.5), (8, -1.5))),))
     fields: Any = {"include": [LOGPROBS], "top_logprobs": 2}
     [message] = (await answered(event, FINISHED, **fields)).json()["output"]
     [logprob] = message["content"][0]["logprobs"]

@@ -38,13 +38,11 @@ RESPONSE = {
     "seed": 7, "speculation": {"rule": "coupled"}, "stream": True,
 }  # fmt: skip
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", CHAT),
-    "choices": ("/v1/chat/completions", {**CHAT, "n": 3}),
+    "chat": ("/v1/chat/completions", CHAT), "choices": ("/v1/chat/completions", {**CHAT, "n": 3}),
     "prompts": ("/v1/completions", {**TEXT, "prompt": [[1, 2], [3]], "stop": ["cd"]}),
     "echo": ("/v1/completions", {**TEXT, "prompt": [3] * 40, "echo": True}),
-    "response": ("/v1/responses", RESPONSE),
-    "events": ("/api/generate", TEXT),
-}
+    "response": ("/v1/responses", RESPONSE), "events": ("/api/generate", TEXT),
+}  # fmt: skip
 Told = tuple[str, Any]
 """The id of an event, and its data."""
 
@@ -180,8 +178,7 @@ def events_of(content: bytes) -> list[Told]:
 @asynccontextmanager
 async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
     """Two coordinators with one store and one target."""
-    loop = asyncio.get_running_loop()
-    store = ScriptStore(lambda: loop.time() * 1e3)
+    store = ScriptStore(lambda: asyncio.get_running_loop().time() * 1e3)
     first = Coordinator(store)
     second = Coordinator(store, first)
     await first.service.start()
@@ -210,10 +207,8 @@ def summary(told: list[Told]) -> dict[str, Any]:
             found["usage"] += [response["usage"]] if response.get("usage") else []
         elif event.get("type") in ("started", "tokens", "finished"):
             found["parts"] += [event["type"]] * (event["type"] != "tokens")
-            for token_id, text in zip(
-                event.get("token_ids", ()), event.get("texts", ()), strict=True
-            ):
-                found["parts"].append((token_id, text))
+            texts = event.get("texts", ())
+            found["parts"] += zip(event.get("token_ids", ()), texts, strict=True)
             found["text"] = found.get("text", "") + event.get("text_delta", "")
         else:
             found["usage"] += [event["usage"]] if event.get("usage") else []
@@ -228,9 +223,8 @@ def add_choice(found: dict[str, Any], choice: dict[str, Any]) -> None:
     found["roles"] = found.get("roles", 0) + ("role" in delta)
     found["text"] = found.get("text", "") + delta.get("content", "")
     found["token_ids"] = found.get("token_ids", []) + choice.get("token_ids", [])
-    found["ends"] = found.get("ends", []) + [choice["finish_reason"]] * bool(
-        choice["finish_reason"]
-    )
+    ended = choice["finish_reason"]
+    found["ends"] = found.get("ends", []) + [ended] * bool(ended)
     for key, value in (choice["logprobs"] or {}).items():
         if isinstance(value, list):
             found[key] = found.get(key, []) + value
@@ -252,16 +246,14 @@ async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
         num_choices = len(await first.lengths())
     for num_events in range(1, len(whole)):
         async with two() as (first, second):
-            dies = bool(num_events % 2)
-            status, _, content = await first.call(path, body, KEY, num_events, dies)
+            status, _, content = await first.call(path, body, KEY, num_events, bool(num_events % 2))
             assert status == 200
             told = events_of(content)
             assert len(told) == num_events
             rest = await second.stream(path, body, {**KEY, "Last-Event-ID": told[-1][0]})
             assert summary(told + rest) == summary(whole), num_events
             assert len(await second.lengths()) == num_choices
-            again = await second.stream(path, body, KEY)
-            assert summary(again) == summary(whole)
+            assert summary(await second.stream(path, body, KEY)) == summary(whole)
 
 
 @pytest.mark.parametrize("form", ["chat", "choices", "prompts"])
@@ -303,8 +295,7 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
         await asyncio.sleep(1.0)
         assert sum(task.done() for task in waiting) == 1
         assert (await first.call(path, body, last))[0] == 200
-        statuses = [(await task)[0] for task in waiting]
-        assert sorted(statuses) == [200] * 8 + [503]
+        assert sorted([(await task)[0] for task in waiting]) == [200] * 8 + [503]
         assert not stuck.done()
         stuck.cancel()
 
@@ -360,12 +351,10 @@ async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
     async with two() as (first, second):
         formats = ChatFormats(cast(Any, Text()), reasoning_parser="deepseek_r1")
         for one in (first, second):
-            options = HttpOptions(access=one.app.state.access)
-            one.app = build_app(one.service, options, formats)
+            one.app = build_app(one.service, HttpOptions(access=one.app.state.access), formats)
         _, _, content = await first.call(*FORMS["chat"], leaves_after=3, dies=True)
         resume = f"/v1/sessions/{events_of(content)[0][1]['id']}/resume"
-        answer = json.loads(await second.whole(resume, {"stream": False}))
-        message = answer["choices"][0]["message"]
+        message = json.loads(await second.whole(resume, {"stream": False}))["choices"][0]["message"]
         assert (message["content"], len(message["reasoning_content"])) == ("", 12)
 
 

@@ -398,8 +398,7 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
         limits = httpx.Limits(max_keepalive_connections=1 if keeps else 0)
         async with httpx.AsyncClient(limits=limits) as client:
             while not over.is_set():
-                reply = await client.get(f"http://127.0.0.1:{port}/v1/models")
-                assert reply.status_code == 200
+                assert (await client.get(f"http://127.0.0.1:{port}/v1/models")).status_code == 200
                 num_asked += 1
         return num_asked
 

@@ -63,8 +63,7 @@ async def test_special_tokens_before_a_text_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+        ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
         ("/tokenize", {"prompt": "a" * 64 * 400}, "prompt"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),

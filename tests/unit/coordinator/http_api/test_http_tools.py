@@ -51,8 +51,7 @@ REGEX = {"structured_outputs": {"regex": "a"}}
 
 
 def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
-    function = {"name": "weather", "arguments": arguments}
-    call = {"id": "1", "type": "function", "function": function}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call], **more}
 
 
@@ -330,8 +329,7 @@ def test_reasoning_begins_where_the_template_has_begun_it(
     template: str, parser: str, variables: dict[str, Any], parts: Parts
 ) -> None:
     formats = ChatFormats(text_of(template), reasoning_parser=parser)
-    form = chat(formats, chat_template_kwargs=variables).form
-    assert read(form, "ab</think>c", 2) == parts
+    assert read(chat(formats, chat_template_kwargs=variables).form, "ab</think>c", 2) == parts
     assert chat(formats).requests[0].shown_tokens == ("<think>", "</think>")
     assert chat(formats, response_format={"type": "json_object"}).form == PLAIN
     assert chat(ChatFormats(text_of(template), reasoning_parser="none")).form == PLAIN
