@@ -159,9 +159,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
     ids=["none", "no text", "large", "wrong", "a name twice", "a field twice"],
 )
-def test_a_file_that_cannot_be_used_is_refused_at_the_start(
-    tmp_path: Path, data: bytes | None, words: str
-) -> None:
+def test_an_unusable_file_is_refused_first(tmp_path: Path, data: bytes | None, words: str) -> None:
     path = tmp_path / "keys"
     if data is not None:
         path.write_bytes(data)

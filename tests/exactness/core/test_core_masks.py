@@ -184,9 +184,7 @@ def gap(law: Law, expected: Law) -> float:
 @pytest.mark.parametrize("draft_masks", [True, False])
 @pytest.mark.parametrize("k", [0, 2, 4])
 @pytest.mark.parametrize("rule", RATIO_RULES)
-def test_what_is_committed_has_the_masked_targets_law(
-    rule: Rule, k: int, draft_masks: bool, fails: bool
-) -> None:
+def test_commits_have_the_masked_law(rule: Rule, k: int, draft_masks: bool, fails: bool) -> None:
     """Some texts end because their constraint cannot be followed. A failure after a rejected draft
     token changes nothing."""
     num_ended = 0

@@ -119,9 +119,7 @@ async def test_greedy_equals_the_library(
 
 @pytest.mark.real_model
 @pytest.mark.timeout(600)
-async def test_coupled_tokens_do_not_depend_on_the_draft(
-    with_cut: Stack, real: Real, tmp_path: Path
-) -> None:
+async def test_coupled_tokens_ignore_the_draft(with_cut: Stack, real: Real, tmp_path: Path) -> None:
     prompt = real.encode(PROMPTS[3])
     expected = (await complete(with_cut, prompt, 12, 0, seed=0)).token_ids
 
@@ -189,9 +187,7 @@ async def check_tiny(stack: Stack, module: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_target_that_drafts_itself_writes_what_it_would_without(
-    tiny: Any, tmp_path: Path
-) -> None:
+async def test_a_target_that_drafts_itself_writes_the_same(tiny: Any, tmp_path: Path) -> None:
     original, ids = twin(tiny), range(0, TINY_VOCAB, 2)
     target = tiny_engine(tiny, draft_layer=tiny_eagle3(tiny, ids))
     async with running_stack(target, None, tmp_path, self_drafter=self_drafter_of(target)) as stack:

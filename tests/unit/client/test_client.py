@@ -259,9 +259,7 @@ def test_blocking_methods_show_what_they_return(method: Any, returned: Any) -> N
     assert "AsyncGenerator" not in render_doc(method)
 
 
-async def test_leaving_the_blocking_stream_cancels(
-    server: RpcServer, coordinator: ScriptedServicer
-) -> None:
+async def test_leaving_a_stream_cancels(server: RpcServer, coordinator: ScriptedServicer) -> None:
     coordinator.events = (STARTED, asyncio.Event())
     with SyncClient(server.address) as client:
         events = client.generate(REQUEST)

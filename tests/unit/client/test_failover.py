@@ -306,9 +306,7 @@ class Falling(ScriptedServicer):
 
 
 @pytest.mark.virtual(False)
-async def test_a_blocking_stream_goes_on_where_the_other_server_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_blocking_stream_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "randbelow", lambda _: 0)
     falling, other = Falling(STARTED, FIRST), ScriptedServicer(STARTED, SECOND, FINISHED)
     falling.server, server = await serve(falling), await serve(other)
@@ -351,9 +349,7 @@ async def test_calls_wait_while_no_coordinator_answers(
 
 
 @pytest.mark.virtual(False)
-def test_threads_may_read_a_pool_whose_coordinators_are_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_may_read_a_pool_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
     numbers = iter(range(10**9))
     found = failover.EndpointPool(lambda: ",".join(f"{next(numbers)}" for _ in range(50)), str)

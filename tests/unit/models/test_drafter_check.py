@@ -59,9 +59,7 @@ def test_the_layers_that_a_head_was_made_for_are_found(target: Any, by: int) -> 
 
 @pytest.mark.parametrize("carries_normed", [True, False])
 @pytest.mark.parametrize("is_normed", [True, False])
-def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
-    is_normed: bool, carries_normed: bool
-) -> None:
+def test_the_sides_of_an_mtp_layers_norms_are_found(is_normed: bool, carries_normed: bool) -> None:
     target = mtp_target("glm4_moe", VOCAB, LENGTH)
     loaded = tiny_mtp(target)
     head: Any = loaded.module
@@ -106,9 +104,7 @@ def test_a_head_whose_pairs_are_one_off_is_named(target: Any) -> None:
     assert one_off > max(others) + 10
 
 
-def test_a_check_that_fails_leaves_the_stated_layers(
-    target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_check_leaves_stated_layers(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
     head, fuse = loaded.module, loaded.module.fuse
 

@@ -209,9 +209,7 @@ def test_the_demo_model() -> None:
     assert tokenizer.decode([int(logits[0].argmax())]) == " Paris"
 
 
-def test_a_file_that_is_no_gguf_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))

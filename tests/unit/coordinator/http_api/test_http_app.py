@@ -184,9 +184,7 @@ async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]
 
 @pytest.mark.parametrize("num_turns", range(1, 8))
 @pytest.mark.parametrize("told", [[], [{}]])
-async def test_an_answer_that_is_not_waited_for_is_closed(
-    num_turns: int, told: list[dict[str, Any]]
-) -> None:
+async def test_an_abandoned_answer_is_closed(num_turns: int, told: list[dict[str, Any]]) -> None:
     """At whatever moment the request is cancelled, and if its headers cannot be sent."""
     closed, has_begun = asyncio.Event(), asyncio.Event()
 
@@ -232,9 +230,7 @@ async def test_a_response_that_is_cancelled_at_its_end_is_complete(stream: bool)
     assert ends == [b"{}"]
 
 
-async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_client_gone_before_its_body_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
     front = Front(Service(*WHOLE))
     begun = {"type": "http.request", "body": b"{", "more_body": True}
     receive = AsyncMock(side_effect=[begun, *[{"type": "http.disconnect"}] * 9])
