@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
 SEATS_LOOKS = 600
-"""If the targets are full in this many checks, the audit is dropped."""
+"""If the targets are full in this many checks in a row, the audit is dropped."""
 SEATS_PERIOD_S = 0.1
 
 

@@ -167,8 +167,8 @@ class CoordinatorService:
     ) -> AsyncGenerator[Event]:  # fmt: skip
         """Validates a request, runs its session, and yields the events. If the iterator is closed
         early, the session is cancelled. A `resumable` session is cancelled only after
-        `resume_grace_ms`, and can be resumed until then. With a `key`, this also holds after an
-        error. `traceparent` is the caller's trace context; empty = none.
+        `resume_grace_ms`, and can be resumed until then. If an error ends the stream of a session
+        with a `key`, the same holds. `traceparent` is the caller's trace context; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -386,10 +386,10 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Cancels a session, unless it is finished. If another coordinator owns the session, it
-        learns of this when it renews its lease. If its lease has run out, this coordinator cancels
-        the session. Raises the errors of `session`, and `Unavailable` if the session has not ended
-        within `CANCEL_ELSEWHERE_S`."""
+        """Cancels a session, unless it is finished. If another coordinator owns the session,
+        that owner cancels the session when it renews its lease. If the owner's lease has run out,
+        this coordinator cancels the session. Raises the errors of `session`, and `Unavailable` if
+        the session has not ended within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:

@@ -69,9 +69,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth. If all earlier tokens were accepted: that a token
-        is proposed, and that a proposed token is accepted. If all earlier tokens were proposed:
-        that a token is proposed."""
+        """Returns three chances for each depth: that a token is proposed and that a proposed token
+        is accepted, both given that all earlier tokens were accepted; and that a token is proposed,
+        given that all earlier tokens were proposed."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

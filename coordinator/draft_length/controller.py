@@ -58,7 +58,7 @@ DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
 NO_COSTS = StepCosts((1,), (0.0,))
-"""Table for a target that reports none. All steps then count as equally long."""
+"""Step times of a target that reports no table. All its steps then count as equally long."""
 _ENDLESS = sys.maxsize
 
 
@@ -115,7 +115,7 @@ class LengthControls:
         self._learned: dict[ReplicaDescription | None, Learned] = {}
         """Drafter on trial -> what its sessions learned. None -> what other sessions learned."""
         self._firsts: dict[int, LengthControl | None] = {}
-        """Seed -> its first session under the rules token and block; None after its end."""
+        """Seed -> its first session under the rules token and block. None = that session ended."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
         """Returns what new sessions with this drafter on trial read and extend."""
@@ -371,8 +371,8 @@ class LengthControl:
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting gains more than it costs to let the draft read the missed tokens, or
-        else the trial budget pays for the expected loss."""
+        """Whether drafting is expected to gain more than the draft's reading of the missed tokens
+        costs. If not, whether the trial budget pays for the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

@@ -241,7 +241,7 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """Returns the time in the target's table of a step with the rows of all sessions."""
+        """Returns the time of a step with the rows of all sessions, by the target's table."""
         rows = 1 + num_proposed + others * self._rows.value
         sessions = max(1, round(1 + others))
         slots = round(context + others * self._context.value)

@@ -61,7 +61,7 @@ _INTERRUPTED = b'"type":"service_unavailable_error"'
 Generated text cannot contain these bytes, because its quotes are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
-"""Finds a request's deadline without parsing the body, which would block all other streams."""
+"""Finds a request's deadline in the body. Parsing the body would block all other streams."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )

@@ -82,8 +82,8 @@ class Progress:
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request that makes all events of a choice again. Must be called before the
-        choice's first event. The client has all parts of the events up to the first of two `cuts`.
-        If the cuts differ, the client also has some parts of the event between them."""
+        choice's first event. The client has all parts of the events up to the first of its two
+        `cuts`. If the cuts differ, the client also has some parts of the event between them."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)

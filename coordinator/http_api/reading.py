@@ -94,8 +94,8 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Response:
-    """Returns the response for an error. OpenAI's clients repeat requests after status 409 and 504,
-    unless the response has `x-should-retry: false`, because a repetition cannot help."""
+    """Returns the response for an error. OpenAI's clients repeat requests after status 409 and 504.
+    If a repetition cannot help, the header `x-should-retry: false` prevents it."""
     status = error.http_status if isinstance(error, errors.OutriderError) else 500
     headers = {}
     if isinstance(error, errors.Incompatible | errors.DeadlineExceeded):

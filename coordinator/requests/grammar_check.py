@@ -34,7 +34,7 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Assigns compilers to waiting constraints. Tenants take turns, each with its oldest one."""
+    """Assigns compilers to waiting constraints. Tenants take turns, oldest constraint first."""
 
     def __init__(self, compilers: Iterable["_Compiler"]) -> None:
         # The compiler that was used last comes first, because its process runs already.
@@ -80,7 +80,7 @@ class ConstraintChecks:
 
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
-        """(tenant, digest) -> the reason to refuse it; empty = the constraint can be compiled."""
+        """(tenant, digest of a constraint) -> why it is refused; empty = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue(self._compilers)
 

@@ -197,7 +197,7 @@ class DraftClient(_ModelDrafts):
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(guess, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
-            # For length control, tokens beyond the model's limit were asked for but not proposed.
+            # Length control must count tokens beyond the model's limit as asked for.
             return replace(drafted, num_asked=num_wanted)
         return drafted
 

@@ -279,7 +279,7 @@ class ReplicaPool:
 # coordinators choose the same replica. If a replica joins or leaves, the choice changes only for
 # prompts that this replica gains or loses. A bound on loads (Mirrokni, Thorup and Zadimoghaddam
 # 2018) excludes replicas that have too many sessions. The bound is relative to the mean load. So if
-# each coordinator applies it to its own sessions, it also holds for the sum of all.
+# each coordinator bounds the loads of its own sessions, the replicas' total loads are bounded, too.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
@@ -327,8 +327,8 @@ class SessionContext:
 
 class SessionRoute(Generic[Item, Answer]):
     """Sends one session's messages to a replica, keeps the answers, and moves the session to other
-    replicas. A replica refuses a session after its Release message. So a replica that the session
-    has left gets this message only when the session ends, and the session can return before."""
+    replicas. A replica refuses a session after the session's Release message. A session may return
+    to a replica that it has left, so all its replicas get this message when the session ends."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """The session begins at the replica that its record names. Without a name, or if this
@@ -525,8 +525,8 @@ class SessionRoute(Generic[Item, Answer]):
             self._leave()
 
     def move(self) -> bool:
-        """Moves to another replica that fits, and returns True. Otherwise returns False, and only
-        leaves a draft that ends soon. After a move, open requests get no answer."""
+        """Moves to another replica that fits, and returns True. If none fits, returns False, and
+        leaves its replica if this is a leaving draft. Open requests get no answer after a move."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":

@@ -37,8 +37,8 @@ LOOK_S = 0.5
 GONE_MAX = 16
 """A pool keeps at most this many endpoints that are no longer named. Calls may still use them."""
 AVOIDED_S = 5.0
-"""If a coordinator does not answer, new calls avoid it for this time. If it cannot serve now, they
-avoid it for the `retry_after_ms` of its error."""
+"""If a coordinator does not answer, new calls avoid it for this time. If it answers that it cannot
+serve now, new calls avoid it for the `retry_after_ms` of its error."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries."""
 
@@ -288,9 +288,9 @@ class Tries:
         that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. Also raises `error` if all coordinators have failed to begin the call, unless a later
-        try may succeed. It may if none of them answered and a function names the coordinators, or
-        if the call is a stream and one of them answered."""
+        over. Also raises `error` if all coordinators have failed to begin the call, except in two
+        cases, in which a later try may succeed: a function names the coordinators, and the last one
+        tried did not answer; or the call is a stream, and any coordinator answered."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

@@ -141,9 +141,9 @@ def changed_tokens(
     params: SamplingParams, history: TokenHistory, width: int,
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:  # fmt: skip
-    """A table [E, 3] of the tokens with a bias or in the history, without those that have none of
-    the `width` columns of the logits. A row has the token's column, the bits of its bias as a
-    float64, and twice the token's count in the output, plus 1 if the prompt has the token."""
+    """A table [E, 3] of the tokens that have a bias or are in the history. Tokens without a column
+    in the logits, which have `width` columns, are left out. A row has the token's column, the bits
+    of its bias as a float64, and twice its count in the output, plus 1 if the prompt has it."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)

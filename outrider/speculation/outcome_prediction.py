@@ -91,7 +91,7 @@ def guess_outcomes(
 
 _FADE = 1 - 1 / 500  # each new outcome multiplies the weight of earlier outcomes by this
 _PRIOR_INFORMATION = 5.0
-"""Initial information about each coefficient, as much as about twenty outcomes give."""
+"""Initial information about each coefficient. About twenty outcomes give as much."""
 _WEIGHT_MAX, _OFFSET_MAX = 8.0, 6.0
 _STEP_MAX = 0.5  # largest change of a coefficient by one outcome
 RANKS_MAX = 16  # largest number of guesses of one correction
@@ -187,8 +187,8 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature. Under token
     and block, sessions with the same seed have the same noise. If they shared a model, it would
-    predict outcomes of a later session from noise that this session has yet to use. So only the
-    first session with a seed uses a shared model, and each later one has its own."""
+    predict outcomes of a later session from noise that the later session has yet to use. So only
+    the first session with a seed uses a shared model, and each later session has its own."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
         """After `seeds_max` seeds, forgets all seeds, and the shared models of token and block."""

@@ -52,7 +52,7 @@ from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParam
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""Only a row that keeps at most this share of its mass after q is subtracted may be empty."""
+"""A row is checked for emptiness if subtracting q leaves at most this share of its mass."""
 _PI_MIN = 1e-290
 """The *path* to a row is the draft tokens before the row. A path with a smaller pi counts as
 impossible, because a division by pi could overflow."""
