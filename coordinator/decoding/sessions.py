@@ -393,8 +393,8 @@ class OwnedSessions:
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
         """Starts a task that repeats a call until the store answers. Calls about the same session
         run one after the other. The task gives up when this coordinator's lease ends. While more
-        than `UNTOLD_SESSIONS_MAX` sessions have such tasks, it gives up after `ABANDON_TRIES_MAX`
-        calls."""
+        than `UNTOLD_SESSIONS_MAX` sessions have such tasks, the task gives up after
+        `ABANDON_TRIES_MAX` calls."""
         before = self._telling.get(session_id)
 
         async def insist() -> errors.OutriderError | None:

@@ -165,7 +165,7 @@ class Forwarded(LiveResponse):
     @property
     def _may_ask_again(self) -> bool:
         """A stream whose events have no ids cannot be resumed. Requests other than `POST` may be
-        probes, which must fail soon. They are tried once at each coordinator."""
+        probes, which must fail soon, so each coordinator gets them only once."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
