@@ -362,7 +362,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran the draft.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Else, no pass has run this draft.
             length = len(now.committed) - 1
             is_held = self._engine.keep(now.session_id, length) == length
             now.unseen = now.committed[-1:] if is_held else ()
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After another error, the drafts without tokens end with the
-        error; if no `wanted` draft has tokens, returns False."""
+        without tokens runs again alone. Any other error ends the drafts without tokens, but if no
+        `wanted` draft has tokens, returns False and ends none of them."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -69,8 +69,8 @@ class DraftService(SteppedService):
 
 
 def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
-    """See `StepRequest.follow`. If an item continues and no caller waits for its next answer, it
-    runs again."""
+    """See `StepRequest.follow`. Returns the item itself if it continues and no caller waits for its
+    next answer, and otherwise None."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return item if calm and answer.more else None
 

@@ -174,13 +174,13 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next round's verdict may wait for further verdicts. The first may not, nor
-        may the verdict in the middle, after which the coordinator asks for more rounds."""
+        """Whether the next verdict may wait for further verdicts. The first may not. Neither may
+        the verdict in the middle, because the coordinator then asks for more rounds."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
-        """Makes `item`, which must satisfy `continues`, the item of this run-ahead, and drops all
+        """Replaces the item of this run-ahead by `item`, which must satisfy `continues`. Drops all
         earlier rounds. Returns the verdicts to send again. If the item came twice or over another
         connection, these are all known verdicts from its round on. Otherwise there are none."""
         rounds = item.head.round - self._item.head.round
@@ -221,7 +221,7 @@ def _committed_digest(head: RoundHead) -> int:
 
 
 def _later_round(item: VerifyItem, rounds: int, digest: int, token_id: int) -> VerifyItem:
-    """The round that comes `rounds` rounds after `item`, if each of these rounds commits one token.
+    """Returns the item of the round `rounds` rounds after `item`, if each round commits one token.
     It appends `token_id` to a prefix with this `digest`."""
     head = item.head
     own = replace(

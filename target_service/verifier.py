@@ -107,7 +107,7 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request but the newest. Without penalties, the
-        request's `token_ids` may have the newest only. For each request, `hidden_states` has the
+        request's `token_ids` may have only the newest. For each request, `hidden_states` has the
         engine's feature [D] at the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
@@ -117,7 +117,7 @@ class SelfDrafter:
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
-            # The engine must end with the token of `row`, which is the one before the newest.
+            # The engine's last token must be that of `row`: the one before the newest.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:
@@ -130,7 +130,7 @@ class SelfDrafter:
         return [draft.proposal for draft in drafts]
 
     def _draw(self, drafts: list[AutoregressiveDraft]) -> None:
-        """Draws a token for each draft. If pages are short, ends the last drafts instead."""
+        """Draws a token for each draft. If pages are short, ends the last drafts of the list."""
         steps = [SequenceStep(draft.sequence_id, (draft.newest,), 1) for draft in drafts]
         while not self.engine.can_hold(steps):
             steps.pop()

@@ -39,7 +39,7 @@ WRITING_SHARE = 0.4  # share of the time in which the target writes texts
 READING_SHARE = 0.15
 """Share of the time in which the target computes its distributions for the tokens of texts. With
 `--tokens`, half of `WRITING_SHARE` is added."""
-TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # the least share; training gets all time left
+TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # at least; training gets all the time left
 MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt of `--measure` once at each of these temperatures."""
 MEASURED_TOKENS_MAX = 128  # in an answer to a prompt of `--measure`, as in `bench acceptance`

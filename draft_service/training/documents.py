@@ -64,7 +64,7 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 def shuffled(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents in a random order that depends only on their number. So the documents
     that the target reads in a limited time are a fair sample. To measure the drafter, at least one
-    document must be held out. So a held-out document comes first. If none is, holds one out."""
+    document must be held out. So one comes first. If none is held out, holds the first one out."""
     found = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
     chosen = next((i for i, document in enumerate(found) if document.is_held_out), 0)
     return [replace(found.pop(chosen), is_held_out=True), *found] if found else []
@@ -87,7 +87,7 @@ def corpus_files(directory: Path) -> tuple[Path, ...]:
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
-    `SettingError` if `encode` is None. If a text cannot be read, the error has file and line."""
+    `SettingError` if `encode` is None, or with file and line if a text cannot be read."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:

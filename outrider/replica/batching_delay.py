@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
-GAIN = 0.9  # a step waits only if the cycle then takes less than this share of that without waiting
+GAIN = 0.9  # a step waits only if the cycle then takes less than GAIN times the cycle in turns
 MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust
-SPREAD = 2.5  # a session is late after its mean gap, this many mean deviations and `SPREAD_S`
+SPREAD = 2.5  # a session is late if its gap exceeds mean + SPREAD * mean deviation + SPREAD_S
 SPREAD_S = 0.0005  # time that allows for jitter of event loops and networks, s
 FORGIVEN = 0.03  # each step without a delay adds this to `_trust`
 
@@ -75,9 +75,9 @@ class BatchingDelay:
         self.awaited.discard(session_id)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float:
-        """Chooses the sessions `awaited` for which the next step should wait, and returns the time
-        until which it should wait, or `now`. `waiting` has the number of rows of each waiting item.
-        """
+        """Sets `awaited` to the sessions for which the next step should wait. Returns the time at
+        which the wait ends; `now` = the step should not wait. `waiting` has the number of rows of
+        each waiting item."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -108,7 +108,7 @@ class BatchingDelay:
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
         """Returns the sessions that are expected to return between `now` and `before`, the earliest
-        first: the expected time, the session, and its rows."""
+        first, as tuples (latest expected time, session id, number of rows)."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

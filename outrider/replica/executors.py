@@ -27,8 +27,8 @@ with_frame_room.__code__ = with_frame_room.__code__.replace(co_stacksize=_FRAME_
 
 
 class ThreadExecutor:
-    """Runs steps on its own thread. After a step, `step_seconds` returns how long it should have
-    taken, as an emulated engine states. If it took less, the thread sleeps for the rest."""
+    """Runs steps on its own thread. After a step, `step_seconds` returns the duration that an
+    emulated engine states for the step. If the step took less, the thread sleeps for the rest."""
 
     def __init__(
         self, name: str, step_seconds: Callable[[], float], *, is_timed: bool = True

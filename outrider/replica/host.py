@@ -108,7 +108,7 @@ class ReplicaHost(process_setup.PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Tells a reconciler that takes this replica over about its address and membership."""
+        """Returns address and membership, for a reconciler that takes this replica over."""
         return self._engagement
 
     async def traffic(self) -> int:

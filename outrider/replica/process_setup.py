@@ -92,8 +92,8 @@ def cores_for(role: str) -> int:
 
 
 def use_threads(num_threads: int, engine: str = "") -> None:
-    """Sets the number of threads of numeric libraries, before they are imported. `engine` names the
-    engine whose steps use the threads."""
+    """Sets the number of threads of numeric libraries. Must be called before they are imported.
+    `engine` names the engine whose steps use the threads."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     if engine == VLLM and "torch" not in sys.modules and _INTEL_OPENMP.exists():
@@ -167,7 +167,7 @@ def machine_address() -> str:
 
 
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
-    """Builds the engine, and loads the model or a rank's share. Blocks. Raises `ConfigError`."""
+    """Builds the engine, and loads the model or one rank's share. Blocks. Raises `ConfigError`."""
     # Imports of numeric libraries must follow `use_threads`.
     if config.emulated is not None:
         from outrider.engine.emulated import EmulatedEngine
@@ -438,7 +438,7 @@ def _features_of(target: ModelInfo, head: Path) -> str:
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """Returns the configured look-up, or None if the drafter has none."""
+    """Returns the configured `suffix` or `ngram` drafter, or None if neither is configured."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 

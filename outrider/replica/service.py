@@ -271,7 +271,7 @@ class SteppedService(ReplicaService):
             self._idle.set()
 
     async def _news(self, until: float | None = None) -> None:
-        """Waits for the next call of `submit`, `release`, `park` or `close`, at most `until`."""
+        """Waits until `submit`, `release`, `park` or `close` is called, but not beyond `until`."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._wake.wait()
@@ -324,7 +324,7 @@ class SteppedService(ReplicaService):
         again = {item.head.session_id for step in second for item in step.items}
         self._answer(batch, first, second[0].start if second else now, again)
         for step in second:
-            # The answers of the first step have put these items into the queue.
+            # When the first step's answers were sent, `on_done` queued the items of this step.
             found = dict(zip(map(_round_of, step.items), step.answers, strict=True))
             pairs = [
                 (work, found.pop(which))
@@ -342,8 +342,8 @@ class SteppedService(ReplicaService):
         self._queue.put_back([work for work in works if work not in released])
 
     def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
-        """Refuses a request that was alone in a crashed step. If there were several, each then runs
-        alone, to find the request that causes the crash."""
+        """Handles a crash of a step. If the step had one request, refuses it. If it had several,
+        each of them then runs alone, to find the request that causes the crash."""
         sessions = [work.session_id for work in batch]
         logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
         self._crashes += 1
@@ -371,8 +371,8 @@ class SteppedService(ReplicaService):
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, runs a second step with these items. A separate call of the executor
-        would take a good part of the time of a quick step, which takes 1.3 ms."""
+        nothing else waits, runs a second step with these items. A second call of the executor
+        would cost too much: a quick step takes only 1.3 ms."""
         self._worker.leave(leaving)
         if not batch:
             return
@@ -550,7 +550,7 @@ class StaleRoundFilter:
     """Refuses rounds that are older than their session's newest round. Messages that come late or
     twice could otherwise discard what newer rounds have cached, or revive a released session.
 
-    Remembers the last `RELEASES_REMEMBERED_MAX` sessions. Admits all rounds of older sessions."""
+    Remembers `RELEASES_REMEMBERED_MAX` sessions. Admits all rounds of forgotten sessions."""
 
     def __init__(self) -> None:
         self._asked: Newest[str, tuple[int, int]] = Newest(limits.RELEASES_REMEMBERED_MAX)

@@ -36,7 +36,7 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the next item replaces this item."""
+    """If the caller does not wait for later answers, the session's next item replaces this item."""
 
 
 class StepFigures:
@@ -97,7 +97,7 @@ class StepRequest:
     """An item that waits for a step, and the connection that wants its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called with this request and its answer, or None, after the answer was sent."""
+    """Called at the end, with this request and its answer; None = the item gets no answer."""
     follow: Callable[[Any, Any, float], Any] | None = None
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
     Returns the session's next item, or None if the answer must be sent first. Not set if the

@@ -28,9 +28,9 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""A round has at most this many tokens before its last `num_last` tokens: the tokens that one round
-commits. A demand with more tokens is a prefix, even at the end of a long prompt, where each token
-reads the whole context, and so takes longer."""
+"""One round commits at most this many tokens, so the next round has at most this many before its
+last `num_last` tokens. A demand with more is a prefix. This also holds for the last tokens of a
+long prompt, which take longer, because each of them reads the whole context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens: some steps take
@@ -125,8 +125,8 @@ class TokenBudget:
         return grants
 
     def expect_no_rounds(self) -> None:
-        """Lifts the limit of a step's time until the next round. All sessions of the last rounds
-        have ended."""
+        """Lifts the limit of a step's time until the next round. Call this when all sessions of
+        the last rounds have ended."""
         self._last_rounds = None
 
     def note_passes(self, num_passes: int) -> None:
@@ -149,7 +149,7 @@ class TokenBudget:
         return self._seconds(_Load(rows, sessions))
 
     def drop_step(self) -> None:
-        """Makes `note_seconds` ignore the last step, because not all of its tokens run."""
+        """Makes `note_seconds` ignore the last step, because it did not run all its tokens."""
         self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:

@@ -40,7 +40,7 @@ class SlotDemand(NamedTuple):
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # tokens, from the last committed token on, that must run in one step
-    reach: int | None = None  # committed tokens that can run now; None = all and the extra slots
+    reach: int | None = None  # number of committed tokens that can run; None = all, and extra slots
 
 
 class Admitted(NamedTuple):
@@ -157,8 +157,8 @@ class StepWorker:
     def _make_room(
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Returns whether there are pages for these steps. If there are too few, but enough with
-        those of `younger` sessions, takes theirs, the youngest first, and adds these to `lost`."""
+        """Returns whether there are pages for these steps. If pages of `younger` sessions are
+        needed and suffice, frees them, the youngest session's first, and adds these to `lost`."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):

@@ -60,8 +60,8 @@ class GrpcLink(Link):
         self._background: set[asyncio.Task[None]] = set()
 
     def send(self, item: Any) -> None:
-        """Also raises `BadRequest` if the item is too large for a message, or has a value that no
-        message can hold."""
+        """See `Link.send`. Also raises `BadRequest` if the item is too large for a message, or has
+        a value that no message can hold."""
         check(self._on_answer is not None, "listen before the first send")
         if self._closed:
             raise LinkLost(f"the link to {self._address} is closed")

@@ -44,8 +44,8 @@ AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
-_BACKDATED = datetime.timedelta(hours=1)  # valid from before creation, because clocks differ
-WARNED_DAYS = 30  # a service warns of its certificate if it ends within this number of days
+_BACKDATED = datetime.timedelta(hours=1)  # valid from this long before creation, as clocks differ
+WARNED_DAYS = 30  # a service warns of its certificate if it expires within this number of days
 
 
 class RoleFiles(NamedTuple):
@@ -63,7 +63,7 @@ class RoleFiles(NamedTuple):
 
     def checked(self) -> RoleFiles:
         """Returns these files. Raises `ConfigError` if a file is missing or invalid, if the files
-        do not belong together, or if the certificate has ended."""
+        do not belong together, or if the certificate has expired."""
         check_pair(self.certificate, self.key)
         check_authority(self.authority, self.certificate)
         return self
@@ -80,7 +80,7 @@ def make_authority(directory: Path, now: datetime.datetime) -> None:
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
     """Makes a new key and certificate of a role, signed by the authority in the directory. Raises
-    `ConfigError` if the authority cannot sign, or if the authority ends within a day."""
+    `ConfigError` if the authority cannot sign, or if the authority expires within a day."""
     files = RoleFiles.of(directory, role)
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
@@ -88,12 +88,12 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
         raise ConfigError(f"{files.authority}: does not belong to the key beside it")
     end = authority.not_valid_after_utc
     if now + datetime.timedelta(days=1) > end:
-        raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make a new one with --force")
+        raise ConfigError(f"{files.authority}: expires {end:%Y-%m-%d}; make a new one with --force")
     _make(directory, role, now, min(days, (end - now).days), authority.subject, signer)
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
-    """Returns the number of whole days until a certificate ends; negative if it has ended."""
+    """Returns the number of whole days until a certificate expires; negative if it has expired."""
     return (read_certificates(path)[0].not_valid_after_utc - now).days
 
 
@@ -109,13 +109,13 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` if the key is of another certificate, or the certificate has ended."""
+    """Raises `ConfigError` if the key is of another certificate, or the certificate has expired."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
     end = found.not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
-        raise ConfigError(f"{certificate}: ended {end:%Y-%m-%d %H:%M} UTC; make a new one")
+        raise ConfigError(f"{certificate}: expired {end:%Y-%m-%d %H:%M} UTC; make a new one")
 
 
 def check_authority(authority: Path, certificate: Path) -> None:
@@ -262,7 +262,7 @@ def _own_files(directory: Path, role: Role) -> RoleFiles:
     files = RoleFiles.of(directory, role).checked()
     left = days_left(files.certificate, datetime.datetime.now(datetime.UTC))
     if left < WARNED_DAYS:
-        _log.warning("%s ends in %d days; renew it with `outrider certs`", files.certificate, left)
+        _log.warning("%s expires in %d days; renew with `outrider certs`", files.certificate, left)
     return files
 
 

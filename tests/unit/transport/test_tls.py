@@ -96,12 +96,12 @@ def test_a_certificate_has_an_end(tmp_path: Path) -> None:
     past = NOW - datetime.timedelta(days=3640)
     tls.make_authority(tmp_path, past)
     tls.make_role(tmp_path, "draft", past)
-    with pytest.raises(ConfigError, match=r"draft\.pem: ended \d{4}-\d\d-\d\d"):
+    with pytest.raises(ConfigError, match=r"draft\.pem: expired \d{4}-\d\d-\d\d"):
         tls.RoleFiles.of(tmp_path, "draft").checked()
     tls.make_role(tmp_path, "draft", NOW)
     end = first_certificate(tmp_path / "ca.pem").not_valid_after_utc
     assert first_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
-    with pytest.raises(ConfigError, match=r"ca\.pem: ends .* --force"):
+    with pytest.raises(ConfigError, match=r"ca\.pem: expires .* --force"):
         tls.make_role(tmp_path, "draft", NOW + datetime.timedelta(days=10))
 
 
@@ -115,4 +115,4 @@ def test_a_certificate_that_ends_soon_is_warned_of(
     assert not caplog.records
     tls.internal_server_credentials(tmp_path, "target")
     tls.internal_trust(tmp_path, "target", "draft")
-    assert ["ends in 19 days" in one.getMessage() for one in caplog.records] == [True, True]
+    assert ["expires in 19 days" in one.getMessage() for one in caplog.records] == [True, True]
