@@ -87,7 +87,7 @@ def corpus_files(directory: Path) -> tuple[Path, ...]:
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
-    `SettingError` if `encode` is None, or with file and line if a text cannot be read."""
+    `SettingError` for a text if `encode` is None, and with file and line if it cannot be read."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:
