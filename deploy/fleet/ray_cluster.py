@@ -295,7 +295,7 @@ def one_line(error: BaseException) -> str:
 
 
 async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
-    """Calls `work` for ever, with pauses of `period_s`. Logs errors after the text `trouble`."""
+    """Calls `work` for ever, with pauses of `period_s`. Logs each error after `trouble`."""
     while True:
         try:
             await work()
@@ -306,7 +306,7 @@ async def repeated(work: Callable[[], Awaitable[object]], period_s: float, troub
 
 
 async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `work` while it raises `OutriderError` or `ValueError`. Logs each with `trouble`."""
+    """Repeats `work` while it raises `OutriderError` or `ValueError`. Logs each after `trouble`."""
     while True:
         try:
             return await work()

@@ -208,7 +208,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # Since the check, a replica may have been placed on another machine.
+        except BaseException:  # `settled` may fail now, if a new replica is on another machine.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:

@@ -74,7 +74,7 @@ class Overview:
     replicas: tuple[ReplicaView, ...]
     """All replicas, the oldest first."""
     hopeless: Role | None
-    """Target or coordinator, if the role has no replica and new replicas fail to start."""
+    """Target or coordinator, if this role has no replica and its new replicas fail to start."""
     upgrades: bool = False
     failures: tuple[str, ...] = ()
     """For each role, why a replica died or did not start, until a new replica serves."""
@@ -299,7 +299,7 @@ class Trouble:
     num_failures = 0
     not_before = 0.0
     reason = ""
-    """Why the last replica did not start or died; empty after a start."""
+    """Why the last replica died or failed to start; empty once a replica has started."""
     crowded = False
     """Whether the cluster lacks room for a new replica, so a stale replica must leave first."""
     made_way = False

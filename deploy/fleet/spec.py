@@ -186,7 +186,7 @@ def plan_fleet(
 
 
 def _preload(service: Any) -> str:
-    """vLLM on CPUs allocates memory in every step. With tcmalloc, 8 sessions ran 6 % faster."""
+    """The allocator to preload, or "". With tcmalloc, vLLM ran 8 sessions on CPUs 6 % faster."""
     is_on_cpu = getattr(service, "model_engine", "") == VLLM and service.device == "cpu"
     return "tcmalloc_minimal" if is_on_cpu else ""
 

@@ -20,8 +20,8 @@ MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN, ROUNDS_MIN = 10, 200
 """A drafter can be judged once this many of its sessions have ended, with this many rounds."""
 EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
-"""The differences in speed, in standard errors, that decide a trial before its end and at its end.
-The first is larger, because it is tested many times."""
+"""A trial is decided if the speeds differ by this many standard errors: before its end, and at its
+end. The number before the end is larger, because that test is repeated many times."""
 
 
 @dataclass(frozen=True)

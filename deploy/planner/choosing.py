@@ -39,7 +39,7 @@ class Chooser:
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
         rule: Rule,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` [texts] are lengths of prompts. `plain` are rounds without drafts."""
+        """`prompt_tokens` [texts] are the prompts' lengths, `plain` the rounds without drafts."""
         self._times, self._sessions = times, sessions
         prefills = (times.target.step_seconds(max(1, num)) for num in prompt_tokens)
         self._first_s = sum(map(times.first.at, prefills))

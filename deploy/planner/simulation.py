@@ -127,10 +127,10 @@ class FleetFigures:
     tokens_per_round: float
     num_requests: int
     num_refused: int
-    """Number of these requests that were refused or failed."""
+    """How many of the `num_requests` were refused or failed."""
     tpot_ms: tuple[float, float] | None
-    """p50 and p99 of a request's time per token, weighted by the tokens of requests; None = no
-    request had a second token."""
+    """p50 and p99 of the requests' times per token. Each request is weighted by its number of
+    tokens. None = no request had a second token."""
     ttft_ms: tuple[float, float] | None
     """p50 and p99 of a request's time to the first token; None = no request had a token."""
     draft_ms: float

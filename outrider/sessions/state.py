@@ -78,8 +78,8 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> store.Append | None:
-        """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks; None = it
-        lacks none. Until the store answers, each call returns the same tokens, and newer tokens."""
+        """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks, or None if
+        it has all. Until the store answers, each call returns the same tokens, then newer ones."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
