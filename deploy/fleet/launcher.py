@@ -176,13 +176,12 @@ class Deployment:
             )
         if self.ray.local:
             preflight.check_ports(self.config)
-        if preflight.needs_hub(self.config):  # It may lack one, so ask before Ray starts.
-            await asyncio.to_thread(preflight.resolve_models, self.config)
+        resolving = asyncio.ensure_future(asyncio.to_thread(preflight.resolve_models, self.config))
+        if preflight.needs_hub(self.config):  # The hub may lack a model, so ask before Ray starts.
+            await resolving
         config: DeploymentConfig
         _, redis_url, config = await _all(
-            self._connect(),
-            asyncio.to_thread(self._start_redis),
-            asyncio.to_thread(preflight.resolve_models, self.config),
+            self._connect(), asyncio.to_thread(self._start_redis), resolving
         )
         files: dict[str, Any] = {}
         if self.ray.local:
