@@ -66,13 +66,12 @@ class RoundNoise:
     committed_length: int
 
     def __post_init__(self) -> None:
-        check(0 <= self.seed <= SEED_MAX, f"seed {self.seed} is not a 64-bit number")
-        length = self.committed_length
-        check(0 <= length <= WORD_MASK, f"committed length {length} is not a 32-bit number")
+        check(0 <= self.seed <= SEED_MAX, "the seed is not a 64-bit number")
+        check(0 <= self.committed_length <= WORD_MASK, "the committed length exceeds 32 bits")
 
     def place(self, index: int) -> Place:
         """The place of the round's token `index`."""
-        check(0 <= index <= INDEX_MAX, f"index {index} is not a 16-bit number")
+        check(0 <= index <= INDEX_MAX, "the index is not a 16-bit number")
         if self.rule.absolute_noise:
             position = self.committed_length + index
             return Place(position & WORD_MASK, position >> 32)
