@@ -272,7 +272,9 @@ class Verifier(StepWorker):
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
         """Adds the next proposal to verdicts whose items ask for it. If drafting fails, they are
         sent without proposals."""
-        wanting, requests, features = list[_Round](), list[DraftRequest](), list[Tensor]()
+        wanting: list[_Round] = []
+        requests: list[DraftRequest] = []
+        features: list[Tensor] = []
         try:
             for one, rows in zip(rounds, drafter.engine.features(), strict=True):
                 is_answered = isinstance(one.answer, VerdictReply)

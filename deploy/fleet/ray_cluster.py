@@ -228,10 +228,11 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
         "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
         "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
     }
-    flags = dict.fromkeys(
-        f"--{demand.role}-num-{kind}"
-        for demand in demands for kind in ("cpus", *["gpus"] * bool(demand.num_gpus))
-    )  # fmt: skip
+    flags: dict[str, None] = {}
+    for demand in demands:
+        flags[f"--{demand.role}-num-cpus"] = None
+        if demand.num_gpus:
+            flags[f"--{demand.role}-num-gpus"] = None
     return (
         f"{what} for {len(homeless)} of the actors: {asked}. All together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "

@@ -186,7 +186,9 @@ class RequestQueue:
         2. Unwanted: the connection is closed, or the request was answered and its session has a
            newer request.
         3. Expired."""
-        batch, unwanted, late = list[StepRequest](), list[StepRequest](), list[StepRequest]()
+        batch: list[StepRequest] = []
+        unwanted: list[StepRequest] = []
+        late: list[StepRequest] = []
         newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
