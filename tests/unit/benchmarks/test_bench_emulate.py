@@ -69,9 +69,7 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     assert delays == [0.0, 0.0, 0.0, 2.5, 2.5]
     plain, *drafting = value["modes"]
     assert (plain["mode"], plain["num_draft_tokens"], plain["tokens_per_round"]) == ("plain", 0, 1)
-    # No upper limit: if this process stalls before the first measured round, the next rounds follow
-    # at once.
-    assert plain["fraction_of_ideal"] > 0
+    assert 0 < plain["fraction_of_ideal"] < 1.1
     assert [one["mode"] for one in drafting] == ["synchronous", "look_ahead"] * 2
     for one in drafting:
         assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]

@@ -178,7 +178,10 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
         assert (target.head, target.head_kind) == ("mtp", "mtp")
         assert target.head_directory == target.directory == str(path)
     for settings, message in (
-        ({"model": str(tiny)}, "^draft_model: .*_type is 'llama'; only MTP layers of deepseek"),
+        (
+            {"model": str(tiny)},
+            "^draft_model: .*model_type is 'llama'; only MTP layers of deepseek",
+        ),
         ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*rank; give 1, or --engine vllm"),
     ):
         with pytest.raises(SettingError, match=message):
