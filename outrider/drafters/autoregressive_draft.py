@@ -40,8 +40,8 @@ class AutoregressiveDraft:
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """For each draw, the likely tokens of its row of logits. Shorter than `token_ids` if some
-        are unknown."""
+        """For each draw, the likely tokens of its row of logits. Shorter than `token_ids` if the
+        likely tokens of some draws are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
 

@@ -7,8 +7,7 @@ tokens drawn so far, whether to continue.
 
 Draft tokens and their number must be independent of the random numbers that test them. So under the
 rules token and block, a proposal must not depend on answers of other sessions with the same seed.
-Under coupled and greedy it may, because committed tokens do not depend on drafts.
-"""
+Under coupled and greedy, it may, because committed tokens do not depend on drafts."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ class DraftDeadline:
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:
-        """If no token has been drawn, refuses all draws from now on. The first such call returns
-        True, and its caller must report an empty proposal. All other calls return False."""
+        """If no token has been drawn, refuses all draws from now on. The first call that does this
+        returns True, and its caller must report an empty proposal. Other calls return False."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False
@@ -92,9 +91,9 @@ class DraftRequest:
     features: Features | None = None
     """New hidden states of committed tokens, for a head."""
     allowed: Allowed | None = None
-    """What may follow the committed tokens. None = all tokens, or unknown to this process."""
+    """The tokens that may follow. None = all tokens, or this process does not know."""
     digests: TokenSequence | None = None
-    """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix.
-    After the drafter's answer, it may change."""
+    """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix. Like
+    `token_ids`, it may change after the drafter's answer."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Look-ups ignore it, because they take only microseconds."""
+    """Look-ups ignore the deadline, because they take only microseconds."""

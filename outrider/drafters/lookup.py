@@ -36,8 +36,8 @@ def share_of(num: int, num_all: int, match_length: int) -> float:
 
 
 class LookupDrafter:
-    """A drafter without a model. Keeps the texts of `SEQUENCES_PER_REPLICA_MAX` sessions, and
-    builds the texts of other sessions again."""
+    """A drafter without a model. Keeps the indexed texts of `SEQUENCES_PER_REPLICA_MAX` sessions,
+    and builds the text of any other session again when the session needs a guess."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         """`begin` makes an empty text for a request's session."""
@@ -45,7 +45,7 @@ class LookupDrafter:
         self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
     def guess(self, request: DraftRequest) -> Guess:
-        """Returns a guess. The session's grammar may forbid its tokens."""
+        """Returns a guess. The session's grammar may forbid the guessed tokens."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)
@@ -144,9 +144,9 @@ class TextIndex:
 
 
 OCCURRENCES_MAX = 256
-"""The longest match is searched among this many of the latest occurrences."""
+"""Only this many of the latest occurrences are searched for the longest match."""
 TOKENS_PER_MATCH = 3
-"""The maximum length of a guess for each token of its match: a short match predicts few tokens."""
+"""A guess may be this many times as long as its match. A short match predicts few tokens."""
 
 
 class NgramDrafter(LookupDrafter):
@@ -154,7 +154,7 @@ class NgramDrafter(LookupDrafter):
     tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max)."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """Ignores matches under `ngram_min` tokens. From `ngram_max` on, matches count as equal."""
+        """Ignores matches under `ngram_min` tokens. Matches of `ngram_max` or more are equal."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 

@@ -4,8 +4,7 @@ answers to the same tenant.
 The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
 occurrence of the last tokens. The *share* of a token is the fraction of the matches that the token
 follows. Instead of the paper's tree of all suffixes, which takes O(depth) memory for each token, an
-index finds the latest matches, and each round counts the tokens that followed them.
-"""
+index finds the latest matches, and each round counts the tokens that followed them."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class SuffixConfig:
     """Maximum length of all histories together. The tenant that has added no output for the longest
     time loses outputs first."""
     occurrences_max: int = 64
-    """Only this many latest matches are read, in the session and in the history each."""
+    """Maximum number of matches that are read in the session, and also in the history."""
     tokens_per_match: int = 4
     """Maximum number of draft tokens for each token of the match."""
 
@@ -160,7 +159,7 @@ class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """By seed: the length of its output, with `END`. The oldest output comes first."""
+        """Maps a seed to the length of its output, `END` included. Oldest output first."""
 
 
 class History:
@@ -170,7 +169,7 @@ class History:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
         self._tokens_total = tokens_total
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
-        """By the age of each tenant's last output, the oldest first."""
+        """The tenant that has added no output for the longest time comes first."""
         self._num_tokens = 0
 
     def of(self, tenant: str) -> TextIndex | None:
@@ -178,8 +177,8 @@ class History:
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds the last tokens of an output, as many as a history may have. To make room, drops the
-        oldest outputs, of this tenant first. The tenant must have no output of this seed yet."""
+        """Adds an output, or its last tokens if it is longer than a history may be. To make room,
+        drops old outputs, first of this tenant. The tenant must have no output of this seed yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -196,8 +195,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """Forgets the tenant's output of this seed, if any, and all older outputs, because the
-        output's length has decided which of these were kept."""
+        """Forgets the tenant's output of this seed, if any. Also forgets all older outputs, because
+        the output's length has decided which older outputs were kept."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 

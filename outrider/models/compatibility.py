@@ -1,7 +1,7 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-Each layer may keep only one key and one value for a token. The logits of a sequence must not depend
-on the other sequences of a step. The trial runs the same tokens as two sequences: the first in one
+A layer may keep only one key and one value for a token. The logits of a sequence must not depend on
+the other sequences of a step. The trial runs the same tokens as two sequences: the first in one
 step, the second in two steps. Up to rounding, both sequences must have the logits of the module's
 own dense attention. A deterministic engine also compares steps of several sizes with each other
 (`dependent_at`)."""
@@ -27,10 +27,10 @@ tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.2  # for dtypes of 16 bits
 """The largest allowed relative difference between two results of the trial. Rounding makes smaller
-differences. Attention to wrong slots or at wrong positions makes a difference of about 1."""
+differences. Attention to wrong cache slots or positions makes a difference of about 1."""
 _LONG_TRIAL_TOKENS = 136
-"""The length of the sequence of `dependent_at`. It is so long that attention with fixed shapes
-divides its slots into several splits (`SPLIT_SLOTS`)."""
+"""The length of the sequence in `dependent_at`. A deterministic engine divides the cache slots of
+such a long sequence into several splits (`SPLIT_SLOTS`)."""
 _ALONE_TOKENS = 5  # number of tokens in a step that runs one sequence alone
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)  # numbers of tokens in steps with other sequences
 CROWD_SLOTS = 1024
@@ -128,9 +128,8 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
     """Compares the logits of a sequence that runs alone with its logits in steps together with
     other sequences. Returns the number of tokens of the smallest step in which any bit differs, or
-    None if no bit differs. Skips sizes for which the engine has too few pages. Runs all steps even
-    after a difference, because all ranks of a model must run the same steps. Afterwards the engine
-    holds no sequence."""
+    None if no bit differs. Runs all steps even after a difference, because all ranks of a model
+    must run the same steps. Afterwards the engine holds no sequence."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []

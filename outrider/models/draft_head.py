@@ -14,8 +14,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
 width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""The name under which transformers finds `_attention`. This function calls its argument `attend`,
-an `Attend` for pairs [B, L]."""
+"""The name under which transformers finds `_attention`. `_attention` calls its argument `attend`,
+an `Attend` with the two axes [B, L] in place of N."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 
@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
 class DraftHead(nn.Module):
     """A draft head of width D. Its input is a *pair*: the feature g of one token, and the id of the
     next token. The feature is computed from the *taps*, the inputs of some of the target's layers
-    at its token. The output for a pair is the hidden state h."""
+    at the first token. The output for a pair is the hidden state h."""
 
     width: int
     num_kv_heads: int
@@ -39,12 +39,13 @@ class DraftHead(nn.Module):
     scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
     """The target's layers whose inputs are the taps, counted from 0. An id equal to the number of
-    layers means the input of the norm after the last layer. `OUTPUT` allows no other entry."""
+    layers means the input of the norm after the last layer. `OUTPUT` must be the only entry."""
     rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any
     carries_normed = True
-    """Whether the feature of a drafted pair is norm(h), not h, of the previous pair."""
+    """Where the target has not run yet, a pair's feature is norm(h) of the previous pair, or h if
+    this is False."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Returns the ways in which this head may have been trained to read a target of
@@ -57,8 +58,8 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """Returns the feature g [.., D] of the taps [.., taps * target's width], concatenated in
-        the order of `layer_ids`."""
+        """Returns the feature g [.., D]. `hidden` [.., taps * target's width] has the taps, one
+        after the other in the order of `layer_ids`."""
         raise NotImplementedError
 
     def keys_and_values(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -83,8 +84,8 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def _call(self, block: Any, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Returns the output [.., D] of an attention or layer of transformers with the attention
-        function `ATTENTION`, for rows [.., W] at rotary positions [..]."""
+        """Returns the output [.., D] for rows [.., W] at rotary positions [..]. `block` is an
+        attention or decoder layer of transformers with the attention function `ATTENTION`."""
 
         def attend_rows(*heads: Tensor) -> Tensor:
             return attend(*(each.view(*positions.shape, *each.shape[-2:]) for each in heads))
@@ -98,7 +99,7 @@ class DraftHead(nn.Module):
         return output.view(*positions.shape, -1)
 
     def carry(self, hidden: Tensor) -> Tensor:
-        """Returns the feature [.., D] of the next drafted pair, from h [.., D] of this pair."""
+        """Returns the feature [.., D] of the next pair, computed from h [.., D] of this pair."""
         carried: Tensor = self.norm(hidden) if self.carries_normed else hidden
         return carried
 

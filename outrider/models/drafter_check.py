@@ -1,11 +1,12 @@
 """Checks whether a published head reads the layers of its target that it was trained to read.
 
-A head's files may count the target's layers in another way, or not state the layers. A head that
+A head's files may number the target's layers differently, or not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
 For each of `DraftHead.ways`, the head then predicts tokens at each place of the text: the next
 token, and the token after it. The *agreement* is the share of predictions that are the target's
-likeliest token. For the stated way, the check also tries the features of the next token ("pairs one
-off"). This agreement is only reported, because in use the head drafts before they exist."""
+likeliest token. In the stated way, the check also pairs each token with its own feature instead of
+the previous token's ("pairs one off"). That agreement is only reported, because in use the target
+has not computed a token's own feature yet when the head drafts the next token."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -54,9 +55,10 @@ DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHe
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """Chooses a way to read, and returns the head set to this way. If it is not the stated way, or
-    its agreement is too small, the result has a `note` about the head `name`. All ranks must run
-    the target for the leader's `Reading`, so a rank without a head passes None for `loaded`."""
+    """Chooses the way in which the head reads the target, and returns the head set to this way. If
+    this is not the stated way, or the agreement is too small, the result has a `note` that warns of
+    the head `name`. All ranks must run the target for the leader's `Reading`, so a rank without a
+    head passes None for `loaded`."""
     note = ""
     try:
         with torch.inference_mode():
@@ -115,17 +117,17 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
         head.read_as(ways[best])
     tried = "; ".join(f"{way}: {share:.0%}" for way, share in shares.items())
     summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({tried})"
-    _log.info("agreement of the head with its target, %s", summary)
+    _log.info("agreement of the head with its target: shares %s", summary)
     if found[best] < AGREEMENT_MIN:
         return (
-            f"agrees with its target at only {found[best]:.0%} {summary}; heads that fit agree at "
-            f"{AGREEMENT_MIN:.0%} or more. It was made for another target, or reads the target in "
-            "an unknown way"
+            f"agrees with its target at only {found[best]:.0%} {summary}; heads that fit a target "
+            f"agree at {AGREEMENT_MIN:.0%} or more. It was made for another target, or reads the "
+            "target in an unknown way"
         )
     if best != stated:
         return (
-            f"reads the {best} in place of the {stated}, because it then agrees with its target at "
-            f"{found[best]:.0%} {summary}"
+            f"reads the {best} in place of the {stated}, because with the {best} it agrees with "
+            f"its target at {found[best]:.0%} {summary}"
         )
     return ""
 

@@ -7,9 +7,9 @@
     h_j    = y_j + MLP(norm(y_j))
     logits of the token after token j = lm_head(norm(h_j))
 
-r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. A drafted pair has h in place of g, or
-norm(h) with `norm_output`. With `fc_norm`, each tap t is normed before `fc`. With `norm_before_fc`,
-the concatenation of all taps is normed before `fc`.
+r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. Where the target has not run yet, h of
+the previous pair (with `norm_output`, norm(h)) takes the place of g. With `fc_norm`, each t is
+normed before `fc`. With `norm_before_fc`, the concatenation of all t is normed before `fc`.
 
 form         sizes in config.json         ids of tapped layers     tensors
 speculators  `transformer_layer_config`   a, b, ..                 `layers.0.*`
@@ -212,7 +212,7 @@ def _draft_vocabulary(
         bounds = (int(token_ids.min()), int(token_ids.max()))
         allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
         _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: token range", bounds, allowed)
-        num, allowed = len({*token_ids.tolist()}), f"its {len(d2t)} rows must mean different tokens"
+        num, allowed = len({*token_ids.tolist()}), f"its {len(d2t)} rows must name different tokens"
         _require(num == len(d2t), "d2t: number of distinct tokens", num, allowed)
     own = weights.get(_HEAD)
     if own is None:
@@ -292,7 +292,7 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     is_one = not any(isinstance(value, dict) for value in rope.values())
-    allowed = f"only {', '.join(_ROPE_TYPES)} are served, and only one for the whole head"
+    allowed = f"it must be a single entry of one of the types {', '.join(_ROPE_TYPES)}"
     _require(kind in _ROPE_TYPES and is_one, "rope_scaling", rope, allowed)
     return Eagle3LayerConfig(**values)
 

@@ -104,8 +104,8 @@ class WidenedLinear(InferenceLinear):
 def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
-    """Returns the fastest layer on this machine for a weight [out, in], or None if the layer of
-    transformers is the fastest. Uses the `kernels` if they can pack the weight."""
+    """Returns the fastest layer on this machine for a weight [out, in], or None if the model's
+    own layer is the fastest. Uses the `kernels` if they can pack the weight."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -146,7 +146,7 @@ def block_rows(module: nn.Module) -> None:
     _wrap(module, BlockedLinear, (nn.Linear, InferenceLinear))
 
 
-_ACTIVATION_ELEMENTS = 2**14  # PyTorch computes GELU of more elements on several threads.
+_ACTIVATION_ELEMENTS = 2**14  # With more elements, PyTorch computes GELU on several threads.
 _LANES = 64  # a multiple of the number of elements in a CPU's vector register
 _ELEMENT_WISE = (
     nn.GELU,

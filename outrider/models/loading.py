@@ -85,7 +85,7 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
     except _LOADING_ERRORS as error:
         reason = " ".join(str(error).split())
         if quantization:
-            reason += f"; its weights are quantised ({quantization}), which `--engine vllm` may run"
+            reason += f"; `--engine vllm` may run its quantised weights ({quantization})"
         raise ConfigError(f"{what} cannot be loaded: {reason}") from error
 
 
@@ -190,8 +190,8 @@ def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, 
 
 
 def stated_eos_token_ids(path: Path, *sources: Any) -> tuple[int, ...]:
-    """Returns the ids, ascending, that any file of a model states as an EOS token. `sources` are
-    its tokenizer and its configurations, as far as they are already loaded."""
+    """Returns the ids that any file of a model states as EOS tokens, in ascending order. `sources`
+    are the tokenizer and the configurations that the caller has loaded already."""
     for kind in (transformers.AutoConfig, transformers.GenerationConfig):
         with suppress(*_LOADING_ERRORS):
             sources += (kind.from_pretrained(str(path), local_files_only=True),)
@@ -268,8 +268,8 @@ def empty_model(
         config = _config(path, remote)
         if not takes_quantised and (quantization := quantization_of(config)):
             raise ValueError(
-                f"its weights are quantised ({quantization}). Several ranks can share such weights "
-                "only with `--engine vllm`. A drafter for a target cannot have such weights"
+                f"its weights are quantised ({quantization}). Only `--engine vllm` divides such "
+                "weights among ranks. A drafter for a target must not have such weights"
             )
         with parameters_on_meta():
             dtype = _resolve_stored_dtype(config, options.get("dtype", "auto"), path)
@@ -316,8 +316,8 @@ def put_weights(
     dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Gives all parameters of a drafter's module their values from `tensors`. If `dtype` is None,
-    each parameter keeps its own dtype. Missing buffers keep their values. Raises `ValueError` or
-    `RuntimeError` if weights are missing or unknown, do not fit, or are not finite."""
+    each parameter keeps its own dtype. Buffers may be missing, and then keep their values. Raises
+    `ValueError` or `RuntimeError` if weights are missing, unknown, of wrong shape or not finite."""
     state, parameters = module.state_dict(), dict(module.named_parameters())
     found = {name: values for name, values in state.items() if name not in parameters}
     for name, values in tensors.items():

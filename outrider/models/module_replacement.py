@@ -3,11 +3,11 @@ result up to rounding. On a CPU, linear layers are also replaced (`linear_layers
 
 The names and shapes of a module's parts suggest a replacement, but only a call shows whether the
 module also clamps, adds an offset or rotates in another way. So a probe calls the module and its
-replacement with a few random rows of different magnitudes. It leaves out the last layer of a block,
-because the replacement uses the same layer, and this layer may wait for other ranks. If the probe
-fails, only the linear layers in the module are replaced. Nothing is replaced in a module with
-hooks, or with a `forward` that is set on the instance. In a replacement, `__call__` is `forward`,
-which saves a millisecond in a step of 30 layers, but excludes hooks."""
+replacement with a few random rows of different magnitudes. The probe of an MLP or attention leaves
+out the last linear layer, because the replacement has the same layer, and a call of this layer may
+wait for other ranks. If the probe fails, only the linear layers in the module are replaced. Nothing
+is replaced in a module with hooks, or with a `forward` that is set on the instance. A replacement's
+`__call__` is `forward`, which saves a millisecond in a step of 30 layers. So it runs no hooks."""
 
 import inspect
 import logging
@@ -79,9 +79,9 @@ class FusedMLP(nn.Module):
 
 
 class DirectLayer(nn.Module):
-    """A decoder layer, [..., D] -> [..., D], that runs the blocks of `layer` with less overhead
-    between them. With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with
-    four norms (as in Gemma) also norms the outputs of attention and MLP."""
+    """A decoder layer, [..., D] -> [..., D], that calls the modules of `layer` with less overhead.
+    With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with four norms (as
+    in Gemma) also norms the outputs of attention and MLP."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class DirectLayer(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention with rotary positions. Computes queries, keys and values in one product. Has the
-    attributes of `block`, because attention functions read them."""
+    """Attention with rotary positions. Computes queries, keys and values in one product. Attention
+    functions read attributes of the attention module, so this module has those of `block`."""
 
     config: Any
 

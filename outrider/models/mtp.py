@@ -3,7 +3,7 @@
     g_i    = output of the target's last norm at position i
     pair j = (g_{j-1}, token j) for j >= 1; its rotary position is j - 1
     x_j    = eh_proj [enorm(embedding of token j), hnorm(g_{j-1})]
-    h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
+    h_j    = layer(x_j), a decoder layer like the target's, which sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
 
 For a draft token, norm(h) of the previous pair takes the place of g, as in transformers and
@@ -17,7 +17,7 @@ deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared
 qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
                         the tensors of a decoder layer at `layers.0.*`
 
-Of several MTP layers, only the first is used, for all draft tokens."""
+If a target has several MTP layers, the first layer drafts all tokens."""
 
 import re
 from collections.abc import Mapping
@@ -47,11 +47,12 @@ _PREFIXES = {
 """Maps the target's `model_type` to the prefix of the names of the first MTP layer's tensors."""
 _NOT_SERVED = "qwen3_next"
 """The engines refuse this target, because the state of linear attention cannot be rolled back. Its
-layers can be loaded, so that a test can compare them with those of `speculators`."""
+MTP layer can be loaded, so that a test can compare it with the code of `speculators`."""
 _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
 """Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""Suffix of the names of float8 scales, and the default block (rows, columns) with one scale."""
+"""The suffix of the names of float8 scales, and the default size (rows, columns) of a block. Each
+block of a float8 weight has one scale."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -174,7 +175,7 @@ def _dequantized(
             values = (values.float() * spread[: values.shape[0], : values.shape[1]]).to(dtype)
         elif values.dtype not in DTYPES.values():
             raise ValueError(
-                f"{key} is stored as {values.dtype}; it must have floating point of 16 bits or "
+                f"{key} is stored as {values.dtype}; it must be floating point of 16 bits or "
                 f"more, or float8 with a {_SCALE.removeprefix('_')} for each block"
             )
         found[key] = values
@@ -192,7 +193,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # In transformers 5.23, `MtpModel.get_weight_conversions` returns these. Older versions lack it.
+    # As `MtpModel.get_weight_conversions`, which transformers lacks before version 5.23.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),
@@ -207,7 +208,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
             dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
         ),
     )  # fmt: skip
-    # Embeddings and head are the target's.
+    # Embeddings and head may be missing, because they are the target's.
     if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
         raise ValueError(f"its files lack the weights {min(missing)}")
     if found.unexpected_keys:

@@ -36,8 +36,8 @@ _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
 
 def recognise(directory: Path) -> str | None:
     """Returns the kind of the published drafter in `directory` (`EAGLE3`, `MTP` or `PARD`). Returns
-    None if `directory` holds a student or no known drafter. Raises `ConfigError` for kinds that are
-    not served, and for files that cannot be read."""
+    None if `directory` holds no known drafter, or a student (`student.py`). Raises `ConfigError`
+    for kinds that are not served, and for files that cannot be read."""
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):

@@ -1,9 +1,9 @@
 """Finds a model's local directory of safetensors by the model's name.
 
 name                        directory
-`demo`                      a conversion of the GGUF file in the installed demo wheel, in the cache
+`demo`                      the cached conversion of the GGUF file in the installed demo wheel
 `demo-drafter`, `demo-head` a directory in this package, with a drafter for `demo`
-a `.gguf` file              a conversion of the file, in the cache
+a `.gguf` file              the cached conversion of the file
 a directory                 that directory
 anything else               a snapshot of the hub repository with this name, fetched if needed"""
 
@@ -41,7 +41,7 @@ def cache_dir() -> Path:
 def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = False) -> Path:
     """Returns the local directory of the model `name` (see the table above). With `drafts`, the
     model may be a published head in `PICKLED_FILE`. The first call for a model may take minutes.
-    Raises `ConfigError` if there is no such model, or its weights are not safetensors."""
+    Raises `ConfigError` if there is no model `name`, or its weights are not safetensors."""
     check_name(name, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
@@ -104,14 +104,14 @@ def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
         return
     if pickled:
         raise ConfigError(
-            f"model {name}: its weights are pickled ({pickled[0]}), which can run code when they "
-            "are loaded; convert them to safetensors first"
+            f"model {name}: its weights are pickled ({pickled[0]}), and a pickle can run code when "
+            "it is loaded; convert the weights to safetensors first"
         )
     raise ConfigError(f"model {name}: no *.safetensors in {directory}")
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration has a draft vocabulary, as that of an EAGLE-3 head does."""
+    """Whether the configuration has a draft vocabulary. Those of EAGLE-3 heads have one."""
     try:
         text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
         return "draft_vocab_size" in json.loads(text)
@@ -120,7 +120,7 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """Finds the file without importing the package, which would load an inference library."""
+    """Finds the GGUF file. An import of its package would load an inference library."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(DEMO_DISTRIBUTION) or []:
             located = Path(str(file.locate()))
@@ -155,9 +155,9 @@ CONVERSION_VERSION = 1
 
 
 def converted(gguf: Path, cache: Path) -> Path:
-    """Returns the directory of safetensors in the cache to which a GGUF file is converted, with its
-    tokenizer, chat template and generation settings. Weights become bfloat16. Raises `ConfigError`
-    if the file cannot be read as a model."""
+    """Returns the cached conversion of a GGUF file, a directory with safetensors, tokenizer, chat
+    template and generation settings. Converts the file if the cache lacks it. Weights become
+    bfloat16. Raises `ConfigError` if the file cannot be read as a model."""
     return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))
 
 
@@ -207,7 +207,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     wrong = [*(key for key in result.missing_keys if key not in tied), *result.unexpected_keys]
     if wrong:
         raise ConfigError(
-            f"model {gguf}: its architecture and its tensors do not match in {wrong[0]}"
+            f"model {gguf}: its architecture and its tensors do not match at {wrong[0]}"
         )
     module.tie_weights()
     if hasattr(module.config, "quantization_config"):

@@ -4,8 +4,8 @@ head.
 file                what it holds
 `config.json`       the student's architecture, with the target's vocabulary
 `drafter.json`      the target for which the student was trained (`StudentDescription`)
-`model.safetensors` all weights except embeddings and head, and `draft_token_ids`, the tokens that
-                    the student may propose, in ascending order. Matrices are stored as int8 with
+`model.safetensors` `draft_token_ids`, the ascending ids of the tokens that the student may propose,
+                    and all weights except embeddings and head. Matrices are stored as int8 with
                     one scale for each row (`NAME.scale`)
 `README.md`         the model card
 
@@ -99,8 +99,8 @@ def load_student(
 
 
 def narrow_head(module: Any, num_rows: int) -> nn.Linear:
-    """Replaces the model's head by a head with `num_rows` rows, which have no values yet, and
-    returns it."""
+    """Replaces the model's head by a head with `num_rows` rows, which have no values yet. Returns
+    the new head."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a student is a linear layer")
     has_bias, dtype = head.bias is not None, head.weight.dtype
@@ -139,7 +139,7 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         return values
     scales = tensors[name + _SCALE]
     if scales.shape != values.shape[:1]:
-        raise ValueError(f"{name + _SCALE} is {[*scales.shape]} for {[*values.shape]} values")
+        raise ValueError(f"{name + _SCALE} is {[*scales.shape]} for values {[*values.shape]}")
     return values.float() * scales[:, None]
 
 
@@ -148,7 +148,7 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
     drafter `drafter`. Raises `ConfigError`."""
     where = loading.use_device(**options)
     empty = loading.empty_model(directory, takes_quantised=True, **options)
-    check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
+    check(empty.get_output_embeddings().bias is None, "a drafter needs a head without a bias")
     ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
     with refusing(f"drafter {drafter}:"):
         for end, values in zip(ends, _target_weights(empty, directory), strict=True):
@@ -158,7 +158,7 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
 
 def _target_weights(module: Any, target_directory: Path) -> tuple[Tensor, Tensor]:
     """Returns embeddings [V, D] and head [V, D] from the target's files. `module` is the target or
-    a student, and may be empty. Raises `ValueError`."""
+    a student. Its parameters need no values. Raises `ValueError`."""
     embeddings, head = _shared_with_target(module)
     with loading.open_weights(target_directory) as files:
         names = loading.stored_names(module, dict(module.named_parameters()), files)

@@ -48,11 +48,11 @@ class Watched(nn.Module):
         return found
 
     def rows_read(self) -> Tensor:
-        """Returns the input [T, D] of the last call, if it was one sequence [1, T, D]. Raises
-        `ConfigError` if there was no call with a positional argument."""
+        """Returns the input [T, D] of the last call, which must have run one sequence [1, T, D].
+        Raises `ConfigError` if there was no call with a positional argument."""
         if self.read is None:
             kind = type(self.inner).__name__
-            raise ConfigError(f"the model gives its {kind} no positional argument to read")
+            raise ConfigError(f"the model calls its {kind} without a positional argument")
         rows: Tensor = self.read[0]
         return rows
 
@@ -73,7 +73,7 @@ def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
         last_norm(module)
         return module.base_model, "norm"
     if not 0 <= index < len(layers):
-        raise ConfigError(f"it has no layer {index}, only {len(layers)} counted from 0")
+        raise ConfigError(f"it has no layer {index}, only the layers 0 to {len(layers) - 1}")
     return layers, str(index)
 
 

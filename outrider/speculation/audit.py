@@ -4,11 +4,10 @@ Let p_i be the target's distribution of token x_i, given all earlier tokens. If 
 p_i, its surprise -log p_i(x_i) has the entropy of p_i as its mean. So the sum of surprise minus
 entropy is a martingale, even though a session's tokens decide where it ends. For many tokens, this
 sum divided by the square root of the summed variances of -log p_i is approximately standard normal.
-It drifts away from 0 if the tokens come from a distribution with another mean surprise.
+The quotient drifts away from 0 if the tokens' distribution has another mean surprise.
 
 Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts.
-So it detects wrong noise, acceptance or residuals, but not a wrong transform.
-"""
+So it detects wrong noise, acceptance or residuals, but not a wrong transform."""
 
 from collections.abc import Sequence
 

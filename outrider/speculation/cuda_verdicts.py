@@ -29,7 +29,7 @@ _ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""One session's parameters, its history, and row masks (None = all tokens; empty = no masks)."""
+"""A session's parameters, history and row masks (None = all tokens; empty = no row has a mask)."""
 _FAILED: set[torch.device] = set()
 
 
@@ -83,12 +83,12 @@ def send_rows(
     extra: IntArray, vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sends the kernels' arguments for each row of `logits` to the device. `logits` are [R, V], or
-    [R, N] with a `vocabulary`, in float32 or narrower. `transforms` and `sizes` have an
-    entry for each session: what changes its logits, and its number of rows. `drafted` has the draft
-    token after each row, or -1.
+    [R, N] with a `vocabulary`, in float32 or narrower. For each session, `transforms` says how its
+    logits change, and `sizes` how many rows it has. `drafted` has the draft token after each row,
+    or -1.
 
-    Returns the words [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and the logits
-    after masks, biases and penalties (`change_rows`)."""
+    Returns the arguments [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and the
+    logits after masks, biases and penalties (`change_rows`)."""
     num_rows, width = logits.shape
     words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
     kept = np.array([filters(sampling) for sampling, _, _ in transforms])

@@ -6,8 +6,7 @@ The counts are the differences of the cumulative distribution, multiplied by `CO
 rounded. A draw takes one uniform u, and returns the first token at which the running sum of counts
 exceeds u times their total.
 
-Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`).
-"""
+Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`)."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ and a target race with the same keys, they usually draw the same token.
 *Waits* have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
 128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and every token
 of the block is equally likely to have it. Exp(1) is memoryless, so every other wait is the shortest
-wait plus an independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of number i.
+wait plus an independent Exp(1). The upper 52 bits of number i are a uniform u, and E_i = -log u is
+Exp(1).
 
 - The shortest wait of block b is m_b = E_i / 128 with i = 2^32 + b. The lower 7 bits of number i
   say which token of the block has this wait.
 - Every other token v of the block waits m_b + E_v. So v can win only if w_v / m_b exceeds the best
-  score found so far.
-"""
+  score found so far."""
 
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -101,8 +101,8 @@ def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
     """`race` for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each block.
-    Computes the score of the token with the shortest wait in each block, and then only those scores
-    that could exceed the best of these."""
+    First computes, for each block, the score of the token with the shortest wait. Then computes
+    only the scores that could exceed the best of these first scores."""
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))

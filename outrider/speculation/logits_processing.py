@@ -1,8 +1,7 @@
 """Turns logits into the distribution that is sampled, on the CPU.
 
 The order is logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. Top-p is a
-share of the mass that min-p and top-k kept.
-"""
+share of the mass that min-p and top-k kept."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> No
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V] as [R], float64. It does not depend on other rows."""
+    """The sum of each row of `weights` [R, V], as float64 [R]. No sum depends on another row."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -141,9 +140,11 @@ def changed_tokens(
     params: SamplingParams, history: TokenHistory, width: int,
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:  # fmt: skip
-    """A table [E, 3] of the tokens that have a bias or are in the history. Tokens without a column
-    in the logits, which have `width` columns, are left out. A row has the token's column, the bits
-    of its bias as a float64, and twice its count in the output, plus 1 if the prompt has it."""
+    """A table [E, 3] of the tokens that have a bias or occur in any part of the history. Tokens
+    without a column in the logits, which have `width` columns, are left out. A row has the token's
+    column, the bits of the token's bias as a float64, and 2 n + m. Here n is the token's count in
+    the output, and m is 1 if the prompt has the token. Draft tokens are in the table, but not in n:
+    each row of logits has other draft tokens before it."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
@@ -320,15 +321,15 @@ class RowMasks(NamedTuple):
 
     masks: list[TokenMask | None]
     """[K + 1]: element n has the tokens that may follow n draft tokens. None after a forbidden
-    draft token: the target rejects it, so no outcome uses these rows."""
+    draft token, which the target rejects, so no outcome uses this row."""
     untold: int | None
     """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
     An outcome that reaches this row ends with that draft token (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. Other masks raise no error, so a draft cannot make a session fail."""
+    """The masks for the rows of a proposal. Raises `Incompatible` only if the mask after the
+    committed tokens cannot be computed, because a draft must not make a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):

@@ -10,8 +10,7 @@ uniform u that tests the token is smaller.
 
 Predictions do not bias the output. Under token and block, tokens drafted for an outcome have the
 next round's noise, which is independent of the noise that predictions use. Under coupled and
-greedy, draft tokens never change which tokens are committed.
-"""
+greedy, draft tokens never change which tokens are committed."""
 
 import math
 from collections.abc import Sequence
@@ -153,7 +152,7 @@ class OutcomeModel:
         self._bonus = _Corrections(1.0, 0.0, _WEIGHT_MAX)
 
     def _acceptance(self, index: int, evidence: float) -> float:
-        """The probability that a draft token is accepted if all those before it are."""
+        """The probability that a draft token is accepted, given that all before it are."""
         total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 

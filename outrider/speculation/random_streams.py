@@ -15,8 +15,7 @@ keeps the committed length and the index apart, so every round of a session has 
 The rules token and block must not use positions. After a rejection, the next round would draw the
 token at the same position with the rejected token's noise. But block verification and the choice of
 K may already depend on the rejected token. Coupled may use positions, because its draw at a
-position is the target's own draw, whatever was drafted there.
-"""
+position is the target's own draw, whatever was drafted there."""
 
 from __future__ import annotations
 
@@ -184,7 +183,7 @@ def rounds(
         product_2 = c2 * _MULTIPLIER_2
         c0 = ((product_2 >> 32) ^ c1 ^ low) & mask
         c2 = ((product_0 >> 32) ^ c3 ^ high) & mask
-        c1, c3 = product_2, product_0  # The next step or the return masks them.
+        c1, c3 = product_2, product_0  # The next iteration or the return masks both.
         low = (low + _KEY_STEP_LOW * ones) & mask
         high = (high + _KEY_STEP_HIGH * ones) & mask
     return c0, c1 & mask, c2, c3 & mask

@@ -3,8 +3,8 @@ Triton is installed. Each program computes one row, so grids are [R].
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
 - `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. To
-  find the smallest weight to keep, it searches the bits of floats, whose order is that of the
-  floats. Each pass over the row reduces the searched range to a quarter.
+  find the smallest weight to keep, it searches bit patterns, which have the order of the floats.
+  Each pass over the row reduces the searched range to a quarter.
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
   q (`verification.py`), and draws the next token (`gumbel_max.py`). A draw first computes two
   scores of each block: of the token with the shortest wait, and of the token with the largest
@@ -36,7 +36,7 @@ JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
 """Number of further int64 words that `settle_rows` reads for each row:
 
     0..4    the row's `RowKeys`
-    5       the number of draft tokens before the row's draft token, or -1 if it judges none
+    5       the number of draft tokens before the row, or -1 if the row judges no draft token
     6       whether the rule is block
     7, 8    the byte offset of the draft token's `DraftDistribution.packed`, and the number of
             tokens in q, or 0 if the draw was certain
@@ -129,7 +129,7 @@ def change_rows(
     weights,  # [R, width], float32: the changed logits
     logits,  # [R, width]
     logits_stride,
-    sent,  # bytes: [R, ROW_WORDS], int64; entries; masks, a bit for each token
+    sent,  # bytes: words [R, ROW_WORDS], then all entries, then masks with a bit for each token
     width,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -273,10 +273,10 @@ def _exponential(bits):
 
 @triton.jit
 def settle_rows(
-    weights,  # [R, width]; the rows of draft tokens become the weights of corrections
+    weights,  # [R, width]; rows that judge a draft token become the weights of corrections
     found,  # as in `weigh_rows`
     words,  # as in `weigh_rows`
-    sent,  # bytes: [R, JUDGED_WORDS], int64; then each q
+    sent,  # bytes: words [R, JUDGED_WORDS], then each q
     races,  # [2, R, ROW_WAITS], float64, for intermediate results
     width,
     ENTRIES: tl.constexpr,

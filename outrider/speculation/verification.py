@@ -15,8 +15,7 @@ distribution up to a factor. Correction K is a draw from p_{K+1} under every rul
 Row n < K *judges* x_{n+1}, the draft token after it.
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
-the width of p has p = 0, so draft and target may pad their vocabularies differently.
-"""
+the width of p has p = 0, so draft and target may pad their vocabularies differently."""
 
 from __future__ import annotations
 
