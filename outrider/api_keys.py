@@ -54,7 +54,7 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""The caller of every request to a server that needs no key. Has no limits."""
+"""The caller of every request to a server that needs no key. This caller has no limits."""
 
 _HASH = "sha256:[0-9a-f]{64}"
 _GIVEN = re.compile(r"[!-+\--~]+")
@@ -63,7 +63,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 def key_hash(key: str) -> str:
-    """Hashes any text, as a key file does."""
+    """Returns the hash of any text, in the format of key files."""
     return f"sha256:{hashlib.sha256(key.encode(errors='surrogatepass')).hexdigest()}"
 
 

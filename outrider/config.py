@@ -1,7 +1,7 @@
 """Configurations: one frozen dataclass of settings for each service, and one for a deployment.
 
-Each field is a setting with a flag, an `OUTRIDER_*` variable, a YAML key and a row in
-`docs/settings.md`. `Internal` fields are no settings: the code that starts a service sets them."""
+Each field that is not `Internal` is a setting, with a flag, an `OUTRIDER_*` variable, a YAML key
+and a row in `docs/settings.md`. The code that starts a service sets the `Internal` fields."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -79,10 +79,10 @@ class ServerConfig:
     PORT + 1, the draft on PORT + 2. Each further replica of a role on the same machine uses a port
     that is 3 higher. A coordinator with HTTP always serves its own metrics by `GET /metrics`."""
     log_level: Literal["debug", "info", "warning"] = "info"
-    """Log level; `debug` adds a line for each session that ends or moves."""
+    """Log level; `debug` adds a line for each session that ends or moves to another replica."""
     role: ClassVar[Role]
     membership: Internal[Membership | None] = None
-    """None = the replica does not announce itself."""
+    """None = the replica does not announce itself in the registry."""
 
     @property
     def slot(self) -> int:
@@ -118,7 +118,7 @@ HERMES = "hermes"
 AUTO_ENGINE = "auto"
 VLLM = "vllm"
 EMULATED = "emulated:"
-"""Prefix of the `engine` if it simulates step times and runs no model."""
+"""Prefix of the values of `engine` for an engine that runs no model and simulates step times."""
 NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -154,9 +154,9 @@ class ModelServerConfig(ServerConfig):
     max_num_batched_tokens: Annotated[int | None, between(limits.BATCHED_TOKENS_MIN, 2**20)] = None
     """Largest number of tokens in one step; unset = 2048 with vLLM and 512 with other engines.
     Longer prompts are prefilled in several steps. A larger number raises throughput, but requests
-    wait longer for other prompts."""
+    wait longer while other prompts are prefilled."""
     deterministic: bool = False
-    """Compute bit-identical logits of a token, whatever other tokens are in the step. Under the
+    """Compute logits that are bit-identical regardless of the other tokens in the step. Under the
     rules coupled and greedy, the output then depends neither on `num_draft_tokens` nor on other
     sessions. This setting makes all kernels slower except the fused CPU kernels."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
@@ -241,8 +241,8 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs: on targets or on draft replicas. A target sends one row of hidden
-    states for each token to a head on draft replicas."""
+    """Where an EAGLE-3 head runs: on targets or on draft replicas. To a head on draft replicas, the
+    target sends one row of hidden states for each token."""
     ngram_min: Annotated[int, between(1, NGRAM_MAX)] = 1
     """Shortest match of prompt lookup, in tokens."""
     ngram_max: Annotated[int, between(1, NGRAM_MAX)] = 16
@@ -261,7 +261,7 @@ class DraftConfig(ModelServerConfig):
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = 1
     """Largest number of tokens that a hybrid drafter's model or head drafts in a round."""
     target: Internal[str] = ""
-    """Name of the target for which the drafter was trained; empty = for no single target."""
+    """Name of the target for which the drafter was trained; empty = for no particular target."""
     target_directory: Internal[str] = ""
 
     @property
@@ -300,8 +300,8 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys or their hashes, in several flags or separated by commas. Callers must send one of
-    them. Prefer the environment variable, because other users of the machine can see flags."""
+    """API keys or their hashes, in several flags or separated by commas. Callers must send a
+    key. Prefer the environment variable, because other users of the machine can see flags."""
     api_key_file: str = ""
     """File of API keys, tenants and limits (see `outrider keys`). A changed file is read again."""
     ssl_certfile: str = ""
@@ -373,7 +373,7 @@ class CoordinatorConfig(ServerConfig):
     """In a trace, the first two rounds of a request have spans, and then every Nth round, where N
     is this number; 0 = no round has spans. The totals in the request's span include all rounds."""
     vllm_metric_names: bool = False
-    """Also export speculation counters to Prometheus as vLLM does (`vllm:spec_decode_...`)."""
+    """Also export speculation counters to Prometheus under vLLM's names, `vllm:spec_decode_...`."""
     tokenizer_directory: Internal[str] = ""
     """Directory of the tokenizer; empty = requests give token ids and get no text."""
     trust_remote_code: bool = False
@@ -390,7 +390,7 @@ class CoordinatorConfig(ServerConfig):
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig] = DraftConfig(model="model")
     """Settings of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a
-    hybrid, prompt lookup only replaces missing proposals."""
+    hybrid, the look-up is `ngram`, and only replaces missing proposals."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -405,7 +405,7 @@ class CoordinatorConfig(ServerConfig):
         return not self.asks_for_keys
 
     def reaching(self, redis: RedisAddress) -> Self:
-        """The same configuration with another address of the session store and registry."""
+        """A copy with another address of the Redis that has the sessions and the registry."""
         member = self.membership and replace(self.membership, redis=redis)
         return replace(self, redis=redis, membership=member)
 
@@ -480,7 +480,7 @@ class DeploymentConfig:
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of target replicas at the start. `outrider scale` changes the number later."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Number of draft replicas at the start. Look-ups and heads on the target need none."""
+    """Number of draft replicas at the start. Look-ups and heads on the target need no draft."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of coordinators at the start. On one machine, their port numbers are consecutive."""
     target_resources: str = ""
@@ -509,7 +509,7 @@ class DeploymentConfig:
         on_vllm = self.target.engine == VLLM
         look_ahead = self.coordinator.look_ahead
         apart = drafter.runs_on == "draft" and drafter.kind
-        # Other heads run on the leading rank, so the target may have several ranks.
+        # These heads need a target with one rank. All others run on the target's leading rank.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
         reads = f"{self.draft.model} reads the target's hidden states"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
@@ -565,8 +565,8 @@ def merge(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> dict[str, Value]:
     """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
-    from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
-    `ConfigError`, which names the source, for a bad value, even if the value is overridden."""
+    from `flags` (texts or values). Flags override the environment, which overrides the file. A
+    bad value raises a `ConfigError` that names its source, even if the value is overridden."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, ""):
@@ -584,7 +584,7 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """The settings of all layers, in increasing precedence (see `layers`). In each layer,
+    """The entries of all layers (see `layers`), in order of increasing precedence. In each layer,
     a `speculative_config` is replaced by the settings that it stands for. Raises `ConfigError` if
     the layer also sets one of these settings directly."""
     settings = deployment_settings()
@@ -605,7 +605,7 @@ def translated_layers(
 def load_config(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> DeploymentConfig:
-    """The deployment that these layers describe (see `merge`). Raises `ConfigError`."""
+    """The deployment that these settings describe (see `merge`). Raises `ConfigError`."""
     return configuration(merge(flags, environment, file))
 
 

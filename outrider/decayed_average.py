@@ -34,8 +34,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """Returns the amount of `name` per second: its sum, divided by the time since the start,
-        which is decayed like the sum."""
+        """Returns the amount of `name` per second: its decayed sum, divided by the decayed sum
+        that 1 per second since the start would have."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

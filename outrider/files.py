@@ -78,8 +78,8 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """Returns the contents. Reads again if a file has changed and none is missing. If `read`
-        fails, logs the error once, keeps the earlier contents, and retries at the next check."""
+        """Returns the contents. Reads them again if a file has changed and no file is missing. If
+        `read` fails, logs the error once, keeps the old contents, and retries at the next check."""
         now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -50,7 +50,7 @@ class RoundHead:
     """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """None = no constraint, or this stream has already sent it with this `constraint_hash`."""
+    """None = no constraint, or a constraint that this stream has already sent."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
@@ -106,7 +106,7 @@ class VerifyItem:
     num_next_draft_tokens: int = 0
     """Largest number of tokens to draft for the next round, if the target drafts for itself."""
     features_from: int | None = None
-    """The answer has features of the committed tokens from this position on; None = no features."""
+    """Position of the first committed token whose features to send; None = send no features."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False
@@ -134,8 +134,8 @@ class DraftItem:
     head: RoundHead
     num_draft_tokens: int
     look_ahead: int = 0
-    """Largest number of outcomes of this round to predict. For each, the draft sends a proposal of
-    up to `num_draft_tokens` tokens for the next round."""
+    """Largest number of outcomes of this round to predict. For each outcome, the draft sends a
+    proposal of up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
     """The round's proposal, in an item that asks only for look-ahead; None in other items."""
     features: Features | None = None
@@ -223,7 +223,7 @@ class ProposalReply:
 @dataclass(frozen=True, slots=True)
 class Resync:
     """The replica lacks a part of the stated prefix, for example after an eviction or a restart.
-    `prefix_digest` is the digest of the `cached_length` tokens that it holds."""
+    `prefix_digest` is the digest of the `cached_length` tokens that the replica holds."""
 
     key: ReplyKey
     cached_length: int

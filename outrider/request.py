@@ -29,7 +29,7 @@ Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request to generate, with limits in `outrider.limits`. None = the coordinator's default."""
+    """Asks for one completion. None = the coordinator's default. Limits: `outrider.limits`."""
 
     prompt: Prompt
     model: str = ""
@@ -49,7 +49,7 @@ class GenerateRequest:
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round, ms. At the limit, the draft returns what it has drawn."""
     constraint: Constraint | None = None
-    """The completion ends when no further token can match."""
+    """The completion must match the constraint, and ends when no further token can match."""
     # Only HTTP requests set the following fields. gRPC does not send them.
     prompt_logprobs: int | None = None
     """Like `logprobs`, but for the prompt. If this field is set, `max_tokens` may be 0."""
@@ -59,7 +59,7 @@ class GenerateRequest:
     shown_tokens: tuple[str, ...] = ()
     """Special tokens to keep in the text, such as marks of tool calls. Others are omitted."""
     answer_form: str = ""
-    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = neither."""
+    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = no parser."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
     """Used if `max_tokens` is None. The room in the model's context may reduce this number."""
 
@@ -72,13 +72,13 @@ class ResumeRequest:
     num_tokens: int = 0
     """Number of completion tokens that the client has, which are not sent again."""
     num_characters: int | None = None
-    """Number of characters (code points) that the client has; None = all of its tokens' text."""
+    """Number of characters (code points) that the client has; None = all text of its tokens."""
     deadline_ms: int | None = None
-    """Time limit, counted from this request. The maximum and default is the original limit."""
+    """Time limit, counted from this request. The session's limit is default and maximum."""
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Splits the events after these numbers of tokens, and sends all tokens again. Not in gRPC."""
+    """Events end after these numbers of tokens. If set, all tokens are sent again. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

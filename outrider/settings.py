@@ -25,7 +25,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
-    is the alias of its field, or else the field's name, after `prefix` if it is in `fields`."""
+    is the field's alias or, without one, the field's name. Names in `fields` get `prefix`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -171,7 +171,7 @@ def by_its_keys(config: type) -> Iterator[None]:
 
 
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
-    """A configuration from the values of settings, by key. Other settings keep their defaults."""
+    """Builds a configuration with these values, by key. Other settings keep their defaults."""
     named = {
         name: values[found.key]
         for name, found in settings_of(config).items()

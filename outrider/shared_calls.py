@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 class SharedCalls(Generic[Key, Result]):
     """Runs one call for each key, and gives the result to all callers of this key. If all callers
-    of a key stop waiting, cancels the call, unless it already runs on a thread. Use it only on the
-    event loop's thread."""
+    of a key stop waiting, cancels the call, unless it already runs on a thread. All methods must
+    be called on the event loop's thread."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
         """At most `num_threads` calls from `result` run at the same time. Further calls wait."""

@@ -66,7 +66,7 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
     """Yields the name, the unchecked value and the origin of each setting that follows from a
     `speculative_config`. The origin is `source`, followed by vLLM's key if one key gave the value.
     `raw` is JSON, or a value from YAML. With synthetic acceptance, also yields `speculative_config`
-    itself; its value is the `acceptance_rates` of the emulated engine. The `ConfigError` for a
+    itself, with the `acceptance_rates` of the emulated engine as its value. The `ConfigError` for a
     wrong key names `source` and the key."""
     if raw == "":
         return
@@ -104,7 +104,7 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
 
 
 def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]:
-    """Returns [N]. Entry n - 1 is the probability that a round accepts n draft tokens or more."""
+    """Returns N numbers. The n-th: the probability that a round accepts n draft tokens or more."""
     keys = (*_RATES, "num_speculative_tokens")
     given: list[Any] = [values.get(key) for key in keys]
     rates, length, count = given

@@ -21,7 +21,7 @@ _HELD_TOKENS_MAX = 8
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 _UNKNOWN_BYTES_MAX = 256
-"""Assumed largest number of bytes of text for which a token for unknown words stands."""
+"""Largest number of bytes of text that one token for unknown words is assumed to replace."""
 
 
 class TokenizerText:
@@ -136,7 +136,7 @@ class TokenizerText:
         return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
     def backend_json(self) -> str:
-        """JSON of the library `tokenizers`. Raises `ConfigError` for tokenizers of other kinds."""
+        """See `outrider.grammar.compiler.backend_json`."""
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:

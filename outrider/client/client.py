@@ -21,8 +21,8 @@ P = ParamSpec("P")
 CALL_TIMEOUT_S = 10.0
 """Default timeout of a call that generates no tokens."""
 RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + transport.GENERATE_SLACK_S
-"""Default timeout of a call that resumes a generation. It is the longest possible timeout,
-because only the coordinator knows the generation's deadline."""
+"""Default timeout of a call that resumes a generation. It allows for the longest deadline, because
+only the coordinator knows the generation's own deadline."""
 TIMEOUT_S_MAX = 1e7
 """gRPC cannot represent much longer timeouts."""
 
@@ -81,8 +81,8 @@ class Client:
     ) -> AsyncGenerator[Event]:
         """Continues a generation whose stream broke, in this client or another. Yields `Started`
         again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
-        session is still open, that stream ends with `StaleEpoch`. Raises `NotFound`. Raises
-        `DataLoss` if the store has fewer than `num_tokens` tokens. Raises `Unavailable` while
+        session is still open, that stream ends with `StaleEpoch`. Raises `NotFound` for an
+        unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while
         another coordinator owns the session, until about 2 s after that coordinator's death."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
@@ -177,14 +177,14 @@ class SyncClient:
     `SyncClient`. An interrupt (Ctrl-C) ends a call at once. The methods are those of `Client`.
     Closing an iterator early (`close`, or an exception in the loop over it) cancels the session.
 
-    A `SyncClient` runs the coroutines of a `Client`. Its transport blocks instead of suspending, so
-    the coroutines need no event loop."""
+    A `SyncClient` runs the coroutines of a `Client` with a blocking transport. The coroutines never
+    suspend, so they need no event loop."""
 
     def __init__(
         self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """Takes the parameters of `Client`. `address` is like `server`, but is no transport."""
+        """Takes the parameters of `Client`. `address` is a `server` other than a transport."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)

@@ -35,7 +35,7 @@ serve now. Coordinators, drafts and targets restart within this time."""
 LOOK_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""A pool keeps at most this many endpoints that are no longer named. Calls may still use them."""
+"""A pool keeps at most this many endpoints that `server` no longer names, as calls may use them."""
 AVOIDED_S = 5.0
 """If a coordinator does not answer, new calls avoid it for this time. If it answers that it cannot
 serve now, new calls avoid it for the `retry_after_ms` of its error."""
@@ -54,8 +54,8 @@ def addresses_of(server: object) -> list[str]:
 
 
 class EndpointPool(Generic[Endpoint]):
-    """Keeps an endpoint, such as a connection, for each named coordinator. New calls begin at each
-    coordinator in turn. Threads may share a pool."""
+    """Keeps an endpoint, such as a connection, for each coordinator that `server` names. New calls
+    begin at each coordinator in turn. Threads may share a pool."""
 
     def __init__(
         self, server: Server, connect: Callable[[str], Endpoint],
@@ -70,7 +70,7 @@ class EndpointPool(Generic[Endpoint]):
         self.clock = clock
         self._read_at = clock()
         self._open: dict[str, Endpoint] = {}
-        """Address -> endpoint, the oldest first. Some addresses may be no longer named."""
+        """Address -> endpoint, the oldest first. Includes addresses that are no longer named."""
         self._named: dict[str, Endpoint] = {}
         named = server() if callable(server) else server
         if not callable(server) or named != "":
@@ -88,7 +88,7 @@ class EndpointPool(Generic[Endpoint]):
 
     @property
     def each(self) -> list[Endpoint]:
-        """Endpoints of the named coordinators; empty if a function has not named any yet."""
+        """Endpoints of the named coordinators; empty if `server` has named no coordinator yet."""
         return list(self._named.values())
 
     @property
@@ -288,9 +288,9 @@ class Tries:
         that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. Also raises `error` if all coordinators have failed to begin the call, except in two
-        cases, in which a later try may succeed: a function names the coordinators, and the last one
-        tried did not answer; or the call is a stream, and any coordinator answered."""
+        over. If all coordinators have failed to begin the call, raises `error` unless a later try
+        may succeed. It may succeed if a function names the coordinators and `tried` did not answer,
+        or if the call is a stream and at least one coordinator answered."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

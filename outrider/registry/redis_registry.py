@@ -92,7 +92,7 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """Returns the stored numbers. Omits numbers that are not from 0 to `REPLICAS_MAX`."""
+        """Returns the numbers that `want` stored. Omits numbers outside 0..`REPLICAS_MAX`."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = (
             (role, _number(text, REPLICAS_MAX)) for role, text in zip(ROLES, texts, strict=True)
@@ -127,7 +127,7 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica every `RENEWAL_S` until `withdraw`. `record()` is its current record."""
+    """Announces a replica every `RENEWAL_S` until `withdraw`. `record` makes the current record."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         self._registry = registry

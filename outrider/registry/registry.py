@@ -1,7 +1,7 @@
 """The types of the registry, in which a deployment's replicas announce themselves.
 
 A record expires after `LEASE_S`. Its replica renews the record every `RENEWAL_S`. Before a
-coordinator uses a replica, it asks the replica for its description.
+coordinator uses a replica, the coordinator asks the replica for its description.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Figures:
     """Share of the KV cache's pages that running requests need, 0 to 1."""
     # Only coordinators have the following figures.
     draft_waits: _Figure = None
-    """Share of the draft service's proposals that waited for longer than they took to draft."""
+    """Share of the draft service's proposals whose requests queued longer than drafting took."""
     acceptance: _Figure = None
     look_ahead_hits: _Figure = None
     """Share of the draft service's proposals that were ready when their rounds began."""
@@ -103,8 +103,8 @@ class Membership:
     deployment: str
     name: str
     slot: int = 0
-    """If all replicas run on one machine, the replica's index among the replicas of its role, which
-    is added to port numbers. On several machines, 0."""
+    """Added to port numbers: the replica's index among the replicas of its role if all replicas run
+    on one machine, otherwise 0."""
     plan: str = ""
     """Hash of the settings with which the replica was started."""
     trial_share: float = 0.0

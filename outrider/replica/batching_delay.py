@@ -1,15 +1,15 @@
 """Decides whether a step waits for sessions that will soon need a step, too.
 
-Without a delay, sessions that arrive out of phase never share a step. An item that arrives during a
-step waits for its end. Then the item's own step delays the other sessions. If one step for all
-sessions takes less time than two, a shared step is quicker for all. A cycle, in which each session
-has one round, takes:
+Without a delay, sessions that arrive out of phase never share a step: an item that arrives during a
+step waits for the step's end, and then the item's own step delays the other sessions. If one step
+for all sessions takes less time than two steps, sharing a step is faster for all sessions. A cycle,
+in which each session has one round, takes:
 
     together    wait + step(all)
     in turns    step(waiting) + step(others)
 
-The gap of a session is the time from an answer to the session's next item. A session is expected to
-return after the mean of its last gaps."""
+The gap of a session is the time from an answer to the session's next item. A session is expected
+within the mean of its last gaps, plus SPREAD times their mean deviation, plus SPREAD_S."""
 
 from collections.abc import Callable, Sequence
 
@@ -38,13 +38,13 @@ class BatchingDelay:
     """Tracks a replica's sessions and step times. All times are in seconds, on one clock."""
 
     def __init__(self, seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`seconds(rows, sessions)` is a step's expected time, s. If this time is 0, no step waits.
-        A step has at most `max_batch` sessions."""
+        """`seconds(rows, sessions)` is the expected time of a step with `rows` tokens, s. If this
+        time is 0, no step waits. A step has at most `max_batch` sessions."""
         self._seconds = seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
         """By session, in the order of the sessions' last answers."""
-        self._typical = _Rhythm(1)  # over all sessions; a new session starts with it
+        self._typical = _Rhythm(1)  # averages over all sessions, with which a new session starts
         self._num_gaps = 0
         self._trust = 1.0  # share of the awaited sessions that came in time, averaged over delays
         self.awaited: set[str] = set()  # sessions of the last delay that have not come in time

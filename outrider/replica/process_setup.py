@@ -49,11 +49,11 @@ default, which makes threads check for some milliseconds."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
-demo target on two cores, a token took 34 to 43 ms with it, and 40 to 52 ms with libgomp."""
+demo target on two cores, a token took 34 to 43 ms. With libgomp, a token took 40 to 52 ms."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helper threads. It is above
-the value for steps (`NICENESS` in `outrider/engine/threads.py`), so a replica that loads leaves the
-cores to the steps of other replicas."""
+"""Added to the niceness of the thread that loads a model, and of its helper threads. Because this
+number is above that of steps (`NICENESS` in `outrider/engine/threads.py`), a replica that loads
+leaves the cores to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 _ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
@@ -86,8 +86,8 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Returns the number of threads for a model: all cores for a target, which waits while drafts
-    run, and half of the cores for a draft."""
+    """Returns the number of threads for a model: half of the cores for a draft, and all cores for a
+    target, because it waits while drafts run."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
@@ -120,8 +120,8 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def give_way(niceness: int) -> None:
-    """Sets the niceness of the calling thread, and of threads that it starts later, to that of the
-    process plus `niceness`."""
+    """Raises the niceness of the calling thread, and of threads that it starts later, to `niceness`
+    above the niceness of the process."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
     except OSError as error:
@@ -361,7 +361,7 @@ def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Returns the target's checked draft layer; None without one, and on all ranks but the leading
+    """Returns the target's checked head; None without a head, and on all ranks but the leading
     rank. Must be called before `speed_up`, because the check runs `module` as it was built."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
@@ -410,8 +410,8 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
-    """Loads the EAGLE-3 head of a draft. Returns it, its description, and the number of bytes for
-    its keys and values. Blocks. Raises `ConfigError`."""
+    """Loads the EAGLE-3 head of a draft. Returns the head, its description, and the number of bytes
+    for its keys and values. Blocks. Raises `ConfigError`."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.loading import describe, empty_model
     from outrider.models.module_replacement import speed_up
@@ -453,7 +453,7 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
     """Returns the compiler of constraints for the target's tokenizer; None without a tokenizer. The
-    first compilation loads the tokenizer. If `eos_token_ids` is empty, reads the model's files."""
+    first compilation loads the tokenizer. Without `eos_token_ids`, reads them from the model."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer

@@ -80,10 +80,10 @@ class SteppedService(ReplicaService):
         self, worker: StepWorker, executor: StepExecutor, description: ReplicaDescription,
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
     ) -> None:  # fmt: skip
-        """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is a
-        step's expected time. If it is above 0, the step may wait for sessions whose next items are
-        expected soon. An item with a new constraint waits until the constraint's grammar is
-        compiled, so that no step compiles a grammar."""
+        """At most `description.max_num_seqs` sessions share a step. A step with `rows` tokens
+        should take `seconds(rows, sessions)`. If this time is above 0, the step may wait for
+        sessions whose next items are expected soon. An item with a new constraint waits until the
+        constraint's grammar is compiled, so that no step compiles a grammar."""
         self._worker = worker
         self._executor = executor
         self._description = description
@@ -100,8 +100,8 @@ class SteppedService(ReplicaService):
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
-        """Sessions that the worker forgets (True), or whose slots it frees (False), before the next
-        step. If `Newest` drops an entry, its slots are freed when other sessions need slots."""
+        """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
+        step. If `Newest` drops an entry, its pages are freed when other sessions need pages."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -213,7 +213,7 @@ class SteppedService(ReplicaService):
         self.park([name for name, (last, _) in self.sessions.items() if last is sender])
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """Frees the slots of these sessions before the next step."""
+        """Frees the pages of these sessions before the next step."""
         for session_id in session_ids:
             self.sessions.pop(session_id, None)
             self._leaving.setdefault(session_id, False)

@@ -36,7 +36,7 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """If the caller does not wait for later answers, the session's next item replaces this item."""
+    """Whether the caller waits for later answers. If not, the session's next item replaces it."""
 
 
 class StepFigures:
@@ -179,10 +179,10 @@ class RequestQueue:
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes three lists of requests out of the queue, each in order of arrival:
 
-        1. For a step: the oldest request of each session. New requests, requests that an earlier
-           step began, and requests that found no pages before have a limit of `max_batch` each. So
-           neither long prompts nor requests without pages keep rounds out of a step. If the oldest
-           of these requests `runs_alone`, the step has only this request.
+        1. For a step: the oldest request of each session, at most `max_batch` each of new requests,
+           of requests that an earlier step began, and of requests that found no pages. So neither
+           long prompts nor requests without pages keep rounds out of a step. If the oldest of
+           these requests `runs_alone`, the step has only this request.
         2. Unwanted: the connection is closed, or the request was answered and its session has a
            newer request.
         3. Expired."""

@@ -1,8 +1,8 @@
-"""Shares out the tokens of a step: rounds first, then chunks of long prefixes.
+"""Decides which tokens run in a step: first those of rounds, then chunks of long prefixes.
 
-    a demand                     gets in a step
-    of a round                   all its tokens if there is room, otherwise none
-    of a prefix (more tokens)    a chunk of the remaining tokens, in order of arrival
+    item to run               tokens that run in a step
+    a round                   all its tokens if there is room, otherwise none
+    a prefix (more tokens)    a chunk that fills the remaining room, in order of arrival
 
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
 too. Let n be the number of waiting prefixes. The step, together with earlier steps since the last
@@ -15,7 +15,7 @@ PREFIX_TOKENS_MIN tokens, so rounds cannot starve prefixes.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured
 times, separately for steps with and without a prefix (`note_seconds`). A draft's step has several
-passes (`note_passes`). The first pass runs the tokens that were shared out. Each later pass runs
+passes (`note_passes`). The first pass runs the tokens that `share` grants. Each later pass runs
 one token of every item whose tokens all ran in the first pass. A step with rounds is expected to
 have as many passes as the last step with rounds."""
 
@@ -29,8 +29,8 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
 """One round commits at most this many tokens, so the next round has at most this many before its
-last `num_last` tokens. A demand with more is a prefix. This also holds for the last tokens of a
-long prompt, which take longer, because each of them reads the whole context."""
+last `num_last` tokens. A demand with more is a prefix, even if it is only the end of a long
+prompt: such tokens take longer than others, because each of them reads the whole context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens: some steps take
@@ -50,7 +50,7 @@ class TokenDemand(NamedTuple):
 
     num_tokens: int  # at least 1
     num_last: int  # number of tokens at the end that must run in one step: 1..num_tokens
-    context: int  # number of slots that the item's session already holds
+    context: int  # number of tokens of the session that are in the cache already
 
     @property
     def is_round(self) -> bool:
@@ -73,7 +73,7 @@ class TokenBudget:
         self._max_tokens = max_tokens
         self.max_steps = max_steps
         self._costs = costs
-        self._last_rounds: _Load | None = None  # None if no more rounds are expected
+        self._last_rounds: _Load | None = None  # of the last rounds; None = no rounds are expected
         self._rest_steps = 0  # number of steps since the step of `_last_rounds`
         self._rest_s = 0.0  # predicted time of these steps, s
         self._step_s = 0.0  # predicted time of the step of `_last_rounds`, s

@@ -3,8 +3,8 @@
 An item is one round of a session. Pages (of keys and values) and the number of tokens in a step are
 limited. So an item may have to wait, or run with only some of its tokens. In each step:
 
-1. The session's tokens are aligned with those of the coordinator (`SessionTable.align`). A session
-   without tokens begins on its cached prefix.
+1. The tokens that this replica holds of a session are aligned with those of the coordinator
+   (`SessionTable.align`). A session without tokens begins with the cached pages of its prefix.
 2. Items get pages, the item of the oldest session first. If pages are short, younger sessions lose
    their pages. If there are still too few pages for an item, the item waits.
 3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
@@ -35,7 +35,7 @@ _ANY_TOKEN = 0  # token id in steps that are only passed to `can_hold` and never
 
 
 class SlotDemand(NamedTuple):
-    """The slots that an item needs."""
+    """The slots that an item needs. A slot holds the keys and values of one token."""
 
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
@@ -158,7 +158,7 @@ class StepWorker:
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Returns whether there are pages for these steps. If pages of `younger` sessions are
-        needed and suffice, frees them, the youngest session's first, and adds these to `lost`."""
+        needed and suffice, frees them, the youngest session's first. `lost` gets these sessions."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):
@@ -205,8 +205,8 @@ class StepWorker:
         self._budget.note_seconds(seconds)
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
-        """Forgets the sessions whose value is True. Frees the slots of the other sessions, whose
-        filled pages stay in the cache until other sessions need pages."""
+        """Forgets the sessions whose value is True. Frees the slots of the other sessions. Filled
+        pages stay in the cache until other sessions need pages."""
         for session_id, is_over in session_ids.items():
             if is_over:
                 self.release(session_id)
@@ -320,7 +320,7 @@ def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
     """Returns a request for a proposal after the first `length` tokens of a session. `token_ids`
-    are those that the drafter needs. `fields` are further fields of the request."""
+    are the tokens that the drafter needs. `fields` are further fields of the request."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

@@ -57,7 +57,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         _GREEDY,
     ),
     "audit_near_ties": ("Audited greedy tokens that are a near tie.", "rule", _GREEDY),
-    "audit_surprise_nats": ("Sum of -log p of audited tokens that were drawn.", "rule", _RULES),
+    "audit_surprise_nats": ("Sum of -log p of audited tokens, except greedy ones.", "rule", _RULES),
     "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
