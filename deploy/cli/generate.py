@@ -149,7 +149,7 @@ class Printer:
     """Prints answers as they arrive. On a terminal each token has the colour of its origin."""
 
     def __init__(self, directory: str) -> None:
-        """`directory` has the tokenizer. Without one, all text of an event has one colour."""
+        """`directory` has the tokenizer. Without a tokenizer, each event has a single colour."""
         self.console: Console | None = None
         self._tokenizer = _tokenizer(directory)
         self._begin()
@@ -397,7 +397,7 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 def _read_raw() -> str | None:
     """Reads a line without the buffer of `sys.stdin`. A thread that reads through the buffer holds
-    its lock, and at exit the interpreter would wait for the lock."""
+    the buffer's lock, and at exit the interpreter would wait for this lock."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

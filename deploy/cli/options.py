@@ -1,5 +1,5 @@
-"""Options for settings, requests and connections. Connects commands to a deployment, and reports
-errors."""
+"""Options for settings, requests and connections. This module also connects a command to a
+deployment, and words error messages."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ OF_CALLERS = ("api_key",)
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings whose options set fields of the request in `generate`, `chat` and `bench`."""
+"""In `generate`, `chat` and `bench`, options with these names set fields of the request."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
     "telemetry",
 )  # fmt: skip
-"""Settings that `serve --help` and `upgrade --help` show."""
+"""Settings that `serve` and `upgrade` show under plain `--help`."""
 _RARE_NUMBERS = (
     "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
     "--draft-deadline-ms",
@@ -72,7 +72,7 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """An option for a setting. `merge` will parse its value. `doc` replaces the setting's help."""
+    """An option for a setting. `merge` parses its value. `doc` replaces the help of the setting."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}
@@ -109,11 +109,11 @@ def request_options(max_tokens: int) -> list[Option]:
         "--top-p": (1.0, "sample from the likeliest tokens with this total probability; 1 = all"),
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
         "--min-p": (0.0, "sample from tokens with at least this share of the top probability"),
-        "--presence-penalty": (0.0, "lower logits of tokens that have occurred, -2 to 2"),
-        "--frequency-penalty": (0.0, "lower logits of tokens at each occurrence, -2 to 2"),
-        "--repetition-penalty": (1.0, "divide logits of tokens that have occurred, up to 10"),
+        "--presence-penalty": (0.0, "subtracted from logits of tokens already seen, -2 to 2"),
+        "--frequency-penalty": (0.0, "subtracted from a logit for each occurrence, -2 to 2"),
+        "--repetition-penalty": (1.0, "divides logits of tokens already seen, up to 10"),
         "--seed": (None, "seed of the request's random numbers"),
-        "--num-draft-tokens": (None, "largest number of draft tokens a round; 0 = plain decoding"),
+        "--num-draft-tokens": (None, "largest number of draft tokens in a round; 0 = no drafts"),
         "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
             None, "time limit of each proposal, ms; by default the deployment's --draft-timeout-ms",
@@ -134,15 +134,15 @@ def request_options(max_tokens: int) -> list[Option]:
         Option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
         Option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
-            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, and "
-            "otherwise block",
+            help="acceptance rule; by default greedy at temperature 0, otherwise coupled "
+            "if there is a seed, otherwise block",
         ),
     ])  # fmt: skip
 
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
     """The fields of a `GenerateRequest` that the request options set. Raises `BadRequest` for wrong
-    sampling parameters and for a rule without effect. The coordinator checks the other fields."""
+    sampling parameters, and for any rule but greedy at temperature 0."""
     from outrider.request import GenerateRequest
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
@@ -174,8 +174,8 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
             shown = "" if key in SECRETS else f", which has {runs!r}"
             raise SettingError(
                 key,
-                f"differs from the running deployment ({record.grpc_address}){shown}; stop it "
-                "first (outrider stop), or leave this flag out",
+                f"differs from the running deployment ({record.grpc_address}){shown}; stop "
+                "the deployment first (outrider stop), or leave this flag out",
             )
 
 
@@ -310,7 +310,7 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     state = local_state.state_directory(os.environ)
     if arguments.server:
         if given := arguments.settings.keys() - set(OF_CALLERS):
-            raise SettingError(min(given), "cannot go with --server, whose deployment runs already")
+            raise SettingError(min(given), "cannot change the running deployment at --server")
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
@@ -338,7 +338,7 @@ def _connection(
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The first API key in the flag or the variable. Raises `ConfigError` for a key's hash."""
+    """The first API key in the flag or else the variable. Raises `ConfigError` for a key's hash."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):
@@ -386,8 +386,8 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """Returns the deployment that `PLACE_KEYS` identify, by default the deployment on this machine.
-    Raises `Unavailable` if nothing runs here, and one of `PLACE_KEYS` is missing."""
+    """Returns the deployment that the `PLACE_KEYS` identify, by default the deployment of this
+    machine. Raises `Unavailable` if no deployment here matches and one of the keys is missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(local_state.state_directory(os.environ))

@@ -43,7 +43,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Begins the work that `line` describes. It lasts until the next call or `rest`. Unless
+        """Prints `line`. The work that it describes lasts until the next call or `rest`. Unless
         `at_once`, the line is first printed after `period_s`. A warning begins no work."""
         if line.startswith(_WARNING):
             note(line)
@@ -135,7 +135,7 @@ def shell_command() -> str:
 
 def hide_words(given: frozenset[str]) -> None:
     """If a secret is among the `given` options, hides all options in the process list. Other users
-    see this list, and `ray.init` stores this process's entry in Ray's head."""
+    see this list, and `ray.init` sends this process's entry to Ray's head node."""
     from outrider.config import deployment_settings
 
     if any(one.secret and one.key in given for one in deployment_settings().values()):

@@ -2,7 +2,7 @@
 prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
-rehearse  the services serve short sessions; their times correct the computed times of steps
+rehearse  the services run short sessions, whose times correct the computed times of steps
 choose    for every rule and K, rounds and their times are computed from the answers
 simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """
@@ -49,7 +49,7 @@ class PlanOptions(PromptOptions):
     round_trip_ms: Annotated[float, between(0, 10_000)] = 0.0
     """Extra round-trip time between coordinator and draft, ms; 0 = both are on one machine."""
     concurrency: Concurrency = 1
-    """Sessions at a time on one target replica."""
+    """Number of concurrent sessions on one target replica."""
     separate_draft: bool = False
     """Assume that drafts have their own device, even if drafts and targets share a device here."""
     devices: str | None = None
@@ -78,9 +78,9 @@ class SimulationOptions(Options):
     simulations."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. Instead of a file, `--engine emulated:acceptance_rates=A/A/..` can describe them."""
+    --json`. Instead, `--engine emulated:acceptance_rates=A/A/..` can describe both."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
-    """Sessions at a time; when a session ends, the next begins."""
+    """Number of concurrent sessions; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None
     """Requests a second, instead of `--sessions`."""
     prompt_tokens: Annotated[int, between(1, 2**17)] = 256
@@ -136,7 +136,7 @@ _SIMULATION = class_options(SimulationOptions)
     json_option(),
     *grouped("A simulated fleet", _SIMULATION),
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
-    epilog="With the demo pair and 12 built-in prompts (the default) a plan takes about two "
+    epilog="With the demo models and 12 built-in prompts (the default), a plan takes about two "
     "minutes on two free cores.",
 )  # fmt: skip
 def plan(arguments: Arguments) -> int:

@@ -166,8 +166,8 @@ async def _upgrade(
     trial: tuple[float, float] | None,
 ) -> tuple[dict[str, Value], Overview]:  # fmt: skip
     """Requests the changes, and waits at most `wait_s` until no trial runs and no replica is stale.
-    `trial` is a share of the sessions and a time in seconds; a share of 0 ends the running trial.
-    Returns the changes and the last overview."""
+    `trial` has a share of the sessions and a time limit in seconds; None = no trial. A share of 0
+    ends the running trial. Returns the changes and the last overview."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")

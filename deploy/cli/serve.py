@@ -165,7 +165,7 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
     """Waits until the detached process serves or ends, and prints the progress lines of its log.
-    Returns the deployment's record, or the exit code."""
+    Returns the deployment's record, or the process's exit code."""
     with (state / local_state.LOG_NAME).open("rb") as log:
         said = b""
         while True:
@@ -181,7 +181,7 @@ def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
 
 
 def _detach(log: LogFile) -> None:
-    """Makes this process lead a new session, with the log as standard output and error."""
+    """Detaches this process from the terminal. Output and errors go to the log."""
     os.setsid()
     progress.quiet = False  # All lines go to the log. The parent decides which lines it prints.
     log.take_over()
@@ -221,7 +221,7 @@ def _end(pid: int, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        # Only a parent can use `waitpid`, and some container runtimes lack `pidfd_open`.
+        # Polls, because only a parent can use `waitpid`, and `pidfd_open` may be missing.
         while not _is_zombie(pid):
             if time.monotonic() >= give_up_at:
                 raise Unavailable(
@@ -346,8 +346,8 @@ async def _status(arguments: Arguments) -> Facts:
 
 
 async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str | None]:
-    """Returns the replicas' records in the deployment's Redis, by address, and the error if Redis
-    did not answer. The passwords come from the files in `record.redis`, or from the environment."""
+    """Returns the replicas' records in the deployment's Redis, by address, and an error, or None if
+    Redis answered. The passwords come from the files in `record.redis`, or from the environment."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}

@@ -59,7 +59,7 @@ class Chooser:
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
         """The fastest way to decode with this rule and K, without look-ahead or with one of the
-        `FAN_OUTS`. `hit_rates` has look-ahead's hit rates for 1, 2, ... outcomes; empty = none."""
+        `FAN_OUTS`. `hit_rates` has the hit rates for 1, 2, ... outcomes; empty = no look-ahead."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
@@ -129,7 +129,7 @@ class TemperaturePlan:
     @property
     def doubt(self) -> str:
         """Why the measured times must be wrong; empty if they may be right. A round with drafts
-        takes at least as long as a plain round, so the speed-up is at most the tokens a round."""
+        takes at least as long as a plain round, so the speed-up is at most the tokens per round."""
         speedup, tokens = self.chosen.speedup, self.chosen.tokens_per_round
         if speedup <= (1 + NOISE) * tokens:
             return ""
@@ -199,7 +199,7 @@ class PlanReport:
 
     @property
     def pair(self) -> Pair:
-        """The pair to simulate, as chosen for the first temperature."""
+        """The target and draft to simulate, as chosen for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 

@@ -1,8 +1,8 @@
 """`outrider plan --devices` computes from bytes and bandwidth whether a draft is worth its device.
 
-A step reads the weights once, and the keys and values of each session once. Above `compute_rows`
-rows, computing takes longer than reading the weights. A step also takes `layer_ms` for each layer,
-and `session_ms` for each session after the first.
+A step reads the weights once, and the keys and values of each session once. If a step has more than
+`compute_rows` rows (tokens), computing takes longer than reading the weights. A step also takes
+`layer_ms` for each layer, and `session_ms` for each session after the first.
 
 In each round, a head on a draft device waits for the hidden states of the committed tokens. A
 hidden state has `head_width` numbers of 2 bytes, and passes two links of `link_gb` GB/s each.
@@ -63,8 +63,8 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     """Memory bandwidth of a device: 0.75 of 4.8 TB/s."""
     compute_rows: _Count = 206
     """Number of rows at which a step takes as long to compute as to read the weights: 990 TFLOP/s
-    divided by 4.8 TB/s.
-    With 8 bits the number is the same, because computing and reading are both twice as fast."""
+    divided by 4.8 TB/s. With 8 bits, computing and reading are both twice as fast, so the number is
+    the same."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
@@ -179,6 +179,6 @@ def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"For a head, use --eagle3-on {place}. On the target a head yields {beside[RATE]:.0f} "
         f"tokens/s a device and {beside[SPEED]:.0f} a session. On draft devices it yields at most "
-        f"{most:.0f} and {fastest[SPEED]:.0f}, and each round waits {fastest['link_ms']:.2f} ms "
-        "for hidden states."
+        f"{most:.0f} a device and {fastest[SPEED]:.0f} a session, and each round waits "
+        f"{fastest['link_ms']:.2f} ms for hidden states."
     )

@@ -1,4 +1,4 @@
-"""The rehearsal of `outrider plan`: short sessions on the real services, and their times."""
+"""The rehearsal of `outrider plan` measures the times of short sessions on the real services."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ REHEARSED_K = (0, 1, 8, 2, 4, 16)
 TEXTS_MAX = 4
 TOKENS_MAX = 48
 OUTLIER = 3.0
-"""A round is ignored if it takes more than this many times the median of rounds with its K."""
+"""A round is ignored if it takes this many times the median time of rounds with the same K."""
 DESCRIBE_TIMEOUT_S = 60.0
 
 
@@ -44,7 +44,7 @@ async def rehearsed_plans(
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
     """A plan for each sample. All samples have the same prompts. `link` has further fields of
-    `ServiceTimes`. If a plan has a `doubt`, measures its times once more. Raises `Unavailable`."""
+    `ServiceTimes`. If a plan has a `doubt`, measures its times once more."""
     progress("starting the services for a rehearsal")
     # Each prompt is answered several times, and a look-up must not copy from the earlier answers.
     lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)
@@ -101,7 +101,7 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
-    # The warm-up must not leave a text's prompt in the prefix caches.
+    # Reversed, so that the warm-up leaves no text's prompt in the prefix caches.
     warm_up = replace(
         texts[-1], prompt_ids=texts[-1].prompt_ids[::-1], seed=(texts[0].seed - 1) & SEED_MAX
     )
@@ -156,9 +156,9 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Yields for each round with a draft: the steps of the draft model, the tokens before the
-    round, the report, and the duration in seconds. Leaves out the first round with a draft, because
-    the draft may prefill the prompt, and rounds with an unexpected number of draft tokens."""
+    """Yields for each round with a draft the number of draft steps, the number of tokens before the
+    round, the report, and the duration in seconds. Skips the first round with a draft, in which the
+    draft may prefill the prompt. Also skips rounds with an unexpected number of draft tokens."""
     script, text = Script(draft, temperature), session.text
     for index, now in enumerate(session.done.rounds[1:]):
         start = now.tokens.first_index

@@ -1,16 +1,16 @@
-"""The rounds in which the target commits a given text, and the times of these rounds. The times
-come from the engines' cost tables, corrected by linear functions fitted to measured rounds.
+"""The rounds that commit a given text of the target, and the times of these rounds. The times come
+from the engines' cost tables, corrected by linear functions fitted to measured rounds.
 
-Whatever is drafted, verification commits the target's own text x. So the rounds of a given text x
-are a Markov chain, and their expected numbers can be computed without decoding. p is the target's
-distribution at a place of the text and q the draft's, both after all transforms:
+Drafts do not change the distribution of the target's text x. Given x, the rounds are a Markov
+chain, so the expected number of rounds can be computed without decoding. At a place of the text, p
+is the target's distribution and q is the draft's, both after all transforms:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
 | token | prod_{i<=n} min(1, q(x_i) / p(x_i)) |
 | block | min_{m<=n} min(1, prod_{i<=m} q(x_i) / p(x_i)) |
 | coupled | prod_{i<=n} P(the draft draws x_i, given that the target does) |
-| greedy | 1 while x_i is the draft's likeliest token, then 0 |
+| greedy | 1 if each x_i with i<=n is the draft's likeliest token, otherwise 0 |
 
 Token: x_1..x_n is drafted and accepted with chance prod min(p, q), and the target writes x_1..x_n
 with chance prod p. The table has the quotient of these chances. Block: x_1..x_n is drafted and
@@ -63,13 +63,13 @@ class Attempt(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Expected numbers of the rounds that commit some texts. The first round of a text has no
+    """Expected counts over the rounds that commit some texts. The first round of a text has no
     draft. All other rounds are *later* rounds."""
 
     num_texts: float
     num_tokens: float
     contexts: float
-    """The session's tokens at the start of a round, summed over all later rounds."""
+    """The session's number of tokens at the start of a round, summed over all later rounds."""
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
@@ -101,7 +101,7 @@ class Rounds(NamedTuple):
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
     def chances(self, k: int) -> list[float]:
-        """`by_position` of K depths, with 0 in place of None."""
+        """`by_position` of the first K depths, with 0 in place of None."""
         return [chance or 0.0 for chance in self.by_position[:k]]
 
     @property
@@ -145,7 +145,7 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """Drafts for one text after another, like one drafter for successive sessions, so a look-up can
+    """Drafts for one text after another, like a drafter for successive sessions. So a look-up can
     copy from the answers in earlier texts."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
@@ -229,11 +229,11 @@ class Option:
     look_ahead: int = 0
     """Outcomes of a round for which the draft drafts ahead; 0 = rounds wait for the draft."""
     draft_replicas: float = 0
-    """Number of drafts for each target: below 1 if targets share a draft, 0 if no model drafts."""
+    """Number of drafts per target; below 1 if targets share a draft, 0 if no model drafts."""
     hit_rate: float | None = None
-    """Share of the rounds whose proposal is ready when the round begins; None = no look-ahead."""
+    """Share of rounds whose proposals are ready when the rounds begin; None = no look-ahead."""
     tokens_per_second: float = 0.0
-    """Speed of all sessions of a target replica together. The time includes prefills."""
+    """Speed of all sessions of a target replica together, including the time for prefills."""
     speedup: float = 1.0
     """Speed relative to plain decoding of the same number of sessions."""
     tokens_per_round: float = 1.0
@@ -330,7 +330,7 @@ class _SharedSteps:
         return verify_s + hit_rate * max(0.0, ahead_s - verify_s) + missed_s
 
     def _round_s(self, together: float, rows: float, steps: float) -> float:
-        """Time of a round without queues. `together` sessions share a step."""
+        """Time of a round that waits in no queue. `together` sessions share a step."""
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
@@ -339,7 +339,7 @@ class _SharedSteps:
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
 
     def _wait_s(self, together: float, steps: float) -> float:
-        """The wait for a proposal, with the round trip only if the draft runs steps."""
+        """The wait for a proposal. It includes the round trip only if the draft runs steps."""
         link_s = self.times.round_trip_s * min(1.0, steps)
         return self.times.wait.at(self._drafted_s(together, steps)) + link_s
 

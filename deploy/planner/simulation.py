@@ -62,8 +62,8 @@ TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
 """Multiples of a role's lower bound, the number of replicas that the load keeps fully busy. While
-the number of one role is searched, each later role has `GENEROUS` times its lower bound. The search
-gives up at `HOPELESS` times the lower bound."""
+the search varies one role, each later role has `GENEROUS` times its lower bound. The search gives
+up at `HOPELESS` times the lower bound."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
@@ -108,14 +108,14 @@ class Scenario:
     pair: Pair
     fleet: Fleet
     sessions: int | None = None
-    """Sessions at a time; when a session ends, the next begins."""
+    """Number of concurrent sessions; when a session ends, the next begins."""
     rate: float | None = None
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
     """Mean of a geometric distribution; `inf` = all answers have `ANSWER_TOKENS_MAX` tokens."""
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     coordinator_s: float = 0.00029
-    """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
+    """CPU time of a coordinator for a round. `outrider bench overhead` measures this time."""
     warm_up_s: float = 3.0
     seconds: float = 10.0
 
@@ -134,14 +134,14 @@ class FleetFigures:
     ttft_ms: tuple[float, float] | None
     """p50 and p99 of a request's time to the first token; None = no request had a token."""
     draft_ms: float
-    """Mean time that a round with draft tokens waits for its proposal."""
+    """Mean time for which a round with draft tokens waits for its proposal."""
     hit_rate: float
     busy: tuple[float, ...]
-    """Shares of the time in which a target, a draft and a coordinator worked, on average."""
+    """Mean shares of the time for which a target, a draft and a coordinator were busy."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
-    """Runs a scenario. The same scenario always has the same figures."""
+    """Runs a scenario. Each run of the same scenario returns the same figures."""
     return run_virtually(cancelling_others(_Simulation(scenario).run()))
 
 
@@ -149,9 +149,9 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     """Logits [VOCABULARY + 1, VOCABULARY]. Row i is for contexts that end with token i, the last
     row for an empty context.
 
-    The draft proposes token d at depth d = 1..K, so the last token gives the depth. At depth d, the
-    target draws token d with the plan's chance of acceptance, and otherwise token 0 or K + 1, the
-    correction. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
+    The draft proposes token d at depth d = 1..K, so the last token tells the depth. At depth d, the
+    target draws token d with the plan's chance of acceptance, and otherwise a correction: token 0
+    or K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
     nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
     hits, or how often a look-up proposes. The other guesses of look-ahead are decoys, which the
     target never draws. With them, the draft drafts for as many outcomes as the plan states."""
@@ -233,7 +233,7 @@ class _Lookup(LookupDrafter):
 
 
 class _Store:
-    """The methods of `SessionStore` for sessions that keep their coordinators."""
+    """The methods of `SessionStore` for sessions that never change their coordinators."""
 
     def __init__(self) -> None:
         self._lengths: Counter[str] = Counter()
@@ -285,8 +285,8 @@ class _Coordinator:
         )  # fmt: skip
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
-        """Returns a function that delivers messages. Each of the two messages of a call occupies
-        the coordinator's only thread for `turn_s` / 2, and then travels for `both_s` / 2."""
+        """Returns a function that delivers messages. The request and the answer of a call each
+        occupy the coordinator's only thread for `turn_s` / 2, then travel for `both_s` / 2."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -307,7 +307,7 @@ class _Request(NamedTuple):
 
     @property
     def pace(self) -> tuple[float, int] | None:
-        """Seconds per token, and number of tokens, after the first event; None without tokens."""
+        """Seconds per token, and number of tokens, after the first event; None = no such tokens."""
         num = sum(n for _, n in self.events[1:])
         return ((self.events[-1][0] - self.events[0][0]) / num, num) if num else None
 
@@ -355,7 +355,7 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends requests in turn. The first prompt is short, or prefills would fill the warm-up."""
+        """Sends requests in turn. The first prompt is short, so the warm-up is not all prefills."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -419,7 +419,7 @@ def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float
 
 
 def read_report(path: Path) -> Pair:
-    """The pair in an output of `outrider plan --json`."""
+    """The target and draft in an output of `outrider plan --json`."""
     try:
         found = json.loads(path.read_bytes())
         return TypeAdapter(Pair).validate_python(found["pair"])
@@ -433,7 +433,7 @@ def read_report(path: Path) -> Pair:
 
 
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """The pair that the specification of an emulated engine describes."""
+    """The target and draft that the specification of an emulated engine describes."""
     spec = EmulatedSpec.parse(text)
     survival = spec.acceptance_rates
     if not survival:
@@ -453,7 +453,7 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """The cost of n rows is `ms * ceil(n / rows)`, and linear in n above `STEPPED_ROWS`."""
+    """The cost of n rows is `ms * ceil(n / rows)`. Above `STEPPED_ROWS`, it is linear in n."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     table: dict[int, float] = {}
     for begun in range(1, last):
