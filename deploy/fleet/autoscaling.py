@@ -2,19 +2,19 @@
 
 | role | a replica is added if, on average |
 | --- | --- |
-| target | an item waits in the queue for more than `autoscale_queue_steps` steps |
+| target | a request waits in the queue for more than `autoscale_queue_steps` steps |
 | draft | the share of rounds that wait for a busy draft is above `autoscale_draft_waits` |
 | coordinator | it runs more than `SESSIONS` sessions, is busy for more than the share `BUSY` of |
 |  | the time, or its event loop is late by more than `LAG_MS` |
 
-A role is calm if two numbers are below `CALM`: the load divided by the bound in the table, and the
-busy share that the replicas would have if one of them were removed. The busy share of a target is
-the share of busy time, multiplied by the share of taken places in a step.
+A role is *calm* if both of these numbers are below `CALM`: the load divided by the bound in the
+table, and the busy share that the replicas would have if one of them were removed. The busy share
+of a target is the share of the time in which a step runs, multiplied by how full the steps are.
 
 The number of a role's replicas grows at once, in proportion to the load, at most by the factor
-`GROWTH_MAX`. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
-least `COOLDOWN_S` pass between two changes of a role. The number does not grow while replicas are
-missing. It does not shrink while all replicas are missing, or some are missing and others leave.
+`GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
+`COOLDOWN_S` pass between two changes of a role. The number does not grow while replicas are
+missing. It does not shrink while all are missing, or while some are missing and others leave.
 """
 
 import asyncio
@@ -105,14 +105,14 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float,
     if role == "target":
         queue = _mean([one.figures.queue_steps for one in found])
         used = _mean([(one.figures.busy or 0.0) * (one.figures.fill or 0.0) for one in found])
-        reason = f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
+        reason = f"requests wait {queue:.2f} steps, targets are {used:.0%} busy"
         return queue / config.autoscale_queue_steps, used, reason
     if role == "coordinator":
         each = sessions / max(1, _num_staying(found)) / SESSIONS
         busy = _mean([one.figures.busy for one in found])
         lag_ms = _mean([one.figures.loop_lag_ms for one in found])
         excess = max(each, busy / BUSY, lag_ms / LAG_MS)
-        reason = f"{sessions} sessions run, at {busy:.0%} of a core each, {lag_ms:.0f} ms late"
+        reason = f"{sessions} sessions; coordinators are {busy:.0%} busy and {lag_ms:.0f} ms late"
         return excess, max(each, busy), reason
     if not _num_staying(found):
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"

@@ -7,7 +7,7 @@
 | targets and drafts load their models and register in Redis | `model_timeout_s` |
 | coordinators find targets and drafts in Redis, and serve | `model_timeout_s` |
 
-A stop undoes these steps in reverse order, and a start that fails does the same.
+A stop undoes these steps in reverse order. A start that fails does the same.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ class Deployment:
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # New values of `redis_url` and `redis_key_prefix` are sent too, and `change` refuses them.
+        # New values of `redis_url` and `redis_key_prefix` are sent, so that `change` refuses them.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
@@ -212,9 +212,9 @@ class Deployment:
         self._changed.clear()
 
     async def stop(self) -> None:
-        """Stops everything that `start` has started. First, coordinators get `stop_timeout_s` to
-        end their requests. Then targets and drafts get as long for their steps. Idempotent. Raises
-        `Unavailable` if another cluster's head does not answer; replicas may then still run."""
+        """Stops all that `start` has started. First, coordinators get `stop_timeout_s` to end their
+        requests. Then targets and drafts get the same time for their steps. Idempotent. Raises
+        `Unavailable` if the head of an existing cluster does not answer. Replicas may still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
@@ -231,7 +231,7 @@ class Deployment:
             except Unavailable as error:
                 if not self.ray.local:
                     raise
-                _log.warning("ending all replicas with Ray's processes: %s", error)
+                _log.warning("cannot stop the replicas, so they end with Ray: %s", error)
 
     def _forget_secrets(self) -> None:
         shutil.rmtree(self._secrets_at, ignore_errors=True)
@@ -243,8 +243,8 @@ class Deployment:
 
     async def _end(self) -> None:
         closing = ReconcilerClient(self.ray.namespace, CLOSE_AWAY_S)
-        each_s = self.config.stop_timeout_s + STOP_CALL_TIMEOUT_S  # Coordinators end first.
-        try:
+        each_s = self.config.stop_timeout_s + STOP_CALL_TIMEOUT_S
+        try:  # First coordinators get `each_s`, then targets and drafts.
             await closing.call("close", timeout_s=2 * each_s + STOP_CALL_TIMEOUT_S)
         except OutriderError as error:
             _log.warning("the replicas did not end in time, and are killed: %s", error)
@@ -264,8 +264,8 @@ async def _watch(redis: EmbeddedRedis) -> None:
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """Waits for all `work`, even if a part fails or the caller is cancelled, so that a stop begins
-    after every start has ended. Raises like `raise_first`."""
+    """Waits for all `work`, even if a part fails or the caller is cancelled. So no start still runs
+    when `stop` begins. Raises like `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:
         results = await asyncio.shield(tasks)

@@ -2,7 +2,7 @@
 
 The record is `deployment.json` in the state directory. It is written when the deployment is ready,
 and removed when the deployment stops. If callers need an API key, the file `cli.key` has a key for
-this machine's commands as long as the record exists. The deployment's process locks
+this machine's commands. It is removed with the record. The deployment's process locks the file
 `deployment.lock`, which contains the process id.
 """
 
@@ -86,7 +86,7 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The record, even if its process has died. Raises `ConfigError` if it is damaged."""
+    """The record, even if its process has died. Raises `ConfigError` for a damaged record."""
     path = directory / FILE_NAME
     try:
         return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))
@@ -141,7 +141,7 @@ def withdraw(directory: Path) -> None:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """Id of the process that starts, runs or stops the deployment; None = there is no process."""
+    """Id of the process that starts, runs or stops the deployment; None = no such process."""
     path = directory / LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
         try:

@@ -50,7 +50,7 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     """Setting, host and port of each server of a deployment on this machine; port 0 = any free
-    port. Raises `SettingError` if two settings need the same port, or one exceeds `PORT_MAX`."""
+    port. Raises `SettingError` if two settings need the same port, or a port exceeds `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -117,7 +117,7 @@ def check_names(config: DeploymentConfig) -> None:
 
 
 def needs_hub(config: DeploymentConfig) -> bool:
-    """Whether a model is not on this machine, so that the hub must have it."""
+    """Whether a model must come from the hub, because it is not on this machine."""
     from outrider.models.sources import local_path
 
     names = {config.target.model, config.draft.drafter.name} - {"", DEMO, MTP}
@@ -215,8 +215,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
-    """The settings of the coordinators' look-up. Coordinators are replaced when one of these
-    settings changes, so settings of draft replicas are left out."""
+    """The settings with which coordinators draft by `suffix` or `ngram`. A change of one of these
+    settings replaces the coordinators, so settings of draft replicas are left out."""
     lookup, model = draft.drafter.lookup, "model"
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:
@@ -294,9 +294,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, dict[str, str]]:
-    """Returns three things, because Ray must not get secrets: the configuration without secrets, a
-    new API key for this machine's commands (empty if callers need no key), and the passwords of
-    Redis by kind. Hashes replace the API keys in the configuration. Raises `SettingError`."""
+    """Removes the secrets, which Ray must not get. Returns the configuration with hashes in place
+    of API keys, a new API key for this machine's commands (empty if callers need no key), and the
+    passwords of Redis by kind. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:

@@ -1,7 +1,7 @@
-"""Starts a local Ray cluster or connects to another one. Places, finds, calls and ends actors.
+"""Starts a local Ray cluster or connects to an existing one. Places, finds, calls and ends actors.
 
-Ray and its processes read the variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH. The cluster's token
-is only in a file that no other user can read, never in arguments or variables.
+Ray reads the environment variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH. The cluster's token is
+only in a file that no other user can read, never in arguments or environment variables.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from outrider.replica.process_setup import Place
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
-"""Concurrent Ray calls to one actor. Calls of processes that have died count, too."""
+"""Limit of concurrent calls to one actor. Ray also counts calls of processes that have died."""
 RECONCILER = "reconciler"
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
@@ -92,8 +92,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Sets `place` when the actor runs. Returns False after `timeout_s`. Raises `Unavailable`
-        if the actor died."""
+        """Waits until the actor runs, and sets `place`. Returns False if the actor does not run
+        after `timeout_s`. Raises `Unavailable` if the actor died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -127,7 +127,7 @@ class Cluster:
 
     namespace: str
     local: bool
-    """Whether the cluster is this machine alone. Such a cluster cannot grow."""
+    """Whether the cluster is this machine alone, so that it cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         """Starts the actors of all demands, and waits until all actors run. Returns the actors of
@@ -198,7 +198,7 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Several ranks that need resources get a placement group. Ray spreads other actors."""
+        """Several ranks that need resources get a placement group. Other actors are spread."""
         where: list[Any] = ["SPREAD"] * demand.num_ranks
         if demand.num_ranks > 1 and demand.each:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -234,7 +234,7 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
         if demand.num_gpus:
             flags[f"--{demand.role}-num-gpus"] = None
     return (
-        f"{what} for {len(homeless)} of the actors: {asked}. All together need "
+        f"{what} for {len(homeless)} of the actors: {asked}. All actors together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
         f"{_amounts(ray.available_resources())} are free (lower {', '.join(flags)})"
     )
@@ -265,7 +265,7 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """Gives each demand in turn its part of `amounts`. Returns the demands that do not fit."""
+    """Subtracts each demand in turn from `amounts`. Returns the demands that do not fit."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -278,7 +278,7 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Ray's strategy: one machine for all ranks if one has room, otherwise few machines."""
+    """Ray's strategy. All ranks go to one machine if any has room, otherwise to few machines."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -296,7 +296,7 @@ def one_line(error: BaseException) -> str:
 
 
 async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
-    """Calls `work` for ever, with pauses of `period_s`. Logs each error after `trouble`."""
+    """Calls `work` for ever, with pauses of `period_s`. Logs `trouble` with each error."""
     while True:
         try:
             await work()
@@ -307,7 +307,7 @@ async def repeated(work: Callable[[], Awaitable[object]], period_s: float, troub
 
 
 async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `work` while it raises `OutriderError` or `ValueError`. Logs each after `trouble`."""
+    """Repeats `work` after each `OutriderError` or `ValueError`. Logs `trouble` with the error."""
     while True:
         try:
             return await work()
@@ -355,9 +355,9 @@ class RayConnection:
         self, address: str, namespace: str, secrets_at: Path | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
-        """`address` is HOST:PORT; empty = a local cluster, whose token is written to the directory
-        `secrets_at`. `token` is the file of another cluster's token; None = Ray finds the token,
-        for example by RAY_AUTH_TOKEN_PATH."""
+        """`address` is HOST:PORT of an existing cluster; empty = a new local cluster, whose token
+        is written to the directory `secrets_at`. `token` is the file of an existing cluster's
+        token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""
         self.local = not address
         self.namespace = namespace
         self._secrets_at = secrets_at
@@ -370,7 +370,7 @@ class RayConnection:
     async def connect(self) -> None:
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Replaces Ray's C handler, which prints a stack trace, by Python's handler.
+            # Replaces Ray's C handler, which prints a stack trace, with Python's handler.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -447,7 +447,7 @@ def _set_variables(texts: dict[str, str]) -> None:
 
 def check_asks_for_token(address: str) -> None:
     """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` if the head does
-    not refuse the call. Does nothing if Ray uses TLS, because then callers need certificates."""
+    not refuse the call. Does nothing if Ray uses TLS, because callers then need certificates."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
@@ -467,6 +467,6 @@ def check_asks_for_token(address: str) -> None:
     raise SettingError(
         "address",
         f"the Ray cluster at {address} requires no token, so every client can run code on it; "
-        f"start it with {MODE}=token and {PATH}, and set both for this command, too; or on a "
-        "trusted network give --insecure",
+        f"start the cluster with {MODE}=token and {PATH}, and set both for this command, too; or "
+        "give --insecure on a trusted network",
     )

@@ -1,5 +1,5 @@
-"""The reconciler is the actor that keeps a deployment in its wanted state. It outlives the process
-that started it. If the reconciler dies, Ray starts it again, and it takes over the replicas.
+"""The reconciler is the actor that keeps a deployment in its wanted state. It survives the process
+that started it. If the reconciler dies, Ray restarts it, and it takes over the replicas.
 
 | the reconciler reads | from |
 | --- | --- |
@@ -68,12 +68,12 @@ FIXED = {
 """Settings that cannot change while a deployment runs, with the reason or an alternative."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""The changed settings by key, and the running trial's draft model and share (None = no trial)."""
+"""The changed settings by key. Then the running trial's draft model and share; None = no trial."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """`given` with these changes. Raises `SettingError` for a setting that cannot change while a
-    deployment runs, and for values that do not go together."""
+    """`given` with `changes`. Raises `SettingError` for a setting that cannot change while a
+    deployment runs, and for values that exclude each other."""
     values = given.values()
     for key, value in changes.items():
         if key in FIXED and value != values.get(key):
@@ -92,7 +92,7 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
 def differing(
     given: DeploymentConfig, asked: Mapping[str, Value], kept: Collection[str]
 ) -> dict[str, Value]:
-    """The `asked` settings that differ from the given ones, except those in `kept`."""
+    """The settings in `asked` that differ from `given`, without the keys in `kept`."""
     runs = given.values()
     found = {key: value for key, value in asked.items() if key not in kept and value != runs[key]}
     asked_drafter = found.get("draft_model")
@@ -184,7 +184,7 @@ class Reconciler(PlacedActor):
             (before, tried), fleet = self._changes, self._fleet
             only_bounds = values.keys() <= {*BOUND_SETTINGS}
             if fleet.trial is not None and not only_bounds:
-                raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
+                raise ConfigError(f"{self._report}; wait for the trial's end, or {END_TRIAL}")
             changes = before | values
             if only_bounds:  # No model changes, so the files of models are not looked up again.
                 given = changed(self._original.given, changes)
@@ -216,7 +216,7 @@ class Reconciler(PlacedActor):
                 await self._registry.want({"draft": 0})
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Begins a trial: one more replica, with the settings `values`, gets a share of the new
+        """Begins a trial. One more replica, with the settings `values`, gets a share of the new
         sessions. If these sessions are faster, all replicas get the settings. Idempotent. Raises
         like `change`, and `ConfigError` for settings that cannot be tried."""
         await self._ready()
@@ -225,7 +225,7 @@ class Reconciler(PlacedActor):
             if (runs := fleet.trial) is not None:
                 if (runs.values, runs.share, runs.seconds) == (values, share, seconds):
                     return
-                raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
+                raise ConfigError(f"{self._report}; wait for the trial's end, or {END_TRIAL}")
             spec = await self._plan(changes | values)
             check_trial(fleet.spec, spec)
             fleet.settled(spec)
@@ -381,7 +381,7 @@ class Reconciler(PlacedActor):
                 repeated(self._look_at_trial, TRIAL_LOOK_S, "the trial cannot be compared"),
             )
         except Exception:  # noqa: BLE001 (a restart may help)
-            _log.exception("the fleet is no longer supervised; restarting")
+            _log.exception("the reconciler failed, and restarts")
             await asyncio.sleep(FIRST_REST_S)
             os._exit(1)
 

@@ -3,8 +3,8 @@
 | state of a replica | what happens | when |
 | --- | --- | --- |
 | missing | it is placed and started | at once; after failures, with growing delays |
-| a rank has died | it is removed, and then counts as missing | after at most `END_GRACE_S` |
-| surplus | it is drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
+| one of its ranks has died | it is removed, and then is missing | after at most `END_GRACE_S` |
+| surplus | it is drained and stopped | after `QUIET_S` without requests or `stop_timeout_s` |
 """
 
 import asyncio
@@ -36,7 +36,7 @@ END_GRACE_S = 0.5  # time to wait for errors of other ranks after a rank of a ru
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit of an actor's answer, because Ray reports no error for actors on a paused machine."""
+"""Time limit of an actor's answer. Ray reports no error if the actor's machine is paused."""
 QUIET_S = 1.0
 """A leaving replica is drained if it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
@@ -58,12 +58,12 @@ class ReplicaView:
     leaves: bool = False
     """Whether the replica gets no new work and will end."""
     stale: bool = False
-    """Whether the replica has old settings, so that it will be replaced."""
+    """Whether the replica has old settings and will be replaced."""
     places: tuple[Place, ...] = ()
     """Where the ranks run, the serving rank first; empty while the replica does not serve."""
     http_address: str = ""
     on_trial: bool = False
-    """A replica on trial does not count towards the wanted number, and is never stale."""
+    """The replica of a `Trial` does not count towards the wanted number, and is never stale."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Overview:
     """Target or coordinator, if this role has no replica and its new replicas fail to start."""
     upgrades: bool = False
     failures: tuple[str, ...] = ()
-    """For each role, why a replica died or did not start, until a new replica serves."""
+    """The latest failure of each role. It is removed when a new replica of the role serves."""
     trial: TrialReport | None = None
     """The running trial, or the latest trial since the reconciler started."""
 
@@ -86,14 +86,14 @@ class Overview:
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error of a command that has waited for `after_s`."""
+        """The error of a command that has waited `after_s` for the state `what`, in vain."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
     @property
     def num_stale(self) -> int:
-        """Number of replicas that an upgrade has yet to replace: old replicas that have not ended,
-        or new replicas that do not serve yet."""
+        """Number of replicas that an upgrade has yet to replace. For each role, counts the stale
+        replicas or the new replicas that do not serve yet, whichever are more."""
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)
@@ -102,8 +102,8 @@ class Overview:
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
-        """The distinct addresses of a role's replicas that do not leave. A coordinator and its
-        replacement have the same address."""
+        """The addresses of a role's replicas that do not leave, without duplicates. A coordinator
+        and its replacement have the same address."""
         staying = (one for one in self.of(role) if not one.leaves)
         found = (one.http_address if http else one.address for one in staying)
         return list(dict.fromkeys(filter(None, found)))
@@ -162,9 +162,9 @@ class Replica:
         self.found = await leader.call("engagement", timeout_s=timeout_s)
 
     async def ended(self) -> BaseException | None:
-        """Waits until a rank ends, and `END_GRACE_S` for the ends of other ranks, because the first
-        error may only say that another rank was lost. Returns the errors of all ranks that ended,
-        as one error that names the ranks. Returns None if the replica was stopped."""
+        """Waits until a rank ends, and then `END_GRACE_S` for errors of other ranks. The first
+        error may only say that another rank was lost. Returns one error with the errors of all
+        ranks that ended. Returns None if the replica was stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
             _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -179,8 +179,8 @@ class Replica:
         return EngineLost("; ".join(f"rank {n}: {error}" for n, error in enumerate(ends) if error))
 
     async def drain(self, timeout_s: float) -> None:
-        """Announces that the replica leaves. Then waits, at most for `timeout_s`, until it receives
-        no more requests. Does nothing for a coordinator, whose `stop` waits for the sessions."""
+        """Announces that the replica leaves. Then waits for at most `timeout_s` until the replica
+        receives no more requests. Does nothing for a coordinator: its `stop` waits for sessions."""
         if self.role == "coordinator":
             return
         try:
@@ -200,7 +200,7 @@ class Replica:
 
 
 async def _adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
-    """The replica of existing actors; None if it does not serve or lacks a rank."""
+    """The replica whose actors are `ranks`; None if it does not serve or lacks a rank."""
     if ranks[0].rank:
         return None
     found: Engagement
@@ -233,8 +233,8 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
     """Waits until all `work` has succeeded or a part has failed. After a failure, waits
-    `ERROR_GRACE_S` for the error that is the cause, because the first error may only say that the
-    connection to another rank was lost. Then raises like `raise_first`."""
+    `ERROR_GRACE_S` for further errors, because the first error may only say that the connection to
+    another rank was lost. Then raises like `raise_first`."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -319,7 +319,7 @@ class Fleet:
         self.trial: Trial | None = None
         self.trial_failure = ""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
-        """The ports of the last replica of each role and slot. Its successor may keep them."""
+        """The ports of the latest replica of each role and slot. The next replica may keep them."""
         self._changed = asyncio.Event()
 
     @property
@@ -348,8 +348,8 @@ class Fleet:
         return None
 
     async def start(self) -> None:
-        """Starts the first targets and drafts, and when these serve, the coordinators. Raises the
-        errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
+        """Starts targets and drafts. When all of them serve, starts coordinators. Raises the errors
+        of replicas and of `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
@@ -408,8 +408,8 @@ class Fleet:
         return next((one for one in self.replicas if one.spec is spec and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays: while its trial runs, and after a successful trial
-        until another replica with the trial's settings serves."""
+        """Whether a replica on trial stays. It stays while its trial runs. After a successful
+        trial, it stays until another replica with the trial's settings serves."""
         plan = self.spec.plans[one.role]
         serves = any(
             other.address and other.member.plan == plan and not other.on_trial
@@ -499,8 +499,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # If no old replica holds the known ports, another process may have taken them. So only the
-        # first start tries them.
+        # If no old replica uses the known ports, another process may have taken them. So only the
+        # first start tries the known ports.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)

@@ -33,14 +33,14 @@ class FleetSpec:
     """The configuration and resources of the replicas of each role."""
 
     config: DeploymentConfig
-    """The configuration with directories of models, devices and GPUs filled in."""
+    """`given`, with the models' directories, the devices and the numbers of GPUs filled in."""
     given: DeploymentConfig
     """The configuration as the user gave it."""
     cluster_gpus: float
     demands: Mapping[Role, Demand]
-    """The role `draft` is missing if the target or a look-up drafts."""
+    """The resources of each role's replicas. Without draft replicas, there is no key `draft`."""
     plans: Mapping[Role, str]
-    """A hash of the settings of each role's replicas. The hash does not depend on machines."""
+    """A hash of each role's settings, without the settings that `settled` fills in."""
     deployment: str
     log_directory: str
     """Directory of the replicas' logs, or `STANDARD_ERROR`."""
@@ -64,20 +64,20 @@ class FleetSpec:
             draft = self.config.draft
             part = "target drafts" if draft.drafter.name else "coordinators draft"
             raise ConfigError(
-                f"draft={count}: with draft_model {draft.model} the {part}; there are no draft "
+                f"draft={count}: with draft_model {draft.model} the {part}, so there are no draft "
                 "replicas"
             )
         if not LEAST[role] <= count <= REPLICAS_MAX:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether upgrades end an old replica before its replacement starts, because two
-        coordinators cannot share a port for metrics."""
+        """Whether an upgrade ends an old replica before the replacement starts. This is needed if
+        coordinators have a port for metrics, because two coordinators cannot share this port."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces, which clients know."""
+        """Whether a replica gets the ports of the replica that it replaces. Clients know them."""
         return role == "coordinator" and self.local
 
     def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
@@ -92,8 +92,8 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:  # fmt: skip
         """The configuration of a replica. `takes_over` says whether another replica still has the
-        same slot. `ports` maps settings to the ports to use in place of 0 (any free port). Raises
-        `SettingError` for a port above `PORT_MAX`."""
+        same slot (`Membership.slot`). If a port setting is 0 (any free port), the replica gets the
+        setting's port in `ports`, if any. Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         changes: dict[str, Any] = {"membership": member}
         keys = ["port"]
@@ -118,8 +118,8 @@ class FleetSpec:
             raise SettingError(
                 "host",
                 f"the actors were placed on {len(nodes)} machines, but their servers bind "
-                f"{config.target.host}; give --host 0.0.0.0, with --internal-tls-dir and keys, or "
-                "with --insecure on a trusted network",
+                f"{config.target.host}; give --host 0.0.0.0, with --internal-tls-dir and API keys, "
+                "or with --insecure on a trusted network",
             )
         same_node = len({node for role, node in placed if role != "coordinator"}) <= 1
         num_cores = available_cores() if self.local else 0
@@ -136,10 +136,10 @@ def plan_fleet(
     given: DeploymentConfig, found: DeploymentConfig, cluster_gpus: float, deployment: str = "",
     log_directory: str = "", *, local: bool,
 ) -> FleetSpec:  # fmt: skip
-    """Plans a deployment. `found` is `given` with the directories of models and the address of
-    Redis. By default, each rank of a model gets one GPU, or an equal fraction if there are too few
-    GPUs. Several targets on one machine divide its cores. Raises `SettingError` if a replica on a
-    CUDA device gets no GPU, or if there are several ranks but no model to divide."""
+    """Plans a deployment. `found` is `given` with the models' directories and the address of Redis.
+    By default, each rank of a model gets one GPU. If there are too few GPUs, each rank gets an
+    equal fraction of a GPU. Several targets on one machine divide its cores. Raises `SettingError`
+    if a replica on a CUDA device gets no GPU, or if there are several ranks but no real model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.runs_on == "draft"
@@ -173,7 +173,7 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # Coordinators learn only at their start which role drafts, so their plan depends on it.
+    # Coordinators read only at their start which role drafts. So their hash includes this role.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans: dict[Role, str] = {}
     for role in ROLES:
@@ -186,20 +186,20 @@ def plan_fleet(
 
 
 def _preload(service: Any) -> str:
-    """The allocator to preload, or "". With tcmalloc, vLLM ran 8 sessions on CPUs 6 % faster."""
+    """The allocator to preload; empty = none. On CPUs, tcmalloc made vLLM 6 % faster."""
     is_on_cpu = getattr(service, "model_engine", "") == VLLM and service.device == "cpu"
     return "tcmalloc_minimal" if is_on_cpu else ""
 
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `same_node` says whether both are on one machine, which has `num_cores` (0 = unknown). Without
-    draft replicas, coordinators count as drafts with one core each."""
+    `same_node` says whether both are on one machine. `num_cores` is its number of cores; 0 =
+    unknown. Without draft replicas, each coordinator counts as a draft with one core."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
     on_devices = [service.device.startswith("cuda") for service in (target, draft)]
-    if all(on_devices):  # If both have fractions of a GPU, they may share one GPU.
+    if all(on_devices):  # Two fractions of a GPU may be on the same GPU.
         return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
     if any(on_devices):
         return True

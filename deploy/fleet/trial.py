@@ -20,8 +20,8 @@ MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN, ROUNDS_MIN = 10, 200
 """A drafter can be judged once this many of its sessions have ended, with this many rounds."""
 EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
-"""A trial is decided if the speeds differ by this many standard errors: before its end, and at its
-end. The number before the end is larger, because that test is repeated many times."""
+"""A trial ends early if the speeds differ by `EARLY_ERRORS` standard errors. At its end, the new
+drafter must be faster by `LATE_ERRORS`. The early test is stricter, because it runs many times."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trial:
     values: dict[str, Value]
     share: float
     seconds: float
-    """Time limit, from when the trial's replica serves."""
+    """Length of the trial. It begins when the trial's replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with the settings `values`."""
 
@@ -131,7 +131,7 @@ def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
     before = old.tokens_per_second
     gain = new.tokens_per_second / before - 1 if before > 0 else math.inf
     error = (1 + gain) * math.hypot(old.relative_error, new.relative_error)
-    reason = f"{_rates(new)}, {_rates(old)} before: {gain:+.1%} +- {error:.1%} tokens/s"
+    reason = f"{_rates(new)}, against {_rates(old)}: {gain:+.1%} +- {error:.1%} tokens/s"
     needed = (LATE_ERRORS if is_over else EARLY_ERRORS) * error
     if abs(gain) > needed or is_over:
         return gain > needed, reason
