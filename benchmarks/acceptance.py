@@ -1,6 +1,6 @@
-"""How much of the target's text a draft would have proposed, for `outrider bench acceptance` and
-`outrider plan`. The target answers every prompt, and the draft then reads each answer once. No
-times are measured."""
+"""Measures how much of the target's text a draft would have proposed, for `outrider bench
+acceptance` and `outrider plan`. The target answers every prompt, and the draft then reads each
+answer once. No times are measured."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class ModelReader:
 
 
 class LookupReader:
-    """Asks a look-up for a token at each place of an answer. q is one-hot, or None for no token."""
+    """Asks `suffix` or `ngram` for a token at each place. q is one-hot; None = no token."""
 
     max_model_len = 2**31
 
@@ -157,7 +157,7 @@ class LookupReader:
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
         # Every answer is a session with its own seed, as in a deployment. Each temperature has its
-        # own tenant, because a look-up copies from earlier answers to the same tenant.
+        # own tenant, because `suffix` copies from earlier answers to the same tenant.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -259,8 +259,8 @@ class Reading:
             if not 0 < len(ids) < most:
                 raise SettingError(
                     "prompts",
-                    f"number {index + 1} has {len(ids)} tokens; 1 to {most - 1} leave room for a "
-                    "completion",
+                    f"prompt {index + 1} has {len(ids)} tokens; it must have 1 to {most - 1} to "
+                    "leave room for an answer",
                 )
             room = min(max_tokens, most - len(ids))
             self._asked.append(Answer(prompt.category, index, ids, room))

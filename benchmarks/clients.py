@@ -128,7 +128,7 @@ class HttpClient(BenchClient):
                     usage = chunk.get("usage") or usage
                     told = (chunk.get("metrics") or {}).get("speculative_decoding") or told
             if not usage.get("completion_tokens") or not seconds:
-                raise Unavailable("the stream ended without tokens, or before its usage")
+                raise Unavailable("the stream ended without tokens or without `usage`")
             return Completion(
                 (), started_s, seconds, int(told.get("num_spec_steps", 0)),
                 int(told.get("num_draft_tokens", 0)), int(told.get("num_accepted_draft_tokens", 0)),

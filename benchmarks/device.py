@@ -6,7 +6,7 @@ bandwidth sets. `python -m benchmarks.device MODEL` measures the same without Ra
 | `weight_bytes` | bytes of all weights that a step reads |
 | `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
 | `ideal_step_ms` | time to read `weight_bytes` at `copy_gb_per_s` |
-| `decode_step_ms` | a step of one token, until the likeliest next token is known |
+| `decode_step_ms` | a step of one token, and the choice of the likeliest next token |
 | `decode_over_ideal` | `decode_step_ms` divided by `ideal_step_ms` (goal: at most 1.25) |
 | `verify_step_ms` | a step of K + 1 tokens of one session |
 | `draft_steps_ms` | drafting K tokens at temperature 1 |
@@ -117,8 +117,8 @@ def copy_speed(device: torch.device, num_bytes: int) -> float:
 def random_llama(
     device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
 ) -> tuple[Any, ModelInfo]:
-    """A Llama with random weights. `random-1b` has the shapes of Llama 3.2 1B, other names those of
-    Llama 2 7B. `sizes` override these shapes."""
+    """A Llama with random weights. `random-1b` has the shapes of Llama 3.2 1B. With another name,
+    it has the shapes of Llama 2 7B. `sizes` override these shapes."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = _OF_1B if name == RANDOM_MODELS[0] else {}

@@ -5,7 +5,7 @@ services and Redis are real, each in a process of its own.
 
 Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting, and drafting
 with look-ahead, which drafts the next round during verification. Both modes with drafts also run
-with a longer round trip between coordinator and draft. Each K was the fastest of those tried.
+with a longer round trip between coordinator and draft. Each K was the fastest of several.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
@@ -46,7 +46,7 @@ STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branche
 LAW = {"vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645}
 """Parameters of `EmulatedSpec` for the distributions of the emulated models."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted if all earlier ones of the round were, by `LAW`."""
+"""Chance that a draft token is accepted after accepted draft tokens. It follows from `LAW`."""
 
 
 class Run(NamedTuple):
@@ -54,7 +54,7 @@ class Run(NamedTuple):
     rule: Rule
     num_draft_tokens: int
     round_trip_ms: float = 0.0
-    """Added to each round trip between coordinator and draft."""
+    """Time added to each round trip between coordinator and draft."""
 
 
 RUNS = (
@@ -78,7 +78,7 @@ class EmulateOptions(Options):
     """Tokens of each session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
     """Chances that a round accepts at least 1, 2, ... draft tokens, like vLLM's
-    synthetic_acceptance_rates; unset = the chances that the models' distributions give."""
+    synthetic_acceptance_rates; unset = the chances that follow from the models' distributions."""
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Round]:

@@ -85,7 +85,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room, needed = engine.info.max_model_len, max(LENGTHS[part] for part in options.parts)
     if room < needed:
-        raise SettingError("model", f"takes {room} tokens; these --parts need {needed}")
+        raise SettingError("model", f"takes at most {room} tokens; --parts need {needed}")
     prompts = random_prompts(engine.info.vocab_size)
     figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:

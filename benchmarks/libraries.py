@@ -1,7 +1,7 @@
 """Other inference libraries, and the target's engine alone, for comparison in benchmarks.
 
-`make peers` installs each library in a virtual environment of its own. A *sweep* tries a few
-settings of a library, and stores the fastest ones in the library's environment."""
+`make peers` installs each library in a virtual environment of its own. A *sweep* measures a few
+settings of a library, and stores the fastest in a file in the library's environment."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ PEERS = (
 
 
 class LibraryProcess(Process, BenchClient):
-    """A process that decodes with a library. An async context manager, which loads the model."""
+    """A process that decodes with a library. Entering the context loads the model."""
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
         self._inputs = inputs
@@ -191,8 +191,8 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """Returns the fastest setting of each mode. Runs a sweep and stores its result, unless one with
-    the same model and number of threads is stored and `again` is False. Omits the speculative mode
+    """Returns the fastest setting of each mode. Returns stored settings if their sweep had the same
+    model and number of threads. Otherwise, or if `again`, runs a sweep. Omits the speculative mode
     if no setting works. Raises `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
@@ -232,9 +232,9 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """Returns a cached copy of `gguf`, whose weights are rounded to bfloat16, like the target's.
-    Matrices are stored as float16, because not every library reads bfloat16; only numbers below
-    2**-17 in magnitude lose bits. Vectors are stored as float32, which llama.cpp needs."""
+    """Returns a cached copy of `gguf` with weights rounded to bfloat16, like those of the target.
+    The copy stores matrices as float16, because some libraries do not read bfloat16. Only numbers
+    below 2**-17 in magnitude lose bits. It stores vectors as float32, as llama.cpp requires."""
     from outrider.models.sources import cached_path, made_once
 
     path = cached_path(gguf, cache, ".f16.gguf")

@@ -1,8 +1,8 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
-turn, a side decodes one prompt or half of the prompts (`_blocks`). The order of the sides is
-reversed after each round of turns."""
+turn, a side decodes one prompt or half of the prompts (`_blocks`). When every side has had a turn,
+the order of the sides is reversed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Completion:
     have only the time to the first token."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
-    """Number of tokens of an answer by HTTP."""
+    """Number of tokens of an answer by HTTP, which has no token ids."""
     rounds: Sequence[Round] = ()
     """The rounds of an answer by gRPC. If one message has several rounds, they count as one."""
 
@@ -97,7 +97,7 @@ class BenchClient(ABC):
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int
     ) -> list[Completion]:
-        """Decodes prompts, `concurrency` at a time. After an error, cancels the rest and raises."""
+        """Decodes prompts, `concurrency` at a time. The first error cancels all other prompts."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(request: GenerateRequest) -> Completion:
@@ -150,7 +150,7 @@ async def measure(
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False, rest_s: float = 0.0,
 ) -> dict[str, SideResult]:  # fmt: skip
     """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
-    turn. If a side fails, calls `drops`. If this returns True, continues without the side."""
+    turn. If a side fails, calls `drops`. If `drops` returns True, continues without the side."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -193,8 +193,8 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
 
     With several requests at a time, there are two turns, each with every second prompt. At the end
-    of each turn, fewer than `concurrency` requests run, so more turns would mean less load. A
-    single turn would favour later sides, because only they find cached prefixes."""
+    of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With a
+    single turn, only later sides would find cached prefixes."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 
@@ -205,7 +205,7 @@ def medians_ms(
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """The median time of each function, ms. The functions take turns. Each function gets the number
-    of the repetition, which is negative in the warm-up. `undo` runs after each call, untimed."""
+    of the repetition, which is negative in the warm-up. After each call, `undo` runs untimed."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

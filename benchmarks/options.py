@@ -64,7 +64,7 @@ class DecodingOptions(PromptOptions):
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
         """The request for the first prompt, with drafts but without text. `num_draft_tokens` is the
-        deployment's default. If it is 0 and the option is unset, raises `SettingError`."""
+        deployment's default. Raises `SettingError` if the default is 0 and the option is unset."""
         from .measurement import bench_request
 
         bound = self.num_draft_tokens or num_draft_tokens
@@ -82,7 +82,7 @@ class DecodingOptions(PromptOptions):
 class AcceptanceOptions(PromptOptions):
     max_tokens: MaxTokens = 128
     hits: bool = False
-    """Also report how often the draft model predicts the outcome of a round."""
+    """Also report how often the draft model predicts the outcome of a round correctly."""
     num_draft_tokens: DraftTokens = 4
     """Draft tokens of a round, for `--hits`."""
 
@@ -90,7 +90,7 @@ class AcceptanceOptions(PromptOptions):
 @checked()
 class EngineOptions(Options):
     repetitions: Annotated[int, between(1, 100)] = 3
-    """Number of repetitions of `sessions` and `waits`; the report has medians."""
+    """Number of repetitions of the parts `sessions` and `waits`; the report has medians."""
     parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
     """What to measure."""
 

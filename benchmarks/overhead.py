@@ -1,13 +1,13 @@
 """`outrider bench overhead`: what rounds and requests cost without the models.
 
-rounds      Time of a round and of its parts, from sending the draft request to the store's
-            acknowledgement. The coordinator reports these times.
+*Canned* replicas give well-formed answers without a model, at once or after the time of a step.
+
+rounds      Time of a round and of its parts, from sending the draft request to the
+            acknowledgement of Redis. The coordinator reports these times.
 capacity    Rounds a second of one coordinator with many sessions. Client, coordinator, canned
             replicas and Redis each have their own process.
-transports  Time that gRPC and HTTP add until the first token, and to each chunk. Clients and
-            coordinator run in this process. The canned target runs in another process.
-
-Canned replicas give well-formed answers without a model, at once or after the time of a step."""
+transports  Time that gRPC and HTTP add to the first token, and to each chunk. Clients and
+            coordinator run in this process. The canned target runs in another process."""
 
 import asyncio
 import gc
@@ -170,11 +170,11 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
-    an event loop. So the added time is the time of their code and of the kernel's loopback.
+    an event loop. So the added time is spent in their code and in the kernel's loopback.
 
     `X_ttft_added_ms_p50` is the median of a difference: the time to the first token at a client of
     transport X, minus the coordinator's own time to the first token. `X_chunk_added_ms` is the
-    median time from when the coordinator has a chunk until the client has read it."""
+    median time from when the coordinator has a chunk to when the client has read the chunk."""
     progress("starting the services")
     added: dict[str, list[float]] = {}
     async with (

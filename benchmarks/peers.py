@@ -31,7 +31,7 @@ take cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a
-subject for speculative decoding. In a new deployment, the two share no prefix cache."""
+subject for speculative decoding. In a new deployment, the subjects share no prefix cache."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 

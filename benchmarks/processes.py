@@ -2,9 +2,9 @@
 deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
-sets the process up. If its answer has no `error`, the process is ready. The roles of this module
-answer the first line with an `address`, and further lines with the CPU time of the process so far
-(`cpu_s`)."""
+sets the process up. If the first answer has no `error`, the process is ready. The roles of this
+module answer the first line with an `address`, and further lines with the CPU time of the process
+so far (`cpu_s`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""Time limit for a proposal, long because benchmarks must not skip proposals of a slow draft."""
+"""Time limit for a proposal. It is long, so that benchmarks use the proposals of a slow draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -56,7 +56,7 @@ class Process:
     ) -> None:  # fmt: skip
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
         Error messages begin with `name`. `setup` is the first line. The process inherits all
-        environment variables except those that limit threads, and gets those of `environment`."""
+        environment variables except those that limit threads. `environment` has further ones."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command, self._name, self._setup = command, name, setup
@@ -121,7 +121,7 @@ Role = Callable[[dict[str, Any]], AbstractAsyncContextManager[str]]
 
 def main(words: Sequence[str]) -> None:
     """Runs a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. With
-    the word `EXACT_TIMERS`, the event loop uses `select`: timers of `epoll` may be 1 ms late."""
+    the word `EXACT_TIMERS`, the event loop uses `select`, because `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print must go to standard error, not into the answers.
     module, _, name = words[0].partition(":")
@@ -153,7 +153,7 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of the service `setup["service"]`: target, draft or coordinator. Each message to or
-    from a target or draft takes `delay_ms` longer. For a coordinator `delay_ms` must be 0."""
+    from a target or draft takes `setup["delay_ms"]` longer, which is 0 for a coordinator."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:

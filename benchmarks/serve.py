@@ -60,14 +60,14 @@ class ServeOptions(PromptOptions):
     """URL of a server with OpenAI's API, such as http://127.0.0.1:8000; unset = an Outrider
     deployment, called by gRPC."""
     num_prompts: Annotated[int | None, between(1, REQUESTS_MAX)] = None
-    """Number of requests; prompts are repeated as needed; unset = one for each prompt."""
+    """Number of requests; prompts are repeated as needed; unset = one request for each prompt."""
     request_rate: Annotated[float, Field(ge=1e-3)] = math.inf
     """Requests a second, at random times; inf = all at once."""
     burstiness: Annotated[float, Field(ge=1e-3)] = 1.0
     """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, less =
     bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
-    """Maximum number of running requests; further ones wait in this client; unset = no limit."""
+    """Maximum number of running requests; others wait in this client; unset = no limit."""
     max_tokens: MaxTokens = 128
     """Maximum number of tokens of an answer, unless the prompt has its own `max_tokens`."""
     temperature: Temperature = 0.0
@@ -78,7 +78,7 @@ class ServeOptions(PromptOptions):
     """Maximum number of draft tokens of a round, for an Outrider deployment; 0 = plain decoding;
     unset = the deployment's default."""
     goodput: tuple[Goal, ...] = ()
-    """Goals for a request to count for goodput, as NAME:MS, where NAME is ttft, tpot or e2el."""
+    """Goals that a request must meet to count for goodput, as NAME:MS; NAME = ttft, tpot, e2el."""
 
     @property
     def goals(self) -> dict[str, float]:

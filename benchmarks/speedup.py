@@ -51,8 +51,8 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """With this configuration, references and peers load the same model; None = the target's files
-    are not on this machine."""
+    """The configuration with which references and peers load the target's model; None = the
+    target's files are not on this machine."""
 
     def setup(self, drafted: GenerateRequest) -> dict[str, Any]:
         """Fields of the JSON report that describe the deployment and the decoding."""
@@ -111,9 +111,9 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. A rate is the number of tokens, divided by the
     wall time including prefill. If `several` requests ran at a time, `speedup` is the ratio of the
-    total rates, otherwise the median of each prompt's ratio of rates. `num_identical` counts the
-    answers with the same tokens on both sides. At temperature 0, two answers should begin to differ
-    only where two tokens are almost equally likely."""
+    total rates. Otherwise it is the median of the prompts' ratios. `num_identical` counts answers
+    with the same tokens on both sides. At temperature 0, two answers should begin to differ only
+    where two tokens are almost equally likely."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:

@@ -121,7 +121,7 @@ def test_a_wrong_file_of_prompts_is_refused_before_models_are_loaded(tmp_path: P
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     prompts = [BenchPrompt("x", "a")]
     reader = acceptance.ModelReader(engine(1))
-    with pytest.raises(SettingError, match="number 1 has 64 tokens; 1 to 63"):
+    with pytest.raises(SettingError, match="prompt 1 has 64 tokens; it must have 1 to 63"):
         acceptance.Reading(engine(1), reader, "toy", prompts, lambda text: (1,) * 64, 20)
 
 

@@ -152,7 +152,7 @@ def test_chats_and_texts_by_http(
         (Reply(status=429, error="try\n later \x1b[2J"), '1x HTTP 429: {"error": {"message": "try'),
         (Reply(breaks=True), "1x the stream: RemoteProtocolError"),
         (Reply(error="out of\x07 memory"), "the stream ended with an error: {'message': 'out of"),
-        (Reply(num_tokens=0), "or before its usage"),
+        (Reply(num_tokens=0), "or without `usage`"),
         (Reply(metrics={"speculative_decoding": 3}), "the stream is not in OpenAI's format"),
     ],
 )
