@@ -30,7 +30,7 @@ class CoordinatorServicer:
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()
-        """Caller's name -> number of running calls of `_reading`."""
+        """Name of a caller -> number of its `cancel` and `get_session` calls that run now."""
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
@@ -66,8 +66,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. Counts for the caller's rate limit, but not for the limit
-        on concurrent generations."""
+        """Reads a session from the store. The call counts towards the caller's rate limit, but not
+        towards the limit on concurrent generations."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -78,8 +78,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Raises `Overloaded` if `RECORD_READS_MAX` reads of the caller run already. Records may be
-        long, so the limit bounds memory."""
+        """Raises `Overloaded` if `RECORD_READS_MAX` reads of the caller run already. Stored
+        sessions may be long, so the limit bounds memory."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
@@ -91,7 +91,7 @@ class CoordinatorServicer:
             yield
         finally:
             self._num_reads[caller.name] -= 1
-            self._num_reads += Counter()  # Removes callers without reads.
+            self._num_reads += Counter()  # Removes entries that are 0.
 
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context

@@ -3,16 +3,16 @@
 | module | purpose |
 | --- | --- |
 | `server.py` | the server, in the coordinator's event loop |
-| `app.py` | the routes, and the responses to requests for generations |
-| `reading.py` | parses bodies within limits; errors in OpenAI's form |
+| `app.py` | the routes, and the responses with generated text |
+| `reading.py` | parses bodies within limits, and writes errors in OpenAI's form |
 | `bodies.py` | the fields of bodies, and their translation into the coordinator's requests |
-| `tools.py` | tools of a body; splits the text of an answer into content, reasoning and calls |
-| `answers.py` | turns events into answers, whole or in chunks |
+| `tools.py` | reads tools, and splits an answer's text into content, reasoning and calls |
+| `answers.py` | turns a session's events into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
-| `schemas.py` | the form of answers, for the OpenAPI document |
+| `schemas.py` | the schemas of answers, for the OpenAPI document |
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 
 `coordinator/requests/validation.py` checks the requests of both gRPC and HTTP. Its errors name
-fields of `GenerateRequest`. The HTTP API replaces these names by those of the body's fields.
+fields of `GenerateRequest`. The HTTP API replaces these names by the names of the body's fields.
 """

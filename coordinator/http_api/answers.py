@@ -1,4 +1,4 @@
-"""Turns events into answers: whole, in chunks, or as the events of `POST /api/generate`."""
+"""Turns a session's events into answers: whole, in chunks, or for `POST /api/generate`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def as_text(data: bytes) -> str:
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
 """A token's offset in the answer's text, in characters, and pairs of bytes and log-probability. The
-first pair is the token's, and the others are those of the likeliest tokens at its position. The
+first pair is the token's. The other pairs are those of the likeliest tokens at its position. The
 log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
-        `given` is the prompt's text. A special token adds its name only where `given` has it."""
+        `given` is the prompt's text. A special token takes up text only where `given` has its name."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 
@@ -107,7 +107,7 @@ class EventStream:
         raise NotImplementedError
 
     def whole(self) -> Json:
-        """Must be called after all choices have ended."""
+        """Returns the whole answer. Must be called after all choices have ended."""
         raise NotImplementedError
 
     def failed(self, error: Json) -> Json:
@@ -242,7 +242,7 @@ class Answer(EventStream):
 
     def _metrics(self) -> Json:
         """Returns statistics of all choices together, under vLLM's names. Rounds without draft
-        tokens also count as steps. Accepted tokens after the end of the answer also count."""
+        tokens also count as steps. Accepted draft tokens after the answer's end also count."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)

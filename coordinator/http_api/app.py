@@ -1,4 +1,4 @@
-"""The routes of a coordinator, and the responses to requests for generations."""
+"""The routes of a coordinator, and the responses with generated text."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _HEADERS = (
 
 
 class Generated(LiveResponse):
-    """The response to a request for generations: a whole answer after all events, or a stream of
-    server-sent events. When the response ends for any reason, it closes `events`."""
+    """A response with generated text: a whole answer after all events, or a stream of server-sent
+    events. When the response ends for any reason, it closes `events`."""
 
     def __init__(self, events: Events, answer: EventStream, progress: Progress) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. Begins with the first event of each stream. Next come,
-    stream by stream, the events that the client already has. All further events follow as they
+    """Merges the events of all streams. First yields the first event of each stream. Then yields,
+    stream by stream, the events that the client already has. Yields all later events as they
     arrive. An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events
     are queued. A stream can raise `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
@@ -167,7 +167,7 @@ class Generations:
 
         All choices together count as one request of the caller. Until the last choice ends, each
         choice counts as one generation. No choice runs before all are admitted. Raises `BadRequest`
-        if there are more choices than the caller may run at a time, and the service's errors."""
+        if the caller may not run so many choices at a time. Also raises the service's errors."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:

@@ -1,7 +1,7 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
 The coordinator checks the limits of the translated requests. Some clients send every field of
-OpenAI's API. So a field that Outrider does not implement is accepted if its value changes nothing,
+OpenAI's API. So a field that Outrider does not implement is accepted if its value has no effect,
 such as OpenAI's default. Any other value is refused.
 """
 
@@ -37,9 +37,9 @@ from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Field that is not implemented -> the accepted values, besides null."""
+"""Name of a field that is not implemented -> its accepted values, besides null."""
 ANY_VALUE = object()
-"""In `Unserved`, means that every value is accepted, because the field is only a label or hint."""
+"""In `Unserved`, stands for every value. It is for fields that are only labels or hints."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
@@ -55,7 +55,7 @@ def asks_nothing(names: str, *values: Any) -> Unserved:
 
 
 def field_error(name: str, reason: str, kind: Any = "value_error") -> ValidationError:
-    """Makes an error about one field, for the validators of a whole body."""
+    """Makes an error about one field, for validators that check a whole body."""
     error = PydanticCustomError(kind, "{reason}", {"reason": reason})
     details: InitErrorDetails = {"type": error, "loc": (name,), "input": None}
     return ValidationError.from_exception_data("", [details])
@@ -94,7 +94,7 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    # In Python, 1 equals True. So a bool may only match a bool.
+    # In Python, 1 equals True. So the kind of the value is compared, too.
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -102,7 +102,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> pydantic.WrapValidator:
-    """If a value fits no member of a union, replaces pydantic's errors by a single error."""
+    """Makes a validator of a union. Its only error replaces pydantic's errors about each member."""
 
     def validate(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -145,7 +145,7 @@ class StreamedBody(Body):
     @model_validator(mode="after")
     def _options_are_for_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            reason = "is for streams; set stream to true, or leave it out"
+            reason = "is for streams; leave it out, or set stream to true"
             raise field_error("stream_options", reason)
         return self
 
@@ -218,7 +218,7 @@ class GenerationBody(Body):
         formats: ChatFormats | None = None, **own: Any,
     ) -> TranslatedBody:  # fmt: skip
         """Makes the requests for these prompts. `names` becomes a part of `TranslatedBody.names`.
-        Without `formats`, the answers are not parsed. `own` has the other fields of requests."""
+        Without `formats`, the answers are not parsed. `own` has more fields of the requests."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
             reason = f"cannot be combined with {found[0][0]}; give only one of these fields"
@@ -342,7 +342,7 @@ class TextPart(Body):
 
 
 def lines(content: str | list[Any]) -> str:
-    """Returns the text of a message. Each part of a list becomes a line."""
+    """Returns the text of a message. If `content` is a list, each part becomes a line."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -353,9 +353,9 @@ def _known_role(role: str) -> str:
 
 
 class Message(Body):
-    """A message of a conversation. Only an assistant's message may have reasoning or calls, and may
-    leave out the content. A tool's message must have a `tool_call_id`. Other messages
-    must not have a `tool_call_id`."""
+    """A message of a conversation. Only an assistant's message may have reasoning or calls, or
+    lack the content. A tool's message must have a `tool_call_id`. Other messages must not have a
+    `tool_call_id`."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),
@@ -475,7 +475,7 @@ class ChatBody(ChoicesBody, ConversationBody):
         calls = [call for message in self.messages for call in message.tool_calls]
         check_arguments([call.function.arguments for call in calls], "messages")
         turns = [one.turn(f"messages[{index}]") for index, one in enumerate(self.messages)]
-        old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has both names.
+        old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has both fields.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
         if self.top_logprobs and not self.logprobs:
@@ -563,7 +563,7 @@ class TranslatedBody:
     requests: tuple[GenerateRequest, ...]
     """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""
     names: Mapping[str, str]
-    """Name of a request field -> name of the body's field."""
+    """Name of a field of `GenerateRequest` -> name of the body's field."""
     n: int = 1
     echoes: bool = False
     """Whether each answer begins with its prompt."""
@@ -574,7 +574,7 @@ class TranslatedBody:
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """Returns the coordinator's error about request `index`, but names the body's field."""
+        """Returns the coordinator's error about request `index`, with the body's field name."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest

@@ -61,7 +61,7 @@ _INTERRUPTED = b'"type":"service_unavailable_error"'
 Generated text cannot contain these bytes, because its quotes are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
-"""Finds a request's deadline in the body. Parsing the body would block all other streams."""
+"""Finds the deadline in a body. Parsing the whole body would delay all other streams."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -75,7 +75,7 @@ _KEEP_ALIVE = [
 
 
 def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
-    """Makes a transport to coordinators. `verify` applies to TLS connections."""
+    """Makes a transport to coordinators. `verify` says how their certificates are checked."""
     return httpx2.AsyncHTTPTransport(
         verify=verify,
         trust_env=False,
@@ -164,15 +164,15 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """A stream whose events have no ids cannot be resumed. Requests other than `POST` may be
-        probes, which must fail soon, so each coordinator gets them only once."""
+        """A stream whose events have no ids cannot be resumed. A request other than `POST` may be a
+        probe, which must fail soon. So each coordinator gets it only once."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
-        """Asks one coordinator. If the response is a stream, sends its events to the client, and
-        returns None. Raises `TransportError` if the response is incomplete."""
+        """Asks one coordinator, and returns the response. If it is a stream, sends its events to
+        the client, and returns None. Raises `TransportError` if the response is incomplete."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -209,7 +209,7 @@ class Forwarded(LiveResponse):
 
 
 def _reason(error: object) -> str:
-    """Returns an error's text or, if it has none, its class's name in words: `read error`."""
+    """Returns an error's text. If it is empty, returns the name of the class (`read error`)."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 
@@ -232,7 +232,7 @@ def _passed_on(
 
 
 def build_gateway(coordinators: Coordinators, hosts: Collection[str] = ()) -> FastAPI:
-    """Makes the application of a gateway. For `hosts`, see `HttpOptions`."""
+    """Makes the application of a gateway. For `hosts`, see `HttpOptions.hosts`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, access=OPEN, hosts=hosts)
     add_error_handlers(app)

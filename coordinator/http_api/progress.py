@@ -1,9 +1,9 @@
 """Resumes broken streams, and continues repeated requests.
 
 The client receives server-sent events, here called *parts*. The id of a part says how much of each
-choice the client has after this part. To resume an answer, the coordinator makes all its parts
-again, and sends only those that the client lacks. So a part may depend only on earlier parts and on
-data that is stored with the session.
+choice the client has after this part. To resume an answer, the coordinator makes all parts of the
+answer again, and sends only those that the client lacks. So a part may depend only on earlier parts
+and on data that is stored with the session.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WAITING_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in the events of one choice. The fields describe the events before it."""
+    """A position in the events of one choice. The fields describe all events before it."""
 
     num_tokens: int = 0
     """Number of the answer's tokens."""
@@ -67,8 +67,8 @@ class Progress:
         self.num_parts = 0
         """Number of parts that the client has. Begins at the number in `last_event_id`, or at 0."""
         self._begun = (0, 0, 0)
-        """If the client has only some parts of an event: the event's choice, its number of tokens,
-        and the number of parts that the client has. Otherwise zeros."""
+        """If the client has only some parts of an event: the index of the event's choice, the
+        event's number of tokens, and the number of these parts. Otherwise zeros."""
         if last_event_id is not None:
             found = _EVENT_ID.fullmatch(last_event_id)
             choices = found["choices"].split(".") if found else []
@@ -82,7 +82,7 @@ class Progress:
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request that makes all events of a choice again. Must be called before the
-        choice's first event. The client has all parts of the events up to the first of its two
+        choice's first event. The client has all parts of the events up to the first of the two
         `cuts`. If the cuts differ, the client also has some parts of the event between them."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
@@ -160,7 +160,7 @@ class RepeatedRequests:
         """Waits until no other request with this key runs. Raises `Unavailable` if too many
         requests wait already.
 
-        A request with a `Last-Event-ID` takes over without waiting. Its client has parts of the
+        A request with a `Last-Event-ID` takes the session over at once. Its client has parts of the
         running request's answer, so the connection of that request must be broken. If the new
         request fails before its first event, the running request goes on."""
         while not progress.num_parts and (turn := self._turns.get(key)) is not None:

@@ -1,6 +1,6 @@
 """Reads the bodies of requests within limits, and writes JSON and errors in OpenAI's form.
 
-Parsing a body blocks the coordinator's event loop, which must renew leases every 0.5 s. So
+Parsing a body blocks the event loop, which must renew the coordinator's lease every 0.5 s. So
 `read_body` refuses a body with too many values before it parses the body.
 """
 
@@ -78,8 +78,8 @@ class ErrorBody(BaseModel):
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Returns the body for an error. Any error but an `OutriderError` is a bug. The client then
-    gets only a general message. Logs the traceback of errors with status 500."""
+    """Returns the body for an error. An error that is not an `OutriderError` is a bug, and the
+    client gets only a general message. Logs the traceback of errors with status 500."""
     shown = errors.OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, errors.OutriderError):
         shown = error
@@ -133,9 +133,9 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
-    """Converts one of pydantic's errors about a body. pydantic reports an error for each member of
-    a union that a value does not fit. Among the errors about the first wrong field, the error with
-    the longest path is the most specific, and is converted."""
+    """Converts one of pydantic's errors about a body. If a value fits no member of a union,
+    pydantic reports an error for each member. Of the errors about the first wrong field, this
+    function converts the error with the longest path, because it is the most specific."""
     same = [one for one in wrong if one["loc"][:2] == wrong[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
@@ -166,7 +166,7 @@ def of_body(reason: str) -> errors.BadRequest:
 
 def _names_a_field(part: object) -> bool:
     """Whether a part of an error's path is a field or an index. Other parts name a union's members.
-    These names are in `_WORDS_OF_TYPES`, or are not identifiers."""
+    The names of members are in `_WORDS_OF_TYPES`, or are not identifiers."""
     return isinstance(part, int) or (
         isinstance(part, str) and part.isidentifier() and part not in _WORDS_OF_TYPES
     )
@@ -218,8 +218,8 @@ class Unsent(Response):
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
     than `HTTP_BODY_S_MAX`, or takes longer than `HTTP_BODY_PART_S_MAX` for one part. `num_bytes`
-    counts the bytes of incomplete bodies by tenant. They are limited to `HTTP_BODIES_BYTES_MAX`
-    together and, with API keys, to `HTTP_TENANT_BODIES_BYTES_MAX` for each tenant."""
+    counts the bytes of incomplete bodies by tenant. Their sum is at most `HTTP_BODIES_BYTES_MAX`.
+    With API keys, the number of each tenant is at most `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
     tenant, data, now = caller.tenant, bytearray(), asyncio.get_running_loop().time
     end = now() + limits.HTTP_BODY_S_MAX
@@ -251,8 +251,8 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 
 
 def read_body(data: bytes) -> Any:
-    """Returns the value of a body. Raises `BadRequest` if the body is not JSON in UTF-8, has more
-    than `HTTP_VALUES_MAX` values, or more than `HTTP_CONTAINERS_MAX` lists and objects."""
+    """Returns the value of a body. Raises `BadRequest` if the body is not JSON in UTF-8, or has
+    more than `HTTP_VALUES_MAX` values or `HTTP_CONTAINERS_MAX` lists and objects."""
     if _too_many(data):  # Some marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
         # Each string is a key or a value, so too many strings are too many values.
@@ -268,7 +268,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """Returns the exceeded limit, or "". Marks within strings count, too."""
+    """Describes the exceeded limit. "" = no limit is exceeded. Marks within strings count, too."""
     if sum(map(data.count, _OPENINGS)) > limits.HTTP_CONTAINERS_MAX:
         return f"more than {limits.HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > limits.HTTP_VALUES_MAX:
@@ -277,7 +277,7 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key. Probes have no key. The window's page asks for a key."""
+    """Whether a path needs no API key. Probes send no key. The window's page asks for it."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 

@@ -279,8 +279,8 @@ class ResponseAnswer(ChatAnswer):
         return events if self.is_stream else ()
 
     def _changes(self, event: Event) -> Iterator[Json]:
-        """Adds the choice's new parts to the items, and yields the events for these changes. Only
-        parts of messages have log-probabilities: those of all tokens since the previous part."""
+        """Adds the choice's new parts to the items, and yields the events for these changes. A
+        message's part gets the log-probabilities of all tokens since the previous part."""
         [choice], has_ended = self._choices, isinstance(event, Finished)
         if not choice.is_opened:
             choice.is_opened, begun = True, self._response("in_progress")

@@ -1,5 +1,5 @@
-"""Models of the routes' answers, for the OpenAPI document. Answers with generated text are plain
-dicts, because these models are too slow for the chunks of a stream."""
+"""Models of the routes' answers, for the OpenAPI document. Answers with generated text are built
+as plain dicts, because these models are too slow for the chunks of a stream."""
 
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ class Schema(BaseModel):
 
 
 class Usage(Schema):
-    """Numbers of tokens of all choices. A prompt with several choices counts once."""
+    """Numbers of tokens, for all choices together. A prompt with several choices counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -147,7 +147,7 @@ class ResponseUsage(Schema):
 
 
 class ResponseObject(Schema):
-    """OpenAI's response object. Most of the fields that are not listed here repeat the request."""
+    """OpenAI's response object. It has further fields, most of which repeat the request."""
 
     id: str
     object: Literal["response"]
@@ -208,7 +208,7 @@ RESPONSE = _answers(ResponseObject, ResponseEvent)
 
 class DocumentedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """FastAPI adds the schemas of whole answers. This method also adds those of chunks."""
+        """FastAPI adds the schemas of whole answers. This method adds the schemas of chunks."""
         document = super().openapi()
         _, found = models_json_schema(
             [(ChatCompletionChunk, "serialization"), (ResponseEvent, "serialization")],

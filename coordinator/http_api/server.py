@@ -2,12 +2,12 @@
 
 - A client must send complete headers within `HTTP_HEADERS_S` after its connection is accepted, or
   after the first byte of a later request.
-- If a client takes no data for `HTTP_STUCK_WRITE_S`, the kernel breaks its connection.
+- The kernel breaks a connection whose client takes no waiting data for `HTTP_STUCK_WRITE_S`.
 - When the maximum number of connections is reached, each new connection replaces a connection
   without a request.
 
-A stopping server first closes its listening socket, so that new connections go to a server that
-shares the port. For `HTTP_LAST_REQUEST_S`, it still serves requests on open connections. Then it
+A stopping server first closes its listening socket, so that another server on the same port gets
+new connections. For `HTTP_LAST_REQUEST_S`, it still serves requests on open connections. Then it
 waits for the running requests.
 """
 
@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048
 """The kernel queues at most this many connections until they are accepted."""
 _ACCEPTS = 16
-"""At most this many connections are accepted before they are counted, because uncounted connections
-could use up all file descriptors."""
+"""asyncio accepts at most this many connections before the server counts them. More of them could
+use up all file descriptors."""
 CLOSE_S = 2.0
 """Time for a response to send its last event when the server stops."""
 _POLL_S = 0.02
@@ -64,7 +64,7 @@ class TlsFiles:
     certificate: Path
     key: Path
     authority: Path | None = None
-    """Callers must have a certificate of this authority. None = callers need no certificate."""
+    """Clients need a certificate that this authority has signed. None = clients need none."""
 
     @classmethod
     def of(cls, config: CoordinatorConfig) -> Self | None:
@@ -75,7 +75,7 @@ class TlsFiles:
         return cls(Path(config.ssl_certfile), Path(config.ssl_keyfile), authority)
 
     def read(self) -> ssl.SSLContext:
-        """Raises `OSError` or `ValueError`."""
+        """Raises `OSError` or `ValueError` if a file cannot be read or is invalid."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # If `password` were None, OpenSSL would ask for a password at the terminal.
         context.load_cert_chain(self.certificate, self.key, password="")
@@ -103,26 +103,26 @@ class HttpOptions:
     metrics: Metrics = bytes
     access: AccessControl = OPEN
     tls: TlsFiles | None = None
-    """None = without TLS. Changed files are read again. If the new files are invalid, the old
+    """None = no TLS. Changed files are read again. If the new files are invalid, the old
     certificates stay in use."""
     times: HttpTimes | None = None
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The allowed values of the header `Host`; empty = all. They are limited if the server has
-        no API keys and listens on loopback. This prevents DNS rebinding, in which a web page lets
-        its own host name resolve to this machine, and makes a browser call this server."""
+        """The allowed values of the header `Host`; empty = all. Only a server that has no API keys
+        and listens on loopback limits them. This prevents DNS rebinding: a web site lets its host
+        name resolve to this machine, so that its page in a browser can call this server."""
         if self.access.asks_for_keys or not is_loopback(self.host):
             return frozenset()
         return _LOOPBACK_NAMES | {_in_url(self.host).lower()}
 
 
 class _State(IntEnum):
-    """The state of a connection. To make room for a new connection, the server closes a connection
-    in the lowest state, unless this state is `BUSY`."""
+    """The state of a connection. To make room for a new connection, the server closes an
+    `INCOMPLETE` connection or, if there is none, an `IDLE` connection."""
 
     INCOMPLETE = 0
-    """Waits for complete headers, or for the TLS handshake."""
+    """The connection waits for complete headers, or for the TLS handshake."""
     IDLE = 1
     BUSY = 2
 
@@ -153,10 +153,10 @@ class HttpConnection(H11Protocol):
         super().__init__(config, state, app_state={})
         self._open, self._tls = others, tls
         self._early = bytearray()
-        """Decrypted bytes that arrived before `_encrypt` resumed."""
+        """Decrypted bytes that arrived before `_encrypt` noticed the end of the handshake."""
         self.handshake: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
-        """Closes the connection if headers stay incomplete."""
+        """The timer that closes the connection if its headers stay incomplete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._open.make_room()
@@ -241,13 +241,13 @@ class HttpServer:
             self._answer, interface="asgi3", lifespan="off", ws="none", loop="none",
             log_config=None, access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=limits.HTTP_KEEP_ALIVE_S,
-            limit_concurrency=self._open.num_max + 1,  # At this number, uvicorn refuses requests.
+            limit_concurrency=self._open.num_max + 1,  # uvicorn refuses requests at the limit.
         )  # fmt: skip
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
         self.address = ""
-        """The host and the port, once the server has started."""
+        """`HOST:PORT`. Empty before the server has started."""
         self._serving: asyncio.Task[None] | None = None
         self.failed = False
 
@@ -256,7 +256,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio also sets the kernel's queue to `backlog`, so `listen` resets it.
+        # handshake. `backlog` also sets the length of the kernel's queue, so `listen` resets it.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -314,7 +314,7 @@ class HttpServer:
     async def _leave_port(self, listening: socket.socket) -> None:
         """Closes the listening socket, and serves the connections that the kernel has queued."""
         queued: list[socket.socket] = []
-        # `accept` raises an error if the queue is empty. New connections could keep it full.
+        # Ends when the queue is empty (`accept` raises an error), or after `2 * BACKLOG` sockets.
         with suppress(OSError):
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
         self._server.servers[0].close()  # The kernel resets all connections still in the queue.

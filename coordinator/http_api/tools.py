@@ -1,7 +1,7 @@
-"""The tools of a request, the constraint on an answer that must call a tool, and the reader that
-splits an answer's text, while it is generated, into content, reasoning and tool calls.
+"""The tools of a request, and the constraint on an answer that must call a tool. A reader splits
+an answer's text into content, reasoning and tool calls while the text is generated.
 
-A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. The reader
+A *mark* is a text such as `<tool_call>` that begins or ends a call or the reasoning. The reader
 gets the text in pieces. If a piece ends with what may be the beginning of a mark, the reader holds
 this end back until more text arrives. The reader drops marks and the white space around them. Text
 that only looks like a call is content, and so is the mark before it.
@@ -64,8 +64,8 @@ class CallFormat(NamedTuple):
     """Matches the text before the arguments of a call that is written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
     begins_with_calls: bool = False
-    """Whether a call at the beginning of the text needs no mark. A JSON object whose `name` is not
-    the name of a tool is then content."""
+    """Whether a call at the beginning of the text needs no mark. If so, a JSON object whose `name`
+    is not the name of a tool is content."""
     separators: tuple[str, ...] = ()
     """Other texts within calls. Outside of calls, they are content."""
 
@@ -106,7 +106,7 @@ the finish reason of these answers is not `tool_calls`."""
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the texts of an answer are parsed. It is stored with the session, as JSON."""
+    """How an answer's text is parsed. The session stores this form as JSON."""
 
     calls: str = ""
     """A key of `CALL_FORMATS`, `LIST` or `ARGUMENTS`. Empty = no calls."""
@@ -436,7 +436,7 @@ def call_id_of(session_id: str, index: int) -> str:
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """Returns a call for chat templates. Raises `BadRequest` about `field` for wrong arguments."""
+    """Returns a call for chat templates. Raises `BadRequest`, which names `field`."""
     try:
         found = from_json(arguments) if arguments else {}
     except ValueError as error:
@@ -447,7 +447,7 @@ def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Completes the schema of a function's arguments, which are an object."""
+    """Completes the schema of a function's arguments: the arguments must be a JSON object."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})
@@ -455,7 +455,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Returns the schema for use at `place` in a larger schema. Changes each local `$ref`."""
+    """Returns the schema for use at `place` in a larger schema. Adapts each local `$ref`."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -488,7 +488,7 @@ class ChatFormats:
     def form(
         self, tools: Tools, constraint: Constraint | None, variables: Mapping[str, Any]
     ) -> AnswerForm:
-        """Returns the form of answers that may call these tools. `variables` are those of the chat
+        """Returns the form of answers that may call these tools. `variables` are for the chat
         template. Constrained answers have no reasoning. If the body asks for JSON, the JSON is
         content even if it looks like a call. Raises `BadRequest` if the answer may have calls but
         it is unknown how the model writes them."""
@@ -526,7 +526,7 @@ class ChatFormats:
 
 
 def _calls_in(template: str) -> str:
-    """Returns the name of the format that a chat template shows, or ""."""
+    """Returns the name of the call format that a chat template shows. "" = none."""
     for name in ("deepseek", "mistral"):
         if CALL_FORMATS[name].marks[0] in template:
             return name
