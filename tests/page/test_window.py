@@ -159,7 +159,7 @@ async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
     rates = [float(await window.text(f"#lane-{name}-rate")) for name in ("drafts", "plain")]
     assert ratio == pytest.approx(rates[0] / rates[1], abs=0.02)
     assert await window.text("#speed") == "as fast as without drafts"
-    assert await window.text("#verdict") == "Both wrote the same tokens."
+    assert await window.text("#verdict") == "Both answers have the same tokens."
     assert len(await window.run(IDS)) == 40
 
 
@@ -190,7 +190,7 @@ async def test_what_the_coordinator_chose_is_shown_and_repeated(
         assert shown[1] == again["speculation"]["rule"] == used
         assert int(shown[2]) == again["seed"]
         if used == "coupled":
-            assert await window.text("#verdict") == "Both wrote the same tokens."
+            assert await window.text("#verdict") == "Both answers have the same tokens."
 
 
 async def test_speed_is_told_without_the_first_token(window: Browser, stack: Stack) -> None:
@@ -360,7 +360,7 @@ async def test_a_key_is_asked_for_where_one_is_needed(
     kept = "return [Object.values(sessionStorage), localStorage.length, document.cookie]"
     async with opened(window, tmp_path / "redis", text=tokenizer, options=options):
         await window.until(asks)
-        assert await window.run(words) == "This server asks for an API key."
+        assert await window.run(words) == "This server requires an API key."
         assert await window.run(FOCUSED) == "key"
         await fill(window, prompt="a", seed=2, max_tokens=12, compare=False)
         await window.run("document.getElementById('form').requestSubmit()")

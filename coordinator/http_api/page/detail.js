@@ -1,13 +1,13 @@
-// Describes a round in one line: its proposal, its accepted tokens, the token under the pointer.
+// Describes a round in one line: its draft tokens, the target's token, and the chosen token.
 
 import { shown } from "./writing.js";
 
 const ORIGINS = {
   accepted: "a draft token that the target accepted",
-  correction: "the target's own token, in place of a draft token that it refused",
-  bonus: "the target's own token, after a proposal that was accepted as a whole",
-  plain: "the target's own token; nothing was drafted",
-  stored: "read from the store",
+  correction: "the target's own token, in place of a rejected draft token",
+  bonus: "the target's own token, after all draft tokens were accepted",
+  plain: "the target's own token, in a round without draft tokens",
+  stored: "a committed token, read from the store",
 };
 
 function piece(kind, name, text) {
@@ -31,7 +31,7 @@ export function tell(place, round, token) {
   texts.forEach((text, i) => {
     const passed = i < round.num_accepted;
     const one = piece("span", passed ? "draft passed" : "draft failed", shown(text));
-    one.title = passed ? "accepted" : "refused";
+    one.title = passed ? "accepted" : "rejected";
     if (token?.origin === "accepted" && token.place === i) one.classList.add("this");
     line.append(one);
   });
@@ -44,7 +44,7 @@ export function tell(place, round, token) {
   }
   const words = token
     ? `token ${token.index}, id ${token.id}: ${ORIGINS[token.origin]}`
-    : texts.length ? `${round.num_accepted} of ${texts.length} accepted` : "nothing was drafted";
+    : texts.length ? `${round.num_accepted} of ${texts.length} accepted` : "no draft tokens";
   const ahead = round.look_ahead_hit ? ", drafted ahead" : "";
   place.replaceChildren(head, line, piece("span", "words", `${words}${ahead}, ${total(round).toFixed(1)} ms`));
 }

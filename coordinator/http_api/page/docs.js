@@ -2,7 +2,7 @@
 
 import { openapi } from "./stream.js";
 
-const DEPTH_MAX = 6; // Most levels of nested fields. A schema may refer to itself.
+const DEPTH_MAX = 6; // Maximum depth of nested fields. A schema may refer to itself.
 
 function node(tag, text, ...children) {
   const made = document.createElement(tag);
@@ -60,6 +60,6 @@ try {
   main.replaceChildren(...Object.entries(whole.paths).flatMap(([path, operations]) =>
     Object.entries(operations).map(([method, told]) => operation(method, path, told, whole))));
 } catch (error) {
-  const hint = error.status === 401 ? " Give the window your key, and come back in the same tab." : "";
+  const hint = error.status === 401 ? " First enter your key in the window, in this tab." : "";
   main.replaceChildren(node("p", `${error.message}.${hint} `, Object.assign(node("a", "The window"), { href: "." })));
 }

@@ -1,6 +1,6 @@
 // Figures about the rounds of a run, during the run and after it.
 
-/** Counts the rounds and tokens of a run, and takes their times. */
+/** Counts the rounds and tokens of a run, and measures times. */
 export class Tally {
   constructor() {
     this.beganAt = performance.now();
@@ -37,9 +37,9 @@ export class Tally {
     this.metrics = event.metrics;
   }
 
-  /** Tokens a second after the first token. null before the second token. The first token does not
-   * count, because the second of two runs finds the prompt in the target's cache. After the run, the
-   * server's times are used. */
+  /** Tokens a second after the first token. null before the second token. The first token is left
+   * out, because its time depends on whether the target's cache has the prompt. After the run, the
+   * rate is computed from the server's times. */
   get rate() {
     const number = this.tokenIds.length;
     if (number < 2) return null;
@@ -87,7 +87,7 @@ function showPlaces(places) {
     }
     item.firstElementChild.textContent = Math.round(100 * share);
     item.children[1].style.setProperty("--share", share);
-    item.title = `place ${i + 1}: accepted in ${accepted} of ${rounds} rounds that drafted it`;
+    item.title = `position ${i + 1}: ${accepted} of ${rounds} draft tokens accepted`;
   });
 }
 
@@ -107,9 +107,9 @@ export function race(drafts, plain, sameExpected) {
 }
 
 function sameness(drafts, plain, sameExpected) {
-  if (!sameExpected) return "Two texts, drawn from the same distribution.";
+  if (!sameExpected) return "Both texts were drawn from the same distribution.";
   const at = drafts.findIndex((id, i) => id !== plain[i]);
-  if (at < 0 && drafts.length === plain.length) return "Both wrote the same tokens.";
+  if (at < 0 && drafts.length === plain.length) return "Both answers have the same tokens.";
   const from = at < 0 ? drafts.length : at;
-  return `The tokens differ from number ${from} on. In bfloat16, rounding can decide between tokens of almost the same score.`;
+  return `The tokens differ from number ${from} on. Rounding errors can cause this.`;
 }

@@ -13,9 +13,9 @@ function lately(figures) {
   return [
     ...(typeof rate === "number" ? [`${rate.toFixed(0)} tokens/s`] : []),
     ...share(figures, "busy", "busy"),
-    ...share(figures, "acceptance", "accepted"),
-    ...share(figures, "look_ahead_hits", "drafted ahead"),
-    ...share(figures, "kv_usage", "of pages in use"),
+    ...share(figures, "acceptance", "of drafts accepted"),
+    ...share(figures, "look_ahead_hits", "look-ahead hits"),
+    ...share(figures, "kv_usage", "of KV cache in use"),
   ].join(", ");
 }
 
@@ -43,7 +43,7 @@ function remark(replicas, heard) {
   return coordinators > 1 ? "targets and drafts show only the sessions of this coordinator" : "";
 }
 
-/** Keeps a table up to date while `mayLook()` is true. Calls `hear` with each error. */
+/** Updates the table regularly while `mayLook()` is true. Calls `hear` with each error. */
 export function follow(body, note, served, mayLook, hear) {
   let before = "";
   const look = async () => {

@@ -40,7 +40,7 @@ function say(words) {
 function askForKey() {
   if (!of("keys").hidden) return;  // The user has been asked already.
   of("keys-words").textContent = hasKey()
-    ? "The server does not know this API key." : "This server asks for an API key.";
+    ? "The server does not know this API key." : "This server requires an API key.";
   forgetKey();
   of("forget").hidden = true;
   of("keys").hidden = false;
@@ -168,15 +168,15 @@ async function runDrafts() {
 
 function ending(event) {
   const { completion_tokens: count } = event.usage;
-  const why = { stop: "the text has ended", length: "the limit was reached",
-    deadline: "the deadline has passed", cancelled: "the request was cancelled" }[event.finish_reason];
+  const why = { stop: "the text has ended", length: "max tokens was reached",
+    deadline: "the deadline passed", cancelled: "the request was cancelled" }[event.finish_reason];
   return `${count} tokens: ${why} (rule ${last.rule}, seed ${last.seed})`;
 }
 
 /** Runs the last request again without drafts. */
 async function runPlain() {
   const ended = of("status").textContent;
-  say("now the same without drafts");
+  say("repeating without drafts");
   const tally = new figures.Tally();
   const { rule, seed } = last;
   plain = { tally };

@@ -1,4 +1,4 @@
-// A bar for each round. All bars have the same scale. The newest bar is the last.
+// Draws a bar for each round. All bars have the same scale. The newest bar is the last.
 
 import { total } from "./detail.js";
 
@@ -39,7 +39,7 @@ export class Timeline {
     this.totals.splice(0, this.totals.length - ROWS_MAX);
     list.append(...rounds.slice(-ROWS_MAX).map((round) => this.#row(round)));
     while (list.childElementCount > ROWS_MAX) list.firstElementChild.remove();
-    // Prefills take long. So a bar much longer than 90 % of all bars is cut, and marked as cut.
+    // A round with a prefill takes long. A bar much longer than 90 % of all bars is cut and marked.
     const sorted = this.totals.toSorted((a, b) => a - b);
     const full = this.#measure(sorted[Math.floor((sorted.length - 1) * 0.9)] * 1.15);
     for (const row of list.children) {

@@ -1,4 +1,4 @@
-// Shows the text of an answer. Each token's style shows its origin. Shows refused drafts, too.
+// Shows the text of an answer. Each token's style shows its origin. Also shows rejected drafts.
 
 const GHOST_MS = 1200;
 
@@ -15,7 +15,7 @@ function element(kind, name, text = "") {
 }
 
 export class Writing {
-  /** Calls `pick` with the token that the user points at or has chosen. null = there is none. */
+  /** Calls `pick` with the token that the user points at or has chosen, or null. */
   constructor(paper, pick) {
     this.paper = paper;
     this.pick = pick;
@@ -70,7 +70,7 @@ export class Writing {
     return round;
   }
 
-  /** Ends the answer. Refused tokens disappear after `GHOST_MS`. */
+  /** Ends the answer. Rejected tokens disappear after `GHOST_MS`. */
   end() {
     this.fading = setTimeout(() => this.#erase(), GHOST_MS);
   }
@@ -106,7 +106,7 @@ export class Writing {
       if (first.left > 0) break;
       this.waiting.shift();
     }
-    // At the end of the answer, there may be text but no waiting token. The last token gets it.
+    // At the answer's end, there may be text but no waiting token. The last token gets this text.
     if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
   }
 
