@@ -1,4 +1,4 @@
-"""Replaces a model's attention by attention on a paged cache, through transformers' interface.
+"""Replaces a model's attention by attention on a paged cache.
 
 A module with the attention `PAGED` builds no mask, and passes each layer's queries, keys and values
 to the attention function of the current step. The function is in a context variable, because not
@@ -30,19 +30,19 @@ sees the key."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One block of a module that calls attention."""
+    """One attention block of a module."""
 
     block: nn.Module
     shape: LayerShape
     query_heads: int
     window: int | None  # how many tokens a token sees, including itself; None = all up to itself
     scaling: float  # the factor of attention scores
-    softcap: float | None  # a score s becomes softcap * tanh(s / softcap); None = s stays
+    softcap: float | None  # a score s becomes softcap * tanh(s / softcap); None = no cap
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """A layer's keys and values, and fields of `AttentionLayer`."""
+    """A layer's keys and values, and the parameters of its attention (see `AttentionLayer`)."""
 
     cache: KeysAndValues
     window: int | None
@@ -54,8 +54,8 @@ Attend = Callable[[Tensor, LayerPages], Tensor]
 """Attends to a layer's pages: queries [1, query heads, T, key width], layer -> output [1, T, query
 heads, value width]."""
 _CURRENT: ContextVar[Callable[..., Tensor]] = ContextVar("outrider_attention")
-"""Takes the arguments of an attention function of transformers, with queries [1, heads, T, width],
-and keys and values [1, key heads, T, width]. Returns the output [1, T, heads, width]."""
+"""The current attention function. It takes what transformers passes: queries [1, heads, T, width],
+keys and values [1, key heads, T, width], and more. Returns the output [1, T, heads, width]."""
 
 
 @contextmanager
@@ -138,8 +138,8 @@ def _noted_mask(
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """Returns the window of a causal mask over `length` tokens; None = all. Tests only the rows at
-    both ends, in the middle, and near the window's size and twice this size."""
+    """Returns the window of a causal mask over `length` tokens, or None if it allows all of them.
+    Tests only the mask's rows at both ends, in the middle, near `window`, and at 2 * `window`."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

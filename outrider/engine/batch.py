@@ -1,4 +1,4 @@
-"""Plans a step of many sequences as one forward pass over a single row of all their new tokens.
+"""Plans a step of many sequences as one forward pass over all their new tokens in one row.
 
     sequence    a a a b c c c c ...     the sequence of each new token
     position    7 8 9 0 4 5 6 7 ...     the token's position in its sequence
@@ -6,8 +6,8 @@
 
 A token attends only to slots of its own sequence. Therefore the new tokens are cut into *segments*,
 each of consecutive tokens of one sequence. Segments of equal size and similar context length form a
-*group*. The attention of a group is one batch of matrix products. Layers with the same window share
-the groups.
+*group*. The attention of a group is one batch of matrix products. All layers with the same
+attention window use the same groups.
 
 With *fixed shapes*, the inputs of matrix products are padded to a few sizes, so that a token's
 logits do not depend on the other tokens of its step."""
@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.engine.interface import SequenceStep
 
 SPLIT_SLOTS = 128  # with fixed shapes, the slots of a segment are divided into splits of this size
-STEP_ROWS_MIN = 8  # least number of rows with fixed shapes; 8 rows fill usual vector registers
+STEP_ROWS_MIN = 8  # the least number of rows of a step with fixed shapes
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
 use other kernels in float32 and float64."""
@@ -35,8 +35,8 @@ _ROWS_UNIT = 64
 
 
 def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """Rounds a number of rows up to a multiple of 64. A number below 64 becomes a power of two that
-    is at least `smallest`. 0 stays 0."""
+    """Rounds a number of rows up to a multiple of 64. Rounds a number below 64 up to a power of
+    two, and to at least `smallest`. 0 stays 0."""
     if num_rows >= _ROWS_UNIT:
         return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
@@ -46,14 +46,14 @@ _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
 """A group computes at most this many attention scores (tokens * context) for each head, to limit
-the memory of a step. Only a single segment of the smallest size may have more."""
+the memory of a step. Only a group of one segment of the smallest size may compute more."""
 _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this many slots
 _SLOTS_UNIT = 16
-"""Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
-of a vector register then always adds the same slots, so a sum does not depend on the number of
-masked slots that follow. Therefore draft tokens do not change the bits of earlier logits in
-bfloat16, if matrix products use the same kernel with and without the draft tokens' rows. An Intel
-Xeon with AMX uses one kernel for up to 32 rows."""
+"""Without fixed shapes, the number of slots of a segment is padded to a multiple of this number.
+Each lane of a vector register then always adds the same slots, so a sum does not depend on the
+number of masked slots at the end. Therefore draft tokens do not change any bit of earlier logits in
+bfloat16, if matrix products use the same kernel with and without the rows of the draft tokens. An
+Intel Xeon with AMX uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -67,7 +67,7 @@ class HeldSequence:
 
 
 def slots_at(pages: Sequence[int], places: _Ints, page_size: int) -> _Ints:
-    """Returns the slots at the indices `places` of a sequence with the page table `pages`."""
+    """Returns the slots of the tokens `places` of a sequence whose page table is `pages`."""
     return np.array(pages)[places // page_size] * page_size + places % page_size
 
 
@@ -109,7 +109,7 @@ class Group:
     rows: slice | Tensor  # [N * T]: each token's row in the step
     targets: Tensor | None
     """[N * T]: the row for each token's output. The output of padding goes to a spare row after the
-    step's last row. None without fixed shapes."""
+    step's last row. None if shapes are not fixed."""
     slots: Tensor  # [N * L]: the slots of each segment, padded with its first slot
     bias: Tensor | None
     """[N, 1, T, L]: added to the attention scores; -inf if the token must not see the slot, else 0.
@@ -117,7 +117,7 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """Returns [heads * N * L]: the rows of `slots` in a cache [heads * num_slots, width]."""
+        """Returns [heads * N * L]: `slots` of every head in a cache [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -155,8 +155,8 @@ def plan_step(
     step: HeldStep, windows: Sequence[int | None], device: torch.device, dtype: torch.dtype,
     fixed_shapes: bool = False, first_slot: int = 0,
 ) -> StepPlan:  # fmt: skip
-    """Plans a step for layers with these windows. Tokens do not see slots of their sequence before
-    the index `first_slot`."""
+    """Plans a step for layers with these windows. No token sees the first `first_slot` slots of its
+    sequence."""
     arrays = list(step.rows)
     spare_row = None
     if fixed_shapes:

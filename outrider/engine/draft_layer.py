@@ -2,12 +2,12 @@
 
 The head reads pairs. Pair j consists of token j and the feature g_{j-1}, which the head makes from
 the model's hidden states at token j - 1. Slot j of a sequence holds the model's keys and values of
-token j, g_j, and the head's key and value of pair j. So the head's state is shared, forked, cut and
-moved together with the slots.
+token j, g_j, and the head's key and value of pair j. So the head's state is shared, copied and
+freed together with the slots.
 
-Every step of the model also writes g and the pairs of its new tokens. The head's attention runs
-only when the head drafts. Pair j then attends to slots 1..j, because slot 0 has no pair. The rotary
-position of pair j is j - 1."""
+A step of the model also writes g and a pair for each new token. The head's attention runs only when
+the head drafts. Pair j then attends to slots 1..j, because slot 0 has no pair. The rotary position
+of pair j is j - 1."""
 
 from collections.abc import Sequence
 
@@ -33,8 +33,8 @@ def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> Lay
 def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
-    """Returns the shapes of a `DraftLayer`'s tensors in a slot: g, which is stored as a key without
-    a value, and a pair. If the head drafts on draft replicas (`drafts_apart`), only g."""
+    """Returns the shapes of the `layers` of a `DraftLayer`: of g, which is stored as a key without
+    a value, and of a pair. A head that drafts on draft replicas (`drafts_apart`) needs only g."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -55,13 +55,13 @@ class PairLayer:
         self.put(token_ids, places, slots, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """Writes pairs of `features` [T, D], at the rotary positions `places` [T], to `slots`
-        [T]."""
+        """Writes the pairs of `token_ids` [T] and `features` [T, D] to `slots` [T]. `places` [T]
+        are the pairs' rotary positions."""
         self._put(slots, *self._head.keys_and_values(Pairs(features, token_ids, places)))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
-        """Runs the pairs of features [D] and the only new token of each of N sequences. Returns the
-        head's output [N, D]."""
+        """Runs one pair for each of N sequences: a feature [D] and the sequence's only new token.
+        Returns the head's output [N, D]."""
         cache = self._pairs.cache
         plan = plan_step(step, (None,), cache.keys.device, cache.keys.dtype, first_slot=1)
 
@@ -81,7 +81,7 @@ class DraftLayer:
     """A head on the pages of an engine. It makes features from the inputs of the model's layers."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
-        """`layers` have the `draft_shapes`."""
+        """`layers` are the caches of the `draft_shapes`."""
         features, *pairs = layers
         self._head = head
         self._features = features.keys[0]  # [slots, D]
@@ -113,7 +113,7 @@ def _places(positions: _Ints) -> _Ints:
 
 def _slots_before(step: HeldStep) -> _Ints:
     """Returns [T]: the slot of the token before each new token. For a sequence's first token, this
-    is the token's own slot, because its pair is never read."""
+    is the token's own slot, because the token's pair is never read."""
     found = []
     for held in step.sequences:
         positions = np.arange(held.length, held.length + len(held.step.token_ids))

@@ -2,7 +2,7 @@
 
 After each prefix, the target's distribution is a Zipf law over `support` token ids. A keyed hash of
 the last `order` tokens picks these ids. All other ids have probability zero. The draft has the same
-ids, and log q = log p + `deviation` * g, where g is a pseudo-random standard Gaussian for each id.
+ids. Its log q is log p + `deviation` * g, where g is a pseudo-random standard Gaussian for each id.
 
 With `acceptance_rates`, the target gives each draft token a probability of 1 or 0, which depends
 only on a pseudo-random number and the token's place in the round. So every rule accepts at these
@@ -29,15 +29,15 @@ from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32  # fills up a prefix of fewer than `order` tokens
 _STRIDE = np.uint64(1_048_583)
-"""Distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
+"""The distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
 class EmulatedEngine:
-    """A target's logits are log p. A draft's are log q, not normalised. Both are -inf outside the
-    support."""
+    """A target's logits are log p. A draft's logits are log q, not normalised. The logits of ids
+    outside the support are -inf."""
 
     def __init__(
         self, spec: EmulatedSpec, role: Literal["target", "draft"],
@@ -56,7 +56,7 @@ class EmulatedEngine:
         """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """The probability that the token at each place is accepted if all earlier ones are."""
+        """The acceptance probability at each place in a round if all earlier ones are accepted."""
         self.info = ModelInfo(
             name=SCHEME, vocab_size=spec.vocab_size,
             max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE), dtype="float32",
@@ -78,7 +78,7 @@ class EmulatedEngine:
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """Returns the last `order` tokens before the token that each row of logits predicts."""
+        """Returns for each row of logits the `order` tokens before the token that it predicts."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         held = self.tokens(step.sequence_id).since(max(0, num_held - order), num_held)
@@ -106,7 +106,7 @@ class EmulatedEngine:
         values = np.broadcast_to(values, (len(keys), spec.support))
         if self._role == "draft":
             values = values + spec.deviation * _gaussians(keys, spec.support)
-        # Resets only what the last step wrote, because whole rows take too long.
+        # Resets only what the last step wrote, because resetting whole rows takes too long.
         self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
         if len(keys) > len(self._rows):
             self._rows = torch.full((len(keys), spec.vocab_size), -math.inf)
@@ -115,9 +115,9 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token after each row a probability of 1 or 0."""
+        """Changes the logits so that each draft token has a probability of 1 or 0."""
         drafted: list[tuple[int, int, int]] = []
-        """Each draft token, its place in the round, and the row of logits before it."""
+        """Each draft token, its place in the round, and the row of logits that predicts it."""
         start = 0
         for step in steps:
             num_drafted = max(0, step.num_logits - 1)
@@ -153,7 +153,7 @@ def _context_keys(contexts: _Words, seed: int) -> _Words:
 
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
-    """Returns distinct ids [n, support] for each key, the likeliest id first."""
+    """Returns the distinct ids [n, support] of each of n keys, the likeliest id first."""
     ranks = np.arange(support, dtype=np.uint64)
     return (keys[:, None] % np.uint64(vocab_size) + ranks * _STRIDE) % np.uint64(vocab_size)
 

@@ -15,7 +15,7 @@ SCHEME = "emulated"  # an emulated model is named `emulated:SPECIFICATION`
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
-"""The smallest `support` with `acceptance_rates`, so that the target can reject a draft token."""
+"""The smallest `support` with `acceptance_rates`. With fewer ids no token could be rejected."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/... into a list."""
@@ -45,7 +45,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
     """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
-    setting. No round accepts more tokens than there are rates. Empty: the distributions decide."""
+    setting. No round accepts more tokens than there are rates. Empty = the distributions decide."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -92,4 +92,4 @@ def parse_numbers(kind: type[Numbers], text: str, what: str) -> Numbers:
         first = error.errors()[0]
         wrong = "=".join([*map(str, first["loc"][:1]), repr(first["input"])])
         known = ", ".join(kind.model_fields)
-        raise ConfigError(f"{what}: {wrong}: {first['msg']}; known: {known}") from None
+        raise ConfigError(f"{what}: {wrong}: {first['msg']}; known keys: {known}") from None

@@ -1,8 +1,8 @@
 """Attention over gathered slots of a paged cache, on any device.
 
-The scores have the model's dtype, and round like the `eager` attention of transformers. In bfloat16
-on one CPU thread, this takes half the time of PyTorch's `scaled_dot_product_attention` for 16
-sequences or a long prompt, and 1.1 times its time for one sequence with one new token."""
+The scores have the model's dtype, and are rounded as in the `eager` attention of transformers. In
+bfloat16 on one CPU thread, 16 sequences or a long prompt take half as long as with PyTorch's
+`scaled_dot_product_attention`. One sequence with one new token takes 1.1 times as long."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
     `index_select` divides only the first dimension among threads. So with several threads, heads
-    and slots become one dimension. For 16 sequences of 320 slots, this takes 76 us instead of 120
-    on two threads, but 155 us instead of 125 on one thread."""
+    and slots are merged into one dimension. For 16 sequences of 320 slots, the call then takes
+    76 us instead of 120 on two threads, but would take 155 us instead of 125 on one thread."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape
@@ -122,7 +122,7 @@ class Steps(Protocol):
     """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
-        """Returns the wanted logits, followed by rows of padding, valid until the next step."""
+        """Returns the wanted logits, valid until the next step. Rows of padding may follow them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,15 +41,13 @@ class SequenceStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Counts of an engine's pages. `prefix_queries` counts the tokens that `Engine.attach` has
-    looked up. `prefix_hits` counts those found in cached pages. Both counts include a sequence from
-    its first step on."""
+    """Counts of an engine's pages, and of look-ups in cached pages."""
 
     num_pages: int
     num_free: int
     num_evictable: int  # cached pages that no sequence holds
-    prefix_queries: int
-    prefix_hits: int
+    prefix_queries: int  # tokens that `Engine.attach` has looked up, once their sequence has run
+    prefix_hits: int  # how many of these tokens were in cached pages
     page_size: int = PAGE_SIZE
 
     @property
@@ -66,60 +64,61 @@ class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
 
     A slot holds the keys and values of one token. A page is a fixed number of slots, and an engine
-    has a fixed number of pages. A page that no sequence holds may stay cached. Until it is evicted,
-    new sequences with the same tokens can begin with it. A sequence begins with `attach` or with
-    its first step.
+    has a fixed number of pages. A page that no sequence holds may stay cached until it is evicted.
+    A new sequence with the same prefix can begin with cached pages. A sequence begins with `attach`
+    or with its first step.
 
     An engine's state depends on its calls alone, so two engines that get the same calls hold the
-    same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, the
-    call's sequences have their former state, or are forgotten. Other sequences are unchanged."""
+    same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, each
+    sequence of the call has its former state, or is forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
-    """The time that an emulated engine states for its steps since the last `take_stated_seconds`.
-    The caller waits until this time has passed. Always 0 in other engines."""
+    """The time that the steps of an emulated engine should have taken since the last
+    `take_stated_seconds`. The caller waits for the rest of this time. Always 0 in other engines."""
 
     @property
     def info(self) -> ModelInfo:
-        """Constant."""
+        """Describes the model. Constant."""
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """Appends each step's tokens to its sequence. A sequence has at most one step in a call. If
         too few pages are free, evicts cached pages.
 
         Returns logits [num_logits, V] for each step, in float32 on the model's device. Row j
-        predicts the token after the j-th of the last `num_logits` tokens. If the model has
-        `logit_token_ids`, V is their number. The logits are valid until the next call.
+        predicts the token after the j-th of the last `num_logits` tokens. V is the number of
+        `logit_token_ids`, or `vocab_size` if there are none. The next call invalidates the logits.
 
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
         `max_model_len`. Raises `OutOfPages` if eviction does not make enough room. After either
         error, no sequence has changed."""
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
-        """Whether `forward` would find enough pages, after evictions if needed, if the sequences in
-        `without` were released first. None of `steps` may be theirs. Changes nothing."""
+        """Whether `forward` could run these steps with the free and the evictable pages, if the
+        sequences in `without` were released first. No step may be one of a sequence in `without`.
+        Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids` and were
-        written under the same `salt`. Leaves the last of `token_ids` for `forward`. Returns the
-        number of slots that the sequence holds now. Evicts nothing."""
+        written under the same `salt`. Never includes the last of `token_ids`, which `forward` must
+        run for its logits. Returns the number of slots that the sequence holds. Evicts nothing."""
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the new sequence `branch_id` with the slots of `sequence_id`. The two sequences
-        share all pages. A step copies a partial page before it writes to the page."""
+        share all pages. Before a step writes to a shared page, it copies the page."""
 
     def page_counts(self) -> PageCounts:
         """Returns the current counts."""
 
     def tokens(self, sequence_id: str) -> TokenSequence:
-        """Returns the tokens in the sequence's slots, none if it is unknown. Not a copy: later
-        calls may change the result."""
+        """Returns the tokens in the sequence's slots, none if the sequence is unknown. The result
+        is not a copy, so later calls may change it."""
 
     def length(self, sequence_id: str) -> int:
         """Returns the number of slots that the sequence holds, 0 if it is unknown."""
 
     def keep(self, sequence_id: str, length: int) -> int:
-        """Frees all but the sequence's first `length` slots. Returns the number of slots that it
-        holds now."""
+        """Frees all but the sequence's first `length` slots. Returns the number of slots that the
+        sequence holds now."""
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence. Ignores an unknown sequence."""
@@ -127,17 +126,17 @@ class Engine(Protocol):
 
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
-    """An engine that also runs a drafting head, as one more layer on the same slots. The head reads
-    *pairs*: the feature of one token, computed from inputs of the model's layers, and the next
-    token. The slot of the next token also holds the head's key and value of the pair."""
+    """An engine that also runs a drafting head, as one more layer on the same slots. A feature is
+    computed from inputs of the model's layers. The head reads *pairs*: the feature of one token,
+    and the next token. The slot of this next token holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
         """Returns features [num_logits, D] for each step of the last `forward`, in the model's
-        dtype and on its device. They are valid until the next `forward`."""
+        dtype and on its device. The next `forward` invalidates the features."""
 
     def forward_draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
         """Runs the head on one pair for each of N >= 1 steps: a feature [D] and the step's only
-        token. The sequence must already hold slots. Returns the head's output [N, D], in the
+        token. Each sequence must already hold slots. Returns the head's output [N, D], in the
         model's dtype. Each pair takes a new slot, which lacks the model's keys and values. The
         caller must drop these slots with `keep` before the sequence's next `forward`."""
 
@@ -152,8 +151,8 @@ class FeatureKeeper(Engine, Protocol):
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
         """Returns the features [n, D] of all slots in these ranges (sequence id, first slot, end),
-        in the model's dtype and on its device. All of the slots must hold tokens. Call this only if
-        `feature_width` is not 0."""
+        in the model's dtype and on its device. The sequences must hold all of these slots. Call
+        this only if `feature_width` is not 0."""
 
 
 def take_stated_seconds(engine: Engine) -> float:

@@ -37,14 +37,14 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""Only steps of fewer tokens may run on fewer threads (`ContendedThreads`), because the times of
-longer steps vary too much to be compared."""
+"""Only steps of fewer tokens than this may run on fewer threads (`ContendedThreads`), because the
+times of longer steps vary too much to be compared."""
 _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `DraftingEngine` and `FeatureKeeper`. It replaces the attention of its module, so no other
-    code may call the module."""
+    """A `DraftingEngine` and `FeatureKeeper`. The engine replaces the attention of its module, so
+    no other code may call the module."""
 
     feature_width = 0
 
@@ -56,8 +56,9 @@ class PagedEngine(PagedSequences):
         drafts_apart: bool = False, kernels: PaceKernels | None = None,
     ) -> None:  # fmt: skip
         """A step has at most `max_num_seqs` sequences. The pages take at most
-        `kv_cache_memory_bytes`, and are at most as many as `max_num_seqs` sequences of full length
-        need. The `max_model_len` becomes at most the number of tokens that all pages hold.
+        `kv_cache_memory_bytes`, and there are at most as many as `max_num_seqs` sequences of full
+        length need. If all pages together hold fewer than `max_model_len` tokens, the engine lowers
+        this limit. A *trial* compares the engine's logits with those of the unchanged module.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
                            other processes use the cores
@@ -66,7 +67,7 @@ class PagedEngine(PagedSequences):
         backend            attention kernels of a device; not used if their trial fails on any rank
         least              returns the least number that any rank passes, so that all ranks agree on
                            the number of pages and on the results of trials
-        draft_layer        a drafting head on this model, on rank 0 only
+        draft_layer        a drafting head for this model; None on all ranks but rank 0
         drafts_apart       whether the head drafts on draft replicas; the engine then supports
                            `held_features`, but not `forward_draft`
         kernels            fused kernels for steps; not used if their trial fails
@@ -87,7 +88,7 @@ class PagedEngine(PagedSequences):
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, Watched] = {}
-        """The layers that the head reads, wrapped. Fused kernels do not call the wrappers."""
+        """Wrappers of the layers that the head reads, by index. Fused kernels do not call them."""
         self.rows_are_equal = False
         """Whether every bit of a row's logits is independent of the other rows of its step."""
         self._draft_shapes: list[LayerShape] = []
@@ -151,8 +152,8 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """Returns a fused decoder, and sets the length of its spans. Returns None if the model does
-        not fit the kernels, or if the engine must be deterministic and rows are not bit-equal."""
+        """Returns a fused decoder, and sets the length of its spans. Returns None if the kernels
+        cannot run the model, or if the engine must be deterministic and the kernels are not."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -166,9 +167,9 @@ class PagedEngine(PagedSequences):
         self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
             "model %s: its steps run on %s; %s", info.name, kernels.name,
-            f"rows are bit-equal in spans of {found} tokens"
+            f"a token's logits do not depend on other tokens of its step (spans of {found} tokens)"
             if found
-            else "a row's logits depend on the other rows of its step",
+            else "a token's logits depend on the other tokens of its step",
         )  # fmt: skip
         return None if self._deterministic and found is None else decoder
 
@@ -185,13 +186,13 @@ class PagedEngine(PagedSequences):
                 block_rows(self._module)
         raise SettingError(
             "deterministic",
-            f"model {self.info.name}: on this machine the logits of a token depend on how many "
-            f"other tokens are in its step (they differ in a step of {num_rows} tokens)",
+            f"model {self.info.name}: on this machine a token's logits depend on the number of "
+            f"other tokens in its step (they change in a step of {num_rows} tokens)",
         )
 
     def _try(self, logits: Tensor, features: Tensor | None) -> None:
-        """Runs the trial with kernels, if there are any. If it fails, removes the kernels, and runs
-        the trial without them."""
+        """Runs the trial with kernels, if there are any. If the trial fails, removes the kernels,
+        and runs the trial without them."""
 
         def compare() -> None:
             compatibility.check_answers(self, logits)
@@ -204,7 +205,7 @@ class PagedEngine(PagedSequences):
             trials: list[Callable[[], None]] = [compare]
             if isinstance(self._steps, TableSteps):
                 trials.insert(0, self._steps.try_kernel)
-            # Only rank 0 has logits to compare, so all ranks must learn the result.
+            # Only rank 0 has logits to compare. `least` tells the result to all ranks.
             if all(self._least(self._passes(trial)) for trial in trials):
                 return
             self._decoder, self._backend, self.rows_are_equal = None, None, False
@@ -214,8 +215,9 @@ class PagedEngine(PagedSequences):
     def _passes(self, trial: Callable[[], None]) -> bool:
         try:
             trial()
-        except Exception:  # noqa: BLE001 (if the kernels are not the cause, the next trial fails too)
-            _log.warning("model %s: its steps are not accelerated", self.info.name, exc_info=True)
+        except Exception:  # noqa: BLE001 (if kernels are not the cause, the next trial also fails)
+            failed = "model %s: the fast kernels failed their trial, so steps run without them"
+            _log.warning(failed, self.info.name, exc_info=True)
             return False
         return True
 
@@ -248,11 +250,11 @@ class PagedEngine(PagedSequences):
 
     @property
     def kernels_name(self) -> str:
-        """The name of the fused kernels on which steps run; empty without fused kernels."""
+        """The name of the fused kernels that run the steps. Empty without fused kernels."""
         return "" if self._decoder is None else self._decoder.kernels.name
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """The logits of a float64 model are float64."""
+        """See `Engine.forward`. The logits of a float64 model are float64."""
         if not steps:
             return []
         rows, sizes = self._run(self._run_whole, steps)

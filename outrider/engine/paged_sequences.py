@@ -22,7 +22,7 @@ class PageStore(Protocol):
     def num_bytes(self) -> int: ...
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages (from, to) in every layer, all at once."""
+        """Copies pages (from, to) in every layer, as if all were copied at the same time."""
 
 
 class PagedSequences:
@@ -36,8 +36,8 @@ class PagedSequences:
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, stores: Sequence[PageStore], max_num_seqs: int) -> None:
-        """Forgets all sequences. From now on uses the pages of this pool, which must be empty. Each
-        of `stores` has tensors of these pages."""
+        """Forgets all sequences, and uses the pages of `pool` from now on. The pool must be empty.
+        Each of `stores` has tensors of these pages."""
         self._pool, self._stores, self._max_num_seqs = pool, stores, max_num_seqs
         self._page_size = pool.page_size
         self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
@@ -51,8 +51,8 @@ class PagedSequences:
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        """Runs the steps with `run`. Returns the wanted rows, and how many of them belong to each
-        step. If `run` does not run the whole model, `whole` is false."""
+        """Runs the steps with `run`. Returns the wanted rows, and the number of wanted rows of each
+        step. `whole` states whether `run` runs the whole model."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         with self._appended(steps, whole) as step, torch.inference_mode():
             rows = run(step)
@@ -90,8 +90,8 @@ class PagedSequences:
 
     @contextmanager
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
-        """Takes slots for these steps. If the body fails, the sequences give back these slots. If a
-        page cannot be copied, the sequences are forgotten."""
+        """Takes slots for these steps. If the body fails, frees these slots. If a page cannot be
+        copied, forgets the sequences."""
         lengths = [self.length(step.sequence_id) for step in steps]
         copies = self._pool.append(steps, whole)
         held = [

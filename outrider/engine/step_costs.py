@@ -35,7 +35,7 @@ class StepCosts:
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
     def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
-        """Takes `rows` >= 1. The arguments may be means over several steps."""
+        """Returns the time of a step of `rows` >= 1. Arguments may be means over several steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
@@ -60,9 +60,9 @@ MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
 SHORT_CONTEXT = 16
-"""The cost of a slot follows from the times of steps with contexts of this length and of
-`MEASURED_CONTEXT`. Several sessions are measured together, because with one session the two times
-differ too little: on two cores, a slot of the demo target costs 2 us, and a step 16 ms."""
+"""The cost of a slot is computed from the times of two steps: one with contexts of this length, one
+with contexts of `MEASURED_CONTEXT`. Several sessions share these steps, because the times for one
+session differ too little. On two cores, a slot of the demo target takes 2 us, and a step 16 ms."""
 CONTEXT_ROWS = 64
 """A step over a context is measured with one row for each session, and again with this many rows of
 one session."""
@@ -80,12 +80,12 @@ def measure_step_costs(
     engine: Engine, max_rows: int, max_sessions: int, clock: Callable[[], float], limit_s: float = 3
 ) -> StepCosts:
     """Measures steps of up to `max_rows` tokens and `max_sessions` sequences. The engine must not
-    be in use yet. Call this on the thread on which the engine's steps will run. `clock` counts
-    seconds. For an emulated engine, the stated times are used.
+    be in use yet. Call this on the thread on which the engine's steps will run. `clock` returns
+    seconds. The steps of an emulated engine take the time that the engine states.
 
     The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
-    of rows that are not measured by then are left out. Contexts that are not measured by then have
-    no cost."""
+    of rows that are not measured by then are left out. If contexts are not measured by then, their
+    cost is 0."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # Only to warm up the engine.
     until = bench.clock() + limit_s
@@ -106,8 +106,8 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Returns the costs of the `rows` that have a time. If a step took longer than a step with
-    more rows, other processes have delayed it. Then the shorter time is used for both."""
+    """Returns the costs of the first `len(seconds)` of `rows`. If a step took longer than a step
+    with more rows, other processes have delayed it. Then the shorter time is used for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
@@ -116,8 +116,8 @@ class _Bench:
     def __init__(self, engine: Engine, clock: Callable[[], float], try_s: float) -> None:
         self._engine, self._clock, self._try_s = engine, clock, try_s
         self._first_is_slow = False
-        """Whether the first step of each shape compiles kernels, as on all devices but a CPU. Its
-        time then counts neither as a measurement nor towards the time limit."""
+        """Whether the first step of each shape compiles kernels, as on all devices but a CPU. Such
+        a step counts neither as a measurement nor towards the time limit."""
         self._excused_s = 0.0  # the total time that does not count towards the time limit
 
     def clock(self) -> float:
@@ -135,8 +135,8 @@ class _Bench:
         return found
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
-        """Adds the costs of a session and of a slot of context to `known`. Measures `num` sessions
-        with `context` slots each, or as many as pages and time allow."""
+        """Returns `known` with the costs of a session and of a slot of context. Measures `num`
+        sessions with `context` slots each, or as many sessions as pages and time allow."""
         begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
@@ -164,8 +164,8 @@ class _Bench:
         )  # fmt: skip
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
-        """Returns the least time of a call of `forward` with these steps. Each sequence holds
-        `length` slots before and after this method."""
+        """Returns the least time of a call of `forward` with these steps. Each sequence must hold
+        `length` slots, and holds as many afterwards."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s

@@ -25,9 +25,9 @@ def on_threads(num: int) -> Iterator[None]:
 
 NICENESS = 5
 """Added to the niceness of a step's worker threads, so that the operating system preempts them
-earlier for an incoming message. On two cores, messages were then queued 3.7 ms after they were sent
-(99th percentile), instead of 4.7 ms, and steps were not slower. The thread that calls the engine
-keeps its priority, so that results are sent at once."""
+earlier for an incoming message. On two cores, the 99th percentile of the time from the sending of a
+message to its queueing was then 3.7 instead of 4.7 ms, and steps were not slower. The thread that
+calls the engine keeps its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
 _ELEMENTS = 2**20  # torch uses all threads for an operator on a tensor of this size
@@ -35,7 +35,7 @@ _ELEMENTS = 2**20  # torch uses all threads for an operator on a tensor of this 
 
 def start_workers() -> list[int]:
     """Starts torch's worker threads for the calling thread, lowers their priority, and returns
-    their ids. Does nothing except on Linux, because elsewhere threads share a priority."""
+    their ids. Works only on Linux, where each thread has a priority. Elsewhere does nothing."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()
@@ -57,10 +57,10 @@ SLOW = 3.0  # a step is slow if it takes this many times its usual time
 SLOW_STEPS = 2  # this many slow steps in a row start a trial
 TRIAL_STEPS = 3  # a trial alternates between fewer and all threads, with this many steps of each
 GAIN = 2.0
-"""If a trial's steps are this many times as fast on fewer threads, steps run on fewer threads for
-the next `RETREAT_S` seconds."""
+"""If a trial's steps are at least this many times as fast on fewer threads as on all, steps run on
+fewer threads for the next `RETREAT_S` seconds."""
 RETREAT_S = 30.0
-_WEIGHT = 1 / 16  # of the newest step in the usual time
+_WEIGHT = 1 / 16  # of the newest step in the moving average that is the usual time
 
 
 class ContendedThreads:

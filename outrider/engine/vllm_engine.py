@@ -2,7 +2,7 @@
 
 The engine uses vLLM's loader, quantisations, tensor parallelism, attention backends and caches, but
 not its scheduler, block manager or engine core. A page is one block of every layer, even of layers
-with a sliding window. So all layers of a sequence have the same page table.
+with a sliding window. So a sequence has one page table for all layers.
 
 vLLM's modules move between releases, so this file has all imports of vLLM, and supports one minor
 version at a time. `tests/vllm` compares every use of vLLM with the next release."""
@@ -74,15 +74,15 @@ from outrider.models.loading import LoadOptions, describe_files, refusing, use_d
 
 _CAPTURED_BYTES = 2**30  # device memory reserved for CUDA graphs, besides the model and its pages
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
-"""Tokens of a page, by the type of the device. vLLM may change this for some kinds of attention."""
+"""The number of tokens of a page, by device type. vLLM changes it for some kinds of attention."""
 _PADDING_SLOT = -1
 _CAPTURED_MAX = 512
 """Only steps of at most this many tokens are captured as CUDA graphs. The kernels of larger steps
 take so long that a graph saves nothing."""
 _NAME_BITS = 62
 _RUNNING = Lock()
-"""A step holds this lock, because vLLM has only one forward context and one CPU scratch memory in a
-process, and a process may run several engines, each on its own thread."""
+"""A step holds this lock. A process may run several engines, each on its own thread, but vLLM has
+only one forward context and one CPU scratch memory in a process."""
 
 
 class VllmEngine(PagedSequences):
@@ -101,14 +101,14 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head, on rank 0 only. Every rank needs the `draft_check`. The
-        head reads the model's output if `draft_reads_output`, otherwise the inputs of layers.
+        `draft_layer` is a drafting head. Ranks other than 0 pass None, but need the `draft_check`.
+        If `draft_reads_output`, the head reads the model's output, otherwise the inputs of layers.
         Raises `ConfigError` if vLLM or this engine cannot run the model or the head."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # Steps of draft replicas also run drafted tokens. Trials run up to
+        # A step of a draft replica also runs drafted tokens. A step of a trial may have
         # `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
@@ -163,8 +163,8 @@ class VllmEngine(PagedSequences):
             enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
             skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
         ).create_engine_config()  # fmt: skip
-        # vLLM's worker does this too. Otherwise norms would not be compiled, and a step of the demo
-        # target would take 4 ms longer.
+        # vLLM's worker does the same. Without it, norms would not be compiled, and a step of the
+        # demo target would take 4 ms longer.
         config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(config.compilation_config.ir_enable_torch_wrap)
         return config
@@ -187,8 +187,8 @@ class VllmEngine(PagedSequences):
             raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
-        """Allocates the caches of all layers. Layers with the same cache specification form a group
-        of vLLM."""
+        """Allocates the caches of all layers. For vLLM, layers with the same cache specification
+        form a group."""
         config = self._config
         specs = get_kv_cache_spec(config)
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -213,7 +213,7 @@ class VllmEngine(PagedSequences):
         layouts = get_supported_kv_cache_layouts({layers[one].get_attn_backend() for one in specs})
         layout = next(one for one in layouts if not one.is_block_outermost)
         record_kv_cache_layout(config.cache_config, layout.name)
-        # The last page belongs to no sequence. `_hidden_of` writes its spare token to this page.
+        # The last page belongs to no sequence. `_hidden_of` writes a spare token to this page.
         num_blocks, offset, tensors = num_pages + 1, 0, []
         for spec, names in groups.items():
             layer_stride, block_stride, *_ = compute_layout_strides(
@@ -243,9 +243,9 @@ class VllmEngine(PagedSequences):
     def _take_head(
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
     ) -> None:
-        """Converts a head to the model's dtype. Equal weights of head and model share one tensor.
-        Raises `ConfigError`, also on ranks without a head, if the model does not return the hidden
-        states that the head reads."""
+        """Converts a head to the model's dtype. Where head and model have equal weights, they share
+        one tensor. Raises `ConfigError`, also on ranks without a head, if the model cannot return
+        the hidden states that the head reads."""
         if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
                 f"model {name}: an EAGLE-3 head needs the inputs of the model's layers, but vLLM's "
@@ -256,7 +256,7 @@ class VllmEngine(PagedSequences):
         theirs = [parameter for parameter in self._model.parameters() if parameter.dim() == 2]
         for own in () if draft_layer is None else draft_layer.module.parameters():
             own.data = own.data.to(self._config.model_config.dtype)
-            # Some weights of the model are padded to more rows.
+            # vLLM pads some weights of the model to more rows.
             rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]
             own.data = next((one for one in rows if torch.equal(one, own)), own.data)
 
@@ -271,19 +271,19 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The check wrote a text without the head's pairs, so a new pool forgets the text's pages.
+        # The check ran a text without writing pairs. A new pool forgets the pages of this text.
         pool = BlockPool(self._pool.num_pages, self._page_size)
         self._use_pool(pool, self._stores, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """Indices of the layers that the head reads, among those that the model returns."""
+            """The indices of the inputs that the head reads among those that the model returns."""
             self._draft = DraftLayer(head, self._draft_cache.layers)
             self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """Returns the layers that the leader's head reads. All ranks compile the model for them."""
+        """Returns the layers whose inputs the leader's head reads, the same on all ranks."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -300,8 +300,8 @@ class VllmEngine(PagedSequences):
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers, or of
-        none if the head reads its output."""
+        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers. If the
+        head reads the model's output, it must return the inputs of none."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -321,7 +321,7 @@ class VllmEngine(PagedSequences):
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
         steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares the compiled
-        model with the uncompiled one, because vLLM may have loaded the compiled one from files."""
+        model with the uncompiled model, because vLLM may load an older compilation from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -339,8 +339,8 @@ class VllmEngine(PagedSequences):
             self.release(sequence)
 
     def _capture(self, max_num_tokens: int) -> None:
-        """Captures a CUDA graph of the compiled model for each size of a step, the largest first,
-        because the graphs share memory."""
+        """Captures a CUDA graph of the compiled model for each number of tokens. The largest graph
+        comes first, because the graphs share memory."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)
@@ -355,8 +355,8 @@ class VllmEngine(PagedSequences):
         if num_rows is not None:
             raise SettingError(
                 "deterministic",
-                f"model {self.info.name}: with vLLM on this machine the logits of a token depend "
-                f"on how many others are in its step (they differ in a step of {num_rows} tokens)",
+                f"model {self.info.name}: with vLLM on this machine a token's logits depend on the "
+                f"number of other tokens in its step (they change in a step of {num_rows} tokens)",
             )
         kinds = (
             self._config.model_config.dtype, __version__, self._page_size, torch.get_num_threads(),
@@ -386,7 +386,7 @@ class VllmEngine(PagedSequences):
 
     def _rows_of_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor | None = self._model.compute_logits(hidden)
-        # Of several ranks only the leader has logits.
+        # If there are several ranks, only the leader has logits.
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
@@ -429,8 +429,8 @@ class VllmEngine(PagedSequences):
         self, attention: Any, mapping: Any, size: int, is_captured: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the first `size` tokens of the buffers. Returns the input of the LM head [size, D],
-        and the inputs of the layers that `_show` has set. If none are set, the list has only the
-        input of the LM head."""
+        and the inputs of the layers that `_show` has set. If `_show` has set no layers, the list
+        has only the input of the LM head."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
@@ -450,7 +450,7 @@ class _Blocks:
 
     @property
     def num_bytes(self) -> int:
-        # Layers may share caches.
+        # Several layers may share one cache.
         return sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:

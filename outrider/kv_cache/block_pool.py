@@ -7,7 +7,7 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     remembered         none                      yes             least recently used first
     held               at least one              yes or no       never
 
-The *prefix* of a page is all tokens up to the end of the page, which determine the page's keys and
+The *prefix* of a page is all tokens up to the end of the page. They determine the page's keys and
 values. Once the prefix of a full page is known, new sequences with this prefix share the page.
 Before a sequence writes to a page that other sequences hold too, it gets a copy of the page. Before
 it writes to a page that no other sequence holds, the pool forgets the page's prefix."""
@@ -31,8 +31,8 @@ class _PagedSequence:
     def __init__(self, salt: str) -> None:
         self.tokens = TokenSequence()
         self.num_written = 0
-        """The number of slots, from the first on, to which all layers have written. Only these may
-        be shared."""
+        """The number of slots, from the first on, to which all layers have written. Only these
+        slots may be shared."""
         self.num_queried = 0
         """The number of tokens that `attach` has looked up in the cache. 0 after the first step."""
         self.pages: list[int] = []
@@ -52,7 +52,8 @@ class _PagedSequence:
 
 
 def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a prefix that is one page longer. Equal keys mean equal salts and tokens."""
+    """Returns the key of a prefix that extends the prefix of `key` by one page. Prefixes with
+    equal keys have equal salts and tokens."""
     return blake2b(key + array("I", token_ids).tobytes()).digest()
 
 
@@ -133,15 +134,14 @@ class BlockPool:
         return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of the steps. No sequence has two steps. An unknown sequence
-        begins with an empty salt. Returns the page copies to make before any slot is written. After
-        the step, call `written`. If the step fails, call `keep` with the old length instead. If the
-        page copies fail, also call `release`, because the page tables have the new pages already.
+        """Takes slots for the tokens of the steps. No sequence may have two steps. An unknown
+        sequence begins with an empty salt. Returns the page copies to make before any slot is
+        written. After the step, call `written`. If the step fails, call `keep` with the old length
+        instead. If a page copy fails, also call `release`, because the page table lists the copy.
 
         Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If `whole` is
-        false, only the draft layer writes to the new slots. They must never be shared, so do not
-        call `written`. Drop them with `keep` before the next call with `whole`, or that call raises
-        `InvariantError`."""
+        false, only the draft layer writes to the new slots. These slots must never be shared, so do
+        not call `written`. Drop these slots with `keep` before the next call with `whole`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):
@@ -163,7 +163,7 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """Makes the full pages of these steps known, so that new sequences share them."""
+        """Makes the prefix of each full page of these steps known."""
         size = self.page_size
         for step in steps:
             sequence = self._sequences[step.sequence_id]
@@ -190,8 +190,8 @@ class BlockPool:
 
     def release(self, sequence_id: str) -> None:
         """Forgets a sequence. Its full pages stay remembered, and are evicted after all other
-        remembered pages. Its last page is evicted first, because no sequence can use a page without
-        the pages before it."""
+        remembered pages. Of its full pages, the last is evicted first, because no sequence can use
+        a page without the pages before it."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -209,7 +209,7 @@ class BlockPool:
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether there are enough free pages even if each step needs a copy of its sequence's last
-        page. The exact count takes longer."""
+        page. An exact count would take longer."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
@@ -244,7 +244,7 @@ class BlockPool:
             self._free.append(page)
 
     def _know(self, key: bytes, page: int) -> int:
-        """Makes `page` the known last page of the prefix of `key`, unless the prefix has one.
+        """Makes `page` the known last page of the prefix of `key`, unless a page is known already.
         Returns the known page. Until `_forget`, no sequence may write to the known page."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
@@ -254,7 +254,7 @@ class BlockPool:
         del self._page_of[self._key_of.pop(page)]
 
     def _own(self, pages: list[int]) -> list[Copy]:
-        """Makes the last page of a page table writable. Returns the page copy, if one is needed."""
+        """Makes the last page of a page table writable. Returns the copies to make: none or one."""
         page = pages[-1]
         if self._holders[page] == 1:
             if page in self._key_of:

@@ -1,6 +1,7 @@
-"""Aligns an engine's sequences with the committed tokens of sessions. In each round, a worker calls
-`align` and runs `Aligned.new_tokens`, in one or several steps. Then a target runs the proposal, and
-a draft runs the tokens that it draws."""
+"""Aligns an engine's sequences with the committed tokens of sessions.
+
+In each round, a replica calls `align`, and runs `Aligned.new_tokens` in one or several steps. Then
+a target runs the proposal's tokens, or a draft runs the tokens that it draws."""
 
 import math
 from collections import OrderedDict
@@ -34,9 +35,9 @@ class _Entry:
 
 
 class SessionTable:
-    """The sessions that an engine knows, by id. Each is a sequence of the engine with this id. At
-    `sequences_max` sessions, a new session replaces the least recently used one, so a step must not
-    align more sessions than this. Not thread-safe."""
+    """The sessions that an engine knows, by id. A session is the engine's sequence with this id. If
+    there are `sequences_max` sessions, a new session replaces the least recently used one. So a
+    step must not align more sessions than this. Not thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
@@ -50,9 +51,9 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
-        and the first tokens of `head.append` if held already. Never keeps the last committed token,
-        which must run again for its logits. If no token is left, begins with the cached pages of
-        the tenant that have the same tokens (`Engine.attach`).
+        and any first tokens of `head.append`. Never keeps the last committed token, which must run
+        again for its logits. If no token is left, begins with cached pages that the same tenant has
+        written for the same tokens (`Engine.attach`).
 
         If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
         held prefix that is known to be committed. Raises `BadRequest` if `head` has no tokens."""

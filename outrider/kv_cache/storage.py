@@ -6,8 +6,7 @@
 Slot p * page_size + i is place i of page p. Heads are the first dimension, so that the keys of
 gathered slots are a batch of matrices. In bfloat16 on a CPU, matrix products then take a third of
 the time that they take with [slots, heads, width]. Fused CPU kernels read another layout,
-`BlockedKeysAndValues`.
-"""
+`BlockedKeysAndValues`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ def memory_budget(
     use yet, at most the GPU's free memory."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    torch.cuda.empty_cache()  # `memory_reserved` would count memory kept after weights were copied.
+    torch.cuda.empty_cache()  # Otherwise `memory_reserved` counts memory that is not used any more.
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
@@ -81,8 +80,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, but takes rows [heads * n] of [heads * slots, width]. PyTorch runs it on
-        several threads, but `gather` on one."""
+        """Like `gather`, but takes rows [heads * n] of [heads * slots, width]. PyTorch runs this on
+        several threads, but `gather` on only one."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -101,8 +100,8 @@ class BlockedKeysAndValues(NamedTuple):
     same width."""
 
     keys: Tensor
-    """[pages, heads, page size, width] is the shape. In memory, the keys of one page and head are a
-    matrix [width, page size], with the key of one slot in each column."""
+    """[pages, heads, page size, width]. In memory, the keys of one page and head are a matrix
+    [width, page size], with the key of one slot in each column."""
     values: Tensor  # [pages, heads, page size, width]
 
 

@@ -3,12 +3,12 @@
 `outrider/models/module_replacement.py` has already replaced and probed the model's layers, so their
 computation is known. Layers have two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3).
 
-`FusedDecoder` runs the model with placeholders for the layers, to learn the input of the first
-layer, the rotation that each layer gets, and the use of the last layer's output. If any of these
-differs from those of a Llama, the code of transformers runs the model.
+`FusedDecoder` runs the model once with placeholders instead of layers, to learn the input of the
+first layer, the rotation of each layer, and the use of the last layer's output. If any of the three
+differs from a Llama's, the code of transformers runs the model.
 
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
-A token's attention is bit-equal in spans of any length up to a maximum."""
+Up to a maximum length, the length of a span does not change any bit of a token's attention."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -62,8 +62,8 @@ class FusedDecoder:
     def __init__(
         self, module: Any, layers: list[AttentionLayer], max_model_len: int, kernels: PaceKernels
     ) -> None:
-        """The layers of `module` must be replaced for these kernels already. `layers` are those of
-        `find_layers`. Raises `CannotFuse`."""
+        """The layers of `module` must already be replaced for these kernels. `layers` is the result
+        of `find_layers`. Raises `CannotFuse`."""
         base = module.base_model
         blocks: list[Any] = list(getattr(base, "layers", ()))
         if not blocks or [layer.block for layer in layers] != [
@@ -93,7 +93,7 @@ class FusedDecoder:
         self._head = module.get_output_embeddings()
 
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
-        """Takes the last layer's output and the residual [1, L, D]. Returns logits [1, L, V]."""
+        """Takes the last layer's output [1, L, D] and residual [1, L, D]. Returns [1, L, V]."""
         logits: Tensor
         if rows.numel():  # The kernels accept no empty matrices.
             rows = self.layers.add_norm(rows, residual, self._last_norm)[0]
@@ -142,7 +142,7 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
         raise CannotFuse("its keys and values have different widths")
     activation = _activation(mlp.act_fn, kernels)
     if activation is None or mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None:
-        raise CannotFuse(f"its MLP has a bias, or an activation of another kind ({mlp.act_fn})")
+        raise CannotFuse(f"its MLP has a bias, or an unsupported activation ({mlp.act_fn})")
     return LayerSizes(layer.query_heads, shape.num_heads, shape.key_width, eps, activation)
 
 
@@ -159,7 +159,7 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """Returns the factors of a norm, in the kernels' dtype if it represents them exactly."""
+    """Returns the factors of a norm, in the kernels' dtype if this dtype is exact for them."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of the class {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
@@ -193,7 +193,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
     base = module.base_model
     parts = {name for name, _ in base.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        raise CannotFuse(f"its decoder is made of {', '.join(sorted(parts))}")
+        raise CannotFuse(f"its decoder has other parts than a Llama: {', '.join(sorted(parts))}")
     kinds = getattr(base.rotary_emb, "rope_type", "default")
     changing = _CHANGING_ROTATIONS & set(kinds.values() if isinstance(kinds, dict) else [kinds])
     if changing:
@@ -213,7 +213,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
         if not torch.equal(noting[0].read, rows):
             raise CannotFuse("the input of its first layer is not the output of its embedding")
         if not torch.equal(found.logits, module.get_output_embeddings()(base.norm(rows))):
-            raise CannotFuse("its logits are not the output of its head on its last norm")
+            raise CannotFuse("its logits are not computed by its last norm and its LM head alone")
     finally:
         for index, block in enumerate(blocks):
             layers[index] = block
@@ -260,7 +260,7 @@ class FusedSteps(Steps):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated.
                 self._layers = torch.jit.script(self._layers)
-            # A layer makes a dozen calls. A call that is not inlined costs 0.3 us.
+            # A layer makes a dozen calls. Inlining saves 0.3 us for each call.
             torch._C._jit_pass_inline(self._layers.graph)
 
     def run(self, step: HeldStep) -> Tensor:
@@ -270,7 +270,7 @@ class FusedSteps(Steps):
             [table.index_select(0, positions)[None] for table in tables]
             for tables in zip(*decoder.rotations, strict=True)
         )
-        # Optimized execution compiles during the first steps of each shape, but is no faster.
+        # Optimized execution would compile in the first steps of each shape, and is no faster.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             found, residual, tapped = self._layers(
                 decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
@@ -312,10 +312,10 @@ _NUM_PAGES = 257  # of the trial's cache; longer contexts use some of them sever
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """Returns the greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps of
-    any number of rows. Returns None if rows differ even in spans of one token. The trial runs the
-    last tokens of short and of long sequences, with each of the `thread_counts`. It leaves out the
-    last layers if earlier ones are of the same kinds, because layers of one kind compute alike."""
+    """Returns the greatest `span_tokens` of `FusedSteps` with which no bit of a row depends on the
+    number of rows of its step. Returns None if rows differ even in spans of one token. The trial
+    runs the last tokens of short and of long sequences, with each of the `thread_counts`. It leaves
+    out the last layers if earlier layers have the same `kind` and so compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs a step of `count` of the last `num` tokens for each of `counts`. Returns whether the
-        rows equal those of one step of `num` tokens in spans of 1 on `thread_counts[0]` threads."""
+        """For each of `counts`, runs a step of `count` of the last `num` tokens. Compares the rows
+        with a step of all `num` tokens in spans of one token on `thread_counts[0]` threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

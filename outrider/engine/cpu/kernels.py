@@ -28,7 +28,7 @@ class KernelsUnavailable(OutriderError):
 
 
 class Attention(NamedTuple):
-    """Tables for the attention of the T rows of a step in S spans (see `fused_decoder.py`)."""
+    """Tables for attention in a step whose T rows form S spans (see `fused_decoder.py`)."""
 
     starts: Tensor  # [S + 1], int32: the first row of each span, and T at the end
     ends: Tensor  # [S], int32: the number of slots up to and including the span's last token
@@ -46,7 +46,7 @@ class LayerWeights(NamedTuple):
     key_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    attention_norm: Tensor | None  # the norm of attention's output, if there are four norms
+    attention_norm: Tensor | None  # the norm of attention's output, if a layer has four norms
     second_norm: Tensor
     gate: Tensor
     up: Tensor
@@ -72,7 +72,7 @@ class FusedLayers(nn.Module):
 
     A step of 30 layers calls more than 300 operators. In Python, each call would release and take
     the GIL, for which other threads compete. TorchScript makes all calls without the GIL, which
-    saves 1 ms for each step. It is deprecated, but part of `TORCH_VERSION`."""
+    saves 1 ms for each step. TorchScript is deprecated, but torch `TORCH_VERSION` still has it."""
 
     weights: list[LayerWeights]
 
@@ -86,10 +86,10 @@ class FusedLayers(nn.Module):
         self, rows: Tensor, cos: list[Tensor], sin: list[Tensor], slots: Tensor, keys: list[Tensor],
         values: list[Tensor], spans: Attention, taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        """Runs the first N layers on embeddings `rows` [1, T, D]. `keys` and `values` have N
-        caches. `cos` and `sin` have a table [1, T, width / 2] for each rotation. `taps` are layers'
-        indices in ascending order. Returns the last layer's output, the residual to be added to it,
-        and the inputs of the layers in `taps`."""
+        """Runs the first N layers on embeddings `rows` [1, T, D]. `keys` and `values` are the
+        caches of these N layers. `cos` and `sin` have a table [1, T, width / 2] for each rotation.
+        `taps` are layers' indices in ascending order. Returns the last layer's output, the residual
+        to be added to this output, and the inputs of the layers in `taps`."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -131,7 +131,7 @@ class FusedLayers(nn.Module):
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Returns rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight may have
-        a wider dtype than the rows, because their dtype would round Gemma's 1 + w."""
+        a wider dtype than the rows, because the rows' dtype would round Gemma's weights 1 + w."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -171,7 +171,7 @@ class FusedLayers(nn.Module):
 
 
 class PaceKernels:
-    """The operators of `amd-pace`, and what they require."""
+    """The operators of `amd-pace`, and their requirements."""
 
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
@@ -225,7 +225,7 @@ def load_pace() -> PaceKernels:
         raise KernelsUnavailable(f"{PACKAGE} {distribution.version} is installed, not {VERSION}")
     if not torch.__version__.startswith(f"{TORCH_VERSION}."):
         raise KernelsUnavailable(
-            f"{PACKAGE} {VERSION} is built for torch {TORCH_VERSION}; this is {torch.__version__}"
+            f"{PACKAGE} {VERSION} needs torch {TORCH_VERSION}, not {torch.__version__}"
         )
     try:
         path = str(distribution.locate_file(_LIBRARY))

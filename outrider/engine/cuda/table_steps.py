@@ -1,5 +1,5 @@
-"""Runs steps on a CUDA device. A Triton kernel attends to the pages in place (`triton_kernels.py`).
-The kernel reads a step from tables of 64-bit words, which are sent to the device in one copy.
+"""Runs steps on a CUDA device. A Triton kernel (`triton_kernels.py`) computes attention directly on
+the pages. Tables of 64-bit words describe a step to the kernel. One copy sends them to the device.
 
 A *row* is a new token of the step. A sequence's rows are cut into *blocks* of consecutive rows, and
 its context is cut into *splits*. Each program of the kernel computes one block for one key head and
@@ -28,8 +28,8 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""A program's score matrix has at most this many rows, unless its block is one token. It has a row
-for each token of the block and each query head that shares the key head."""
+"""A program's score matrix has a row for each token of the block and each query head that shares
+the key head. It has at most this many rows, unless the block is one token."""
 _BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
@@ -41,7 +41,7 @@ time than merging them takes."""
 _WARPS = 4
 _STAGES = 2  # pipeline stages; with three, wide heads in float32 do not fit into shared memory
 _PROGRAMS_EACH = 2
-"""The number of programs for each multiprocessor. While one waits for memory, the other runs."""
+"""Programs for each multiprocessor. While one program waits for memory, another program runs."""
 _log = logging.getLogger(__name__)
 
 
@@ -86,9 +86,9 @@ class TableStep:
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
-    """Returns the words of all blocks of a sequence, whose first new token has row `row`, and whose
-    page table begins at place `table`. The words of a block are its first row, its number of rows,
-    `table`, and the number of slots that it may see."""
+    """Returns the words of all blocks of a sequence. The sequence's first new token is row `row` of
+    the step. Its page table begins at index `table` of `TableStep.pages`. The words of a block are
+    its first row, its number of rows, `table`, and the number of slots that the block may see."""
     num = len(held.step.token_ids)
     starts = np.arange(0, num, block_tokens)
     sizes = np.minimum(block_tokens, num - starts)
@@ -169,14 +169,14 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """A device's attention kernels, and how many programs the device should run at a time."""
+    """A device's attention kernels, and the number of programs to run at the same time."""
 
     attend: Callable[..., Tensor]  # `attend_tables` or a substitute
     num_programs: int
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
-    """Returns the kernels for a model of this dtype on the device, or None."""
+    """Returns the kernels for a model of this dtype on the device, or None if there are none."""
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -193,8 +193,8 @@ class TableSteps(Steps):
     backend: DeviceBackend
     forward: Forward
     layers: dict[nn.Module, LayerPages]
-    shared_heads: int  # query heads for each key head, in the layer where this is largest
-    key_heads: int  # key heads of that layer
+    shared_heads: int  # the largest number of query heads that share a key head, over all layers
+    key_heads: int  # the number of key heads of the layer with `shared_heads`
     device: torch.device
 
     def run(self, step: HeldStep) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-# If Triton specialised on these values, it would compile again while a request waits.
+# If Triton specialised on these values, it would compile the kernel again while a request waits.
 @triton.jit(
     do_not_specialize=["num_rows_of_step"],
     do_not_specialize_on_alignment=["positions", "blocks", "pages"],
@@ -22,8 +22,8 @@ def attend_blocks(
     output,  # [R, query heads, value width]
     parts,  # [splits, R, query heads, value width], float32; unused with one split
     maxima,  # [splits, R, query heads], float32; unused with one split
-    sums,  # as maxima
-    queries,  # [query heads, R, key width] with these strides
+    sums,  # like `maxima`
+    queries,  # [query heads, R, key width], with the next two parameters as strides
     query_head_stride,
     query_row_stride,
     keys,  # [key heads, slots, key width]

@@ -1,1 +1,1 @@
-"""One model on several ranks. Each rank has a share of the weights, and makes the same calls."""
+"""One model on several ranks: processes with a share of the weights that make the same calls."""

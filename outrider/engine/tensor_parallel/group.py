@@ -39,9 +39,9 @@ class RankGroup(Ranks):
     ) -> None:  # fmt: skip
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
         load, and `step_timeout_s` for each collective. If `in_order`, all sums are added in the
-        order of the ranks, not only the sums that go through `Links`. All ranks must pass the same
-        `in_order`. The leader also passes the socket of `open_rendezvous`. Raises `Unavailable` if
-        a rank does not join in time."""
+        order of the ranks. Sums that go through `Links` always are. All ranks must pass the same
+        `in_order`. Only the leader passes the `store_socket`, from `open_rendezvous`. Raises
+        `Unavailable` if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._timeout_s, self._num_waits = timeout_s, 0
@@ -76,12 +76,12 @@ class RankGroup(Ranks):
             found: list[bytes] = self._store.multi_get(names)
         except RuntimeError as error:
             raise Unavailable(
-                f"a rank of the model has not loaded in {self._timeout_s:g} s: {error}"
+                f"a rank of the model has not loaded within {self._timeout_s:g} s: {error}"
             ) from error
         for rank, value in enumerate(found):
             if value != found[LEADER]:
                 raise ConfigError(
-                    f"rank {rank} has loaded another model: the files on its machine differ"
+                    f"rank {rank} has loaded another model than rank 0: their model files differ"
                 )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _store(
     rendezvous: rank_rpc.Rendezvous, timeout_s: float, listening: socket.socket | None = None
 ) -> Any:
     """The table of the ranks' addresses, which the leader serves on the socket `listening`. Any
-    process may connect to it, so every key begins with the rendezvous' secret token."""
+    process can connect to this socket, so every key begins with the rendezvous' secret token."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
@@ -193,8 +193,8 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Links:
-    """A rank's connections to other ranks. Each send or receive has `timeout_s`. Methods raise an
-    `Unavailable` that names the rank that is gone or does not answer in time."""
+    """A rank's connections to other ranks. Each send or receive takes at most `timeout_s`. If a
+    rank is gone or does not answer in time, methods raise an `Unavailable` that names this rank."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
@@ -222,7 +222,7 @@ class Links:
         return added_up(parts.unbind())
 
     def send_frame(self, frame: bytes) -> None:
-        """Sends a frame from the leader to every follower."""
+        """Sends a frame of engine calls from the leader to every follower."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes is too long")
         # Followers send nothing between frames, so a readable connection has ended.
         for key, _ in self._selector.select(0):

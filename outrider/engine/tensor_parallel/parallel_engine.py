@@ -19,7 +19,7 @@ from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 _UNSENT_BYTES_MAX = 2**18
-"""Calls that are not steps are sent with the next step, or when they reach this many bytes."""
+"""Calls that are not steps are sent with the next step, or once they have this many bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ParallelEngine:
     A call that is not a step runs on the leader first. If it succeeds, it is sent with the next
     step. A step that the leader refuses is not sent. An engine's state depends on its calls alone,
     so all ranks hold the same pages. If a step fails after it was sent, or if another call fails
-    unexpectedly, the ranks may differ. From then on every step raises `EngineLost`."""
+    unexpectedly, the ranks' pages may differ. From then on every step raises `EngineLost`."""
 
     def __init__(
         self, engine: Engine, send_frame: Callable[[bytes], None], close: Callable[[], None],
@@ -147,8 +147,7 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(receive_frame: Callable[[], bytes | None], engine: Engine) -> None:
-    """Repeats the leader's calls until the leader ends. Raises the error of a failed call. The
-    caller must then leave the group (`RankGroup.close`), so that the leader does not wait for
-    it."""
+    """Repeats the leader's calls until the leader ends. Raises the error of a failed call. Always
+    leave the group afterwards (`RankGroup.close`), so that no rank waits for this rank."""
     while (frame := receive_frame()) is not None:
         replay(frame, engine)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class RankLeader:
-    """The socket at which a leader's followers join, and their time limit."""
+    """The leader's socket, which followers use to join, and their time limit."""
 
     def __init__(self, num_ranks: int, is_alone: bool, timeout_s: float) -> None:
         """Listens for the followers. Uses loopback if all ranks are on this machine (`is_alone`).
@@ -79,8 +79,8 @@ def engine_of_a_replica(
     join in time.
 
     Call this on a short-lived thread. If `leadership` is None, the thread gets a lower priority,
-    so that loading does not slow down other replicas on the same cores. With several ranks it keeps
-    its priority, because the threads of the collectives would inherit a lower one."""
+    so that loading does not slow down other replicas on the same cores. With several ranks, the
+    thread keeps its priority, because the threads of the collectives inherit this priority."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
@@ -94,8 +94,8 @@ def engine_of_a_replica(
 
 
 def threads_of_a_rank(config: ReplicaConfig, num_cores: int, num_neighbours: int) -> int:
-    """Returns the number of threads of a rank. Without `num_threads`, the `num_neighbours` ranks on
-    this machine share the cores equally."""
+    """Returns the number of threads of a rank. If `config` does not set it, the `num_neighbours`
+    ranks on this machine share the cores equally."""
     return config.num_threads or max(1, num_cores // num_neighbours)
 
 

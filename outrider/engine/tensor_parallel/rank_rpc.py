@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """The first message on a connection: the secret token, and the sender's rank."""
-_STRANGERS_MAX = 64  # if more connections than this have sent nothing yet, the oldest is closed
+_STRANGERS_MAX = 64  # if more connections have sent nothing yet, the oldest of them is closed
 _KEEPALIVE_PROBES = 3
 
 
@@ -81,7 +81,7 @@ def accept(
                         continue
                     connection = silent[0]
                 if connection not in silent:
-                    continue  # It was closed as the oldest of too many.
+                    continue  # It was closed above, as the oldest.
                 silent.remove(connection)
                 selector.unregister(connection)
                 rank = _named_rank(connection, token)
@@ -98,8 +98,8 @@ def accept(
 
 
 def _named_rank(connection: socket.socket, token: bytes) -> int | None:
-    """Returns the rank that a new connection names. Returns None if the right token has not arrived
-    in one piece."""
+    """Returns the rank that a new connection names. Returns None if the received bytes are not a
+    whole message with the right token."""
     try:
         hello = connection.recv(_HELLO.size, socket.MSG_DONTWAIT)
     except OSError:

@@ -1,8 +1,8 @@
 """Reduces a model to one rank's share of its weights, as plain modules and plain tensors.
 
 A rank has only some of the model's attention heads and columns. The code of a decoder layer works
-with any number of them. Ranks exchange tensors only in some linear layers, in the embedding, and in
-the head."""
+with any number of heads and columns. Ranks exchange tensors only in some linear layers, in the
+embedding, and in the LM head."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Ignored styles: one for gradients, and one for the embedding, which is always divided."""
+"""Ignored styles. One is for gradients, one for the embedding, which is always divided."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """Chooses the linear layers that are divided among `size` ranks. Maps each layer's path to its
-    style in the plan of transformers. Raises `SettingError` about the setting `key` if the model
+    """Finds the linear layers to divide among `size` ranks. Returns each layer's style in the plan
+    of transformers, by the layer's path. Raises `SettingError` about the setting `key` if the model
     has no plan, if the plan has an unknown style, or if `size` ranks would get unequal shares."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
@@ -86,8 +86,8 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 
 
 class Ranks(Protocol):
-    """The ranks that run a model together; rank 0 leads. All ranks make the same calls in the same
-    order. A call raises `Unavailable` if a rank is gone or does not answer in time."""
+    """The ranks that run a model together. Rank 0 is the leader. All ranks make the same calls in
+    the same order. A call raises `Unavailable` if a rank is gone or does not answer in time."""
 
     rank: int
     size: int
@@ -97,8 +97,8 @@ class Ranks(Protocol):
         The other methods wait at most as long as a step may take."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of every rank's `tensor`, which is bit-equal on all ranks and may
-        overwrite `tensor`."""
+        """Returns the sum of the tensors of all ranks, bit-equal on all ranks. May overwrite
+        `tensor`."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Returns the tensors [..., w] of all ranks, concatenated to [..., size * w]."""
@@ -132,7 +132,7 @@ class ExchangingLinear(nn.Module):
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`exchange` computes the output from the outputs of all ranks. `bias` is added to the
-        result. `cut` selects this rank's columns of the input. None = the input has only these."""
+        result. `cut` selects this rank's columns. If it is None, the input has only these."""
         super().__init__()
         self.local, self.bias = local, bias
         self._exchange, self._cut = exchange, cut
@@ -144,8 +144,8 @@ class ExchangingLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding whose rows are divided among ranks, which sum their results. A rank that lacks a
-    token's row adds zeros, so the sum is exact."""
+    """An embedding whose rows are divided among ranks. Sums the outputs of all ranks. The sum is
+    exact, because a rank that lacks a token's row adds zeros."""
 
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
