@@ -188,9 +188,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Creates a name for the session store that no other process has. If a restarted coordinator
-    had its predecessor's name, its lease would keep others from taking over the predecessor's
-    sessions."""
+    """Creates this coordinator's name in the session store. No other process has this name: if a
+    restarted coordinator had its predecessor's name, it would renew the predecessor's lease, and no
+    coordinator could take over the predecessor's sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"

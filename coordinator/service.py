@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
 TROUBLE_S = 3.0
-"""`trouble` reports that target or store do not answer after this time. Shorter pauses are normal,
-for example while a replica on the same cores loads a model."""
+"""`trouble` reports a target or store that has not answered for this time. Shorter pauses are
+normal, for example while a replica on the same cores loads a model."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 """Time limit for cancelling a session of another coordinator. The lease of a dead owner runs out
 within this time."""
@@ -144,8 +144,8 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """The first target's description, with the model's name in requests, and `max_model_len`
-        of the newest target. Must not be read before `start`."""
+        """The first target's description, but with the model name that requests use, and with
+        `max_model_len` of the newest target. Must not be read before `start`."""
         newest = self.targets.newest() or self._served
         return replace(self._served, max_model_len=newest.max_model_len)
 
@@ -167,8 +167,8 @@ class CoordinatorService:
     ) -> AsyncGenerator[Event]:  # fmt: skip
         """Validates a request, runs its session, and yields the events. If the iterator is closed
         early, the session is cancelled. A `resumable` session is cancelled only after
-        `resume_grace_ms`, and can be resumed until then. If an error ends the stream of a session
-        with a `key`, the same holds. `traceparent` is the caller's trace context; empty = none.
+        `resume_grace_ms`, and can be resumed until then. The same holds for a session with a `key`
+        if an error ends its stream. `traceparent` is the caller's trace context; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -234,7 +234,7 @@ class CoordinatorService:
             raise errors.DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """Returns the key with the id of its session, if it has one. Raises `BadRequest` if the
+        """Returns the key with its session's id, if it has a session. Raises `BadRequest` if the
         key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
@@ -286,9 +286,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the run when its stream ends. The session can then be resumed for some time in two
-        cases: the client disconnects, and the session is `resumable` or this coordinator is
-        leaving; or an error ends the stream, and `outlasts_errors` is true."""
+        """Ends the run when its stream ends. If an error ends the stream, and `outlasts_errors` is
+        true, the session can be resumed for some time. The same holds if the client disconnects,
+        and the session is `resumable` or this coordinator is leaving."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -424,7 +424,7 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take over this one's sessions, some time before `close`."""
+        """Lets other coordinators take over this coordinator's sessions. `close` comes later."""
         self._committer.hand_over()
 
     async def close(self) -> None:

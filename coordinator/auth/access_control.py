@@ -74,7 +74,7 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request, and its slots. If the caller's `concurrency` is 0, it has no slots."""
+    """An admitted request and its slots. If the caller's `concurrency` is 0, there are no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
@@ -120,7 +120,7 @@ class AccessControl:
 
     def identify(self, shown: Sequence[str]) -> Caller:
         """Returns the caller of a request. `shown` has all values of its header `authorization`. If
-        API keys are configured, it must be one value, `Bearer KEY`. Raises `Unauthenticated`."""
+        API keys are configured, the only value must be `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -146,8 +146,8 @@ class AccessControl:
             )
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and it is
-        still empty. Does not ask Redis."""
+        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket
+        is still empty. Does not ask Redis."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -273,7 +273,7 @@ class RedisSlots:
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """`slots`: caller's name -> (slots to renew, slots to free)."""
+        """Renews and frees slots. `slots`: caller's name -> (slots to renew, slots to free)."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)

@@ -1,7 +1,7 @@
 """Commits decided tokens to the session store. Clients see only committed tokens.
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
-call. If the store does not answer, the next try also has the tokens decided since then.
+call. If the store does not answer, the next call also has the tokens decided since then.
 """
 
 import asyncio
@@ -97,8 +97,8 @@ class SessionCommits:
                 return
 
     def apply(self, answer: int | OutriderError) -> bool:
-        """Handles the store's answer, a stored length or an error. Returns whether the store took
-        tokens or an error has ended the session."""
+        """Handles the store's answer: the stored length, or an error. Returns whether the store
+        took tokens or an error has ended the session."""
         session, before = self.session, self.session.acknowledged_length
         try:
             if isinstance(answer, OutriderError):

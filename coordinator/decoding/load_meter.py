@@ -26,7 +26,7 @@ class LoadMeter:
         self._num_late = 0
         """Number of newest measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
         self.lag_ms = 0.0
-        """Mean delay of the event loop. Any thread may read this, but not `figures`."""
+        """Mean delay of the event loop. May be read on any thread, unlike `figures`."""
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
         """Counts a round that added `num_tokens` tokens, including `num_accepted` draft tokens."""

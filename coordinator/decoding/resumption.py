@@ -53,8 +53,8 @@ class Replayed:
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
-    `OtherTokens` if the client has more or other tokens than the store. If a failover has lost a
-    take-over, the former owner may have stored other tokens."""
+    `OtherTokens` if the client has more or other tokens than the store. This is possible if a
+    failover of the store has lost a take-over, and the former owner has stored other tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -92,7 +92,7 @@ def replay(
     for start, end in pairwise(sorted(one for one in starts if first <= one <= len(token_ids))):
         chunk = token_ids[start:end]
         piece = completion.push(chunk)
-        check(piece.num_tokens == len(chunk), "tokens are stored behind a completion's end")
+        check(piece.num_tokens == len(chunk), "tokens are stored after the completion's end")
         reason, text = piece.finish_reason, text + piece.text
         origins = (Origin.STORED,) * len(chunk)
         logprobs = tuple(read_logprobs(line) for line in lines[start:end])
@@ -111,7 +111,7 @@ def started(record: SessionRecord, model: str) -> Started:
 
 
 def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
-    """Yields a finished session's events after `Started`; none if the session runs."""
+    """Yields the events of a finished session after `Started`; nothing if the session runs."""
     if record.finish_reason is None:
         return
     yield from replayed.events

@@ -72,7 +72,7 @@ class KeyTaken(errors.OutriderError):
     """The idempotency key of a new session already belongs to another session."""
 
     def __init__(self, key: RequestKey) -> None:
-        super().__init__(f"the request has session {key.session_id}")
+        super().__init__(f"the idempotency key belongs to session {key.session_id}")
         self.key = key
 
 
@@ -176,9 +176,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run, unless it has ended. If the client `is_gone`, the session can be resumed for
-        `resume_grace_ms`. A `resumable` session can also be resumed if the store did not take its
-        end."""
+        """Ends a run, unless it has ended already. The session can then be resumed for
+        `resume_grace_ms` if the client `is_gone`, or if the session is `resumable` and its end
+        could not be stored."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -307,10 +307,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Another coordinator wants to take over this session. If the session does not run here,
-        but this coordinator is still its owner in the store, a failover of the store has lost the
-        release. In this case, releases the session again. If the store does not answer, the next
-        renewal of the lease will report the session again."""
+        """Handles another coordinator's request to take over a session. If the session does not run
+        here, but this coordinator is still its owner in the store, a failover of the store has lost
+        the release. The session is then released again. If the store does not answer, the next
+        renewal of the lease will report the request again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -339,9 +339,9 @@ class OwnedSessions:
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
-        take-over, releases the session. Raises `Unavailable` while another call takes over,
-        releases or ends the session, because a late release or end with the same epoch would end
-        the new run."""
+        take-over, releases the session. Raises `Unavailable` while another call to the store takes
+        over, releases or ends the session: if such a call has the epoch of the new run and arrives
+        late, it would end this run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

@@ -1,4 +1,4 @@
-"""Averages of the lengths and the acceptance of proposals, over verified rounds."""
+"""Averages the lengths and the acceptance of proposals over verified rounds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -15,19 +15,19 @@ Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """The chances of two events at each depth (position in a proposal), with shape [K]."""
+    """The chances of two events at each depth (position in a proposal), as arrays of shape [K]."""
 
     committed: Array
-    """A token at this depth is proposed, and is accepted with all tokens before it."""
+    """Chance that a token at this depth is proposed, and that all tokens up to it are accepted."""
     proposed: Array
-    """A token at this depth is proposed."""
+    """Chance that a token at this depth is proposed."""
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """Returns counts [5, K], by depth, of a round that asked for K = `num_asked` tokens. `survival`
-    has an entry for each proposed token (see `PlayedRound`). A token is *due* at a depth if the
-    round asked for it and all tokens before it were proposed. Where a row's condition is false, its
-    count is 0. The rows:
+    """Returns an array [5, K] for a round that asked for K = `num_asked` tokens, with a column for
+    each depth. `survival` has an entry for each proposed token (see `PlayedRound`). A token is
+    *due* at a depth if the round asked for it and all earlier tokens were proposed. Each row has
+    the value given here if its condition holds at a depth, and 0 if not:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -45,9 +45,9 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 
 class DepthAverages:
-    """Acceptance and length of proposals by depth: ratios of exponentially weighted sums of the
-    counts of `observed`. At a depth that was rarely reached, the rates are close to those of the
-    prior. Without a prior, the acceptance rate there is close to the rate at the previous depth."""
+    """Estimates the acceptance and the length of proposals by depth, from exponentially weighted
+    sums of the counts of `observed`. At a rarely reached depth, the estimates are close to those of
+    the prior. Without a prior, acceptance there is close to acceptance at the previous depth."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
@@ -69,9 +69,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth: that a token is proposed and that a proposed token
-        is accepted, both given that all earlier tokens were accepted; and that a token is proposed,
-        given that all earlier tokens were proposed."""
+        """Returns three chances for each depth. The first two assume that all earlier tokens were
+        accepted: that a token is proposed, and that a proposed token is accepted. The third assumes
+        that all earlier tokens were proposed: that a token is proposed."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
@@ -80,7 +80,7 @@ class DepthAverages:
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # Assumes that the ratio to the prior's rate is the same as at the previous depth.
+                # Assumes that rate and prior have the same ratio as at the previous depth.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)

@@ -29,7 +29,7 @@ from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
 MEMORY_ROUNDS, SHARED_MEMORY_ROUNDS = 48.0, 512.0
-"""`memory_rounds` of a session's `DepthAverages`, and of those that all sessions share."""
+"""`memory_rounds` of a session's `DepthAverages`, and of the averages that all sessions share."""
 PRIOR_ROUNDS = 12.0
 """The prior of an average weighs as much as this many rounds."""
 CHOICE_ROUNDS = 4
@@ -49,7 +49,7 @@ CREDIT_TOKENS, CREDIT_TOKENS_MAX = 8.0, 16.0
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
+"""Plain decoding is tried only below this ratio of drafting's expected speed to plain speed."""
 PLAIN_TRIED_ROUNDS = 6
 """Number of rounds of a trial of plain decoding. The time of the first round is not measured."""
 PLAIN_KNOWN_ROUNDS = 2.0
@@ -63,8 +63,9 @@ _ENDLESS = sys.maxsize
 
 
 class Experience:
-    """Average acceptance in the sessions with one rule, and their common trial budget. Averages by
-    prompt length are separate, because answers to long prompts often copy from the prompt."""
+    """Average acceptance in the sessions with one rule, and their common trial budget. Each class
+    of prompt lengths has its own averages, because answers to long prompts often copy from the
+    prompt."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
@@ -78,7 +79,7 @@ class Experience:
         self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
 
     def pays(self, num_tokens: float) -> bool:
-        """Returns whether the budget covers an expected loss of `num_tokens`. If so, spends it."""
+        """If the budget covers an expected loss of `num_tokens`, subtracts it and returns True."""
         if num_tokens > self._left:
             return False
         self._left -= max(0.0, num_tokens)
@@ -88,8 +89,8 @@ class Experience:
 class Learned:
     """Round costs and acceptance, learned from all sessions. Both depend on these sessions' random
     numbers. Under the rules token and block, a session that repeats a seed has the random numbers
-    of an earlier session, and its K must not depend on them (proof: docs/exactness.md). So a
-    session that repeats a seed neither reads nor extends this object."""
+    of an earlier session. Its K must not depend on these numbers (proof: docs/exactness.md), so it
+    neither reads nor extends this object."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -97,15 +98,15 @@ class Learned:
 
 
 class LengthControls:
-    """Creates a length control for each session. Sessions with a drafter on trial (a draft, or a
-    target that drafts) learn separately from the other sessions."""
+    """Creates a length control for each session. A draft, or a target that drafts, is *on trial*
+    while it gets only a share of the sessions. These sessions learn separately from the others."""
 
     def __init__(
         self, target: ReplicaDescription, draft: ReplicaDescription | None, run_ahead_rounds: int,
         *, delays: bool = False, adapts: bool = True,
     ) -> None:  # fmt: skip
-        """`delays` says that draft and coordinator slow the target down, because they use its
-        cores. If `adapts` is false, every round asks for as many tokens as the request allows."""
+        """`delays` says whether draft and coordinator slow the target down by using its cores. If
+        `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -115,10 +116,10 @@ class LengthControls:
         self._learned: dict[ReplicaDescription | None, Learned] = {}
         """Drafter on trial -> what its sessions learned. None -> what other sessions learned."""
         self._firsts: dict[int, LengthControl | None] = {}
-        """Seed -> its first session under the rules token and block. None = that session ended."""
+        """Seed -> its first session under the rules token and block. None = the session ended."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
-        """Returns what new sessions with this drafter on trial read and extend."""
+        """Returns what sessions with this drafter on trial have learned; None = other sessions."""
         if tried not in self._learned:
             self._learned[tried] = self._nothing_learned(tried, self.load)
         return self._learned[tried]
@@ -193,7 +194,7 @@ class _Option:
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Number of committed tokens, minus the tokens that other sessions lose meanwhile."""
+    """Number of committed tokens, minus the tokens that other sessions lose to this round."""
     seconds: float = 0.0
     draft_budget_s: float = math.inf
 
@@ -204,7 +205,7 @@ class _Option:
 
 _PLAIN = _Option(0)
 _FIRST = _Option(0)
-"""The first round of a drafting session. It has no proposal, which would delay the first token."""
+"""The first round of a drafting session has no proposal, so that the first token comes sooner."""
 
 
 class LengthControl:
@@ -214,7 +215,7 @@ class LengthControl:
         self, controls: LengthControls, learned: Learned, rule: Rule, num_draft_tokens: int,
         prompt_length: int, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """Only sessions in `LengthControls._firsts` have a `seed`."""
+        """`seed` is None for a session that is not in `LengthControls._firsts`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -234,7 +235,7 @@ class LengthControl:
         self._plain_ends = False
         """Whether drafting certainly follows the current plain phase."""
         self._planned = _FIRST if num_draft_tokens else _PLAIN
-        """The option of the planned rounds after `_next`; `_num_planned` of them are left."""
+        """The option of the `_num_planned` rounds that are planned after `_next`."""
         self._num_planned = 1 if num_draft_tokens else _ENDLESS
         self._fixed: _Option | None = None
         """The option of all rounds after the planned rounds; None = not fixed."""
@@ -261,7 +262,6 @@ class LengthControl:
 
     @property
     def plans_plain(self) -> bool:
-        """Whether the planned rounds are plain."""
         return self._planned is _PLAIN
 
     def fix(self) -> None:
@@ -278,14 +278,14 @@ class LengthControl:
         self._fixed = _Option(num_draft_tokens) if num_draft_tokens else _PLAIN
         if self._fixed is _PLAIN:
             self._planned, self._num_planned = _PLAIN, _ENDLESS
-        elif self._current is None:  # The target was not asked to run ahead.
+        elif self._current is None:  # No round has begun.
             self._planned, self._num_planned = _FIRST, 1
         elif self._planned is not _PLAIN:
             self._num_planned = 0
 
     def choose(self, num_left: int) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
-        including the target's own token. The last `note` does not influence this length, because a
+        including the correction or bonus. The last `note` does not influence this length, because a
         target or draft that works ahead may already have drawn tokens of this round."""
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
@@ -342,8 +342,8 @@ class LengthControl:
         return self._planned
 
     def _plan(self) -> None:
-        """Plans further rounds if none are left. Decides early whether a plain phase continues, so
-        that the target can run ahead."""
+        """Plans further rounds if no planned round is left. Decides before the end of a plain phase
+        whether the phase continues, so that the target can run ahead."""
         in_phase = self._planned is _PLAIN and not self._plain_ends
         if self._num_planned > in_phase * self._controls.run_ahead_rounds:
             return
@@ -371,8 +371,8 @@ class LengthControl:
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting is expected to gain more than the draft's reading of the missed tokens
-        costs. If not, whether the trial budget pays for the expected loss."""
+        """Whether drafting is expected to gain more tokens than are lost while the draft reads the
+        missed tokens, or the trial budget pays for the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

@@ -8,28 +8,28 @@ from outrider.values import value
 
 @value(frozen=True, slots=True)
 class RoundLength:
-    """The planned K of a round, and what follows from it."""
+    """What length control has planned for a round."""
 
     num_draft_tokens: int
     run_ahead: int
     """Number of rounds after this round that certainly have no proposal. The target may run these
-    rounds without waiting."""
+    rounds without waiting for the coordinator."""
     next_max: int = 0
-    """Largest K of the next round. A target with a head drafts this many tokens together with this
-    round's verdict."""
+    """Largest possible K of the next round. A target with a head drafts this many tokens in the
+    step that gives this round's verdict."""
     draft_budget_s: float = math.inf
-    """Time limit of this round's proposal. The configured limit of drafting applies, too."""
+    """Time limit of this round's proposal. The configured limit of drafting also applies."""
     is_timed: bool = True
-    """Whether a time limit may stop the drafting for this round and, on the target, for the next.
-    False if another session uses or has used the same seed. Times may then depend on the random
-    numbers of this round, so a time limit could bias the output."""
+    """Whether a time limit may stop drafting for this round, or a head's drafting for the next
+    round. False if another session uses or has used the same seed. Times may then depend on the
+    random numbers of this round, so a time limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):
     """Drafting by a target in the same step as a verdict."""
 
     num_tokens: int
-    """Number of drafted tokens. The round may use fewer."""
+    """Number of drafted tokens. The round that they are for may use fewer."""
     seconds: float
     work_s: float
     """This session's share of `seconds`."""
@@ -40,18 +40,18 @@ class PlayedRound:
     """Acceptance and times of a finished round."""
 
     num_asked: int
-    """`Drafted.num_asked`. From a round with 0, length control learns only that the wait `draft_s`
-    brought no proposal."""
+    """See `Drafted.num_asked`. If this is 0 and `draft_s` > 0, the draft did not answer in time."""
     survival: tuple[float, ...]
-    """[K]: the chances that at least 1, 2, ... draft tokens were accepted, from
-    `outrider.speculation.accept_reject.survival`."""
+    """[number of proposed tokens]: the chances that at least 1, 2, ... draft tokens were accepted,
+    as computed by `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
     """Number of tokens that the round committed."""
     context: int
     """Length of the session when the round began, in tokens."""
     draft_s: float
+    """Time for which the round waited for its proposal."""
     target_s: float
-    """Time in the target's queue and step, without drafting for the next round."""
+    """Time in the target's queue and step, minus the time of drafting for the next round."""
     ended_at: float
     """Time at which the round ended, on a clock that all rounds share."""
     queue_s: float = 0.0

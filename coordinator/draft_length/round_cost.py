@@ -3,12 +3,12 @@ finished rounds.
 
 | part of a round | known from |
 | --- | --- |
-| wait for a proposal | the draft's table, then measured |
-| the target's step | the target's table at the rows of all sessions, then measured |
+| wait for a proposal | at first the draft's table, then measured |
+| the target's step | at first the target's table for the rows of all sessions, then measured |
 | wait for the target's step to begin | measured while other sessions use the target |
 | messages, and the coordinator's work | measured: a round's time minus the parts above |
-| what other sessions lose to drafting and messages on shared cores | measured |
-| a plain round | the time of the target's step, then measured as a whole |
+| tokens that other sessions lose to drafting and messages on shared cores | measured |
+| a plain round | at first the time of the target's step, then measured as a whole |
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,11 @@ TABLE_SPREAD = 0.5
 """A draft token's measured time, divided by its time in the draft's table, has a prior with mean 1
 and this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
-mean number of other sessions' rows is known. A small spread gives these slopes little weight."""
+"""Like `TABLE_SPREAD`, for the target's time per row (token of a step). Measured times per row are
+too low, because only the mean number of other sessions' rows is known. A small spread gives these
+measurements little weight."""
 MEAN_SPREAD = 1.0
-"""Like `TABLE_SPREAD`, for a draft without a table: relative to the mean measured time."""
+"""Like `TABLE_SPREAD`, for a draft without a table. The mean measured time replaces the table."""
 MESSAGES_WORK = 4.0
 """Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
 these messages. With 8 sessions on two cores, 3 to 4 was measured."""
@@ -50,7 +51,7 @@ Array = npt.NDArray[np.float64]
 
 class CostLine:
     """Fits seconds as a linear function of a quantity x >= 0, by exponentially weighted least
-    squares with a prior for the slope. Neither the slope nor a value is ever negative."""
+    squares with a prior for the slope. The slope and the fitted values are never negative."""
 
     def __init__(self, spread: float, *, relative: bool) -> None:
         """The prior of the slope has mean 1 and standard deviation `spread`. If `relative` is true,
@@ -101,9 +102,8 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected times of a session's next round, and the tokens that other sessions lose to it.
-    They lose tokens because its rows lengthen their steps, and because its drafting and messages
-    use shared cores."""
+    """The expected times of a session's next round, and the tokens that other sessions lose to this
+    round, because it lengthens their steps, and its drafting and messages use shared cores."""
 
     plain_s: float
     round_s: float
@@ -174,8 +174,8 @@ class RoundCosts:
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. If the draft had to read other tokens first
-        (not `is_typical`), the wait for the proposal does not count."""
+        """Counts a round that asked for draft tokens. `is_typical` is false if the draft had to
+        read other tokens first. The wait for the proposal then does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s
@@ -215,7 +215,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # A plain round costs others nothing, because the target runs ahead with few messages.
+            # A plain round costs other sessions nothing: the target runs ahead with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,

@@ -12,8 +12,8 @@ _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def read_chat_template(name: str) -> str:
-    """The text of a chat template. `name` is a path, `HERMES` for the template in this package, or
-    empty for an empty text. Raises `SettingError`."""
+    """Returns the text of a chat template. `name` is a path, or `HERMES` for the template in this
+    package. An empty name gives an empty text. Raises `SettingError`."""
     if not name:
         return ""
     if name == HERMES:

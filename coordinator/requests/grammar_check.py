@@ -34,7 +34,7 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Assigns compilers to waiting constraints. Tenants take turns, oldest constraint first."""
+    """Assigns compilers to constraints. Tenants take turns, each with its oldest constraint."""
 
     def __init__(self, compilers: Iterable["_Compiler"]) -> None:
         # The compiler that was used last comes first, because its process runs already.

@@ -172,17 +172,17 @@ class PromptEncoder:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
-        """By (`id` of the prompt object, `add_special_tokens`). All generations of one request
-        share a prompt object. A running call keeps it alive, so no other object can get its id."""
+        """Running calls by (`id` of the prompt object, `add_special_tokens`). All generations of a
+        request share a prompt object, which a call keeps alive, so no other object has its id."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
         self, request: GenerateRequest, tokens_max: int, *, add_special_tokens: bool = True
     ) -> tuple[str, tuple[int, ...]]:
-        """The name of the prompt's field, and the prompt's token ids. `add_special_tokens` affects
-        plain text only. Simultaneous calls with the same prompt object tokenize it once. Raises
-        `BadRequest` if the prompt cannot be tokenized, or has more bytes than `tokens_max` tokens
-        can have."""
+        """Returns the name of the prompt's field, and the prompt's token ids. `add_special_tokens`
+        affects only plain text. Simultaneous calls with the same prompt object tokenize it once.
+        Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes than `tokens_max`
+        tokens can have."""
         text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given

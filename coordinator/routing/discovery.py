@@ -1,9 +1,9 @@
-"""Reads the registry (the replicas' entries in Redis), updates the pools, and lists all replicas.
+"""Reads the registry (the replicas' entries in Redis), and updates the replica pools.
 
-- A new replica joins its pool if it describes itself, and fits the first replica of the pool.
+- A new replica joins the pool of its role if it answers, and fits the pool's first replica.
 - A leaving replica joins only if no other replica of the pool has the same weights, because
   sessions that began with these weights can run only on such a replica.
-- If a replica of the pool is leaving according to the registry, its sessions move to others.
+- If the registry marks a replica of the pool as leaving, its sessions move to other replicas.
 - A replica that the registry has not listed for `LEASE_S` is removed if it does not answer, or if
   another replica has its address now.
 - While the registry cannot be read, the pools do not change."""
@@ -30,10 +30,10 @@ READ_PERIOD_S = 0.5
 REFUSED_S = 10.0
 """Pause before a replica that could not join is asked again."""
 NAMES_KEPT = 2 * len(ROLES) * REPLICAS_MAX
-"""Number of present and former replicas for which times are kept."""
+"""Largest number of present and former replicas for which times are kept."""
 
 State = Literal["serving", "away", "leaving", "joining"]
-"""joining: the registry lists the replica, but the pool has refused it or not added it yet."""
+"""away: not reachable. joining: in the registry, but refused by the pool or not added yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Discovery:
         self.wanted: dict[Role, int] = {}
         """Role -> number of replicas that should run, from the registry."""
         self.present: dict[Role, int] = {}
-        """Role -> number of announced replicas that are neither leaving nor on trial."""
+        """Role -> number of replicas in the registry that are neither leaving nor on trial."""
         self._heard_at: float | None = None
         self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
         """Replica name -> (time when the registry last listed the replica, its address then)."""
@@ -126,7 +126,7 @@ class Discovery:
         """Updates the pools from all current records of the registry."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # While the registry was unreachable, no replica could announce itself.
+            # Replicas could not announce themselves meanwhile, so their `LEASE_S` starts anew.
             self._heard.update({name: (now, one[1]) for name, one in self._heard.items()})
         self._away = False
         for role, records in found.items():
@@ -164,8 +164,8 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Removes a replica that the registry no longer lists, unless it answers. If `is_replaced`,
-        does not ask, because another replica has the address now and would answer instead."""
+        """Removes a replica that the registry no longer lists, unless the replica answers. If
+        `is_replaced`, does not ask, because another replica has its address and would answer."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
@@ -201,7 +201,7 @@ class Discovery:
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """Returns all replicas by role and name. The arguments describe this coordinator."""
+        """Returns all replicas sorted by role and name. The arguments describe this coordinator."""
         own = ReplicaRecord(
             role="coordinator", name=self._own_name, address="", host=socket.gethostname(), pid=0,
             model=model, load=load, figures=figures,

@@ -36,7 +36,7 @@ RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
 """A *feed* is a message that brings hidden states to the draft. If this many feeds in a row do not
-lengthen the draft's cached prefix, the session sends the draft nothing for `RETRY_S`."""
+lengthen the draft's cached prefix, the session sends nothing to the draft for `RETRY_S`."""
 
 
 class PushedProposals:
@@ -73,14 +73,14 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Converts a time limit to us, for a message. 0 stands for infinity."""
+    """Converts a time limit to microseconds, for a message. Infinity becomes 0."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class _ModelDrafts(Drafts):
-    """Base class. In a hybrid drafter, a confident look-up proposes instead of the model. Its
+    """Base class. In a hybrid drafter, a confident look-up proposes instead of the model. The
     confidence depends only on committed tokens of this session and of earlier sessions."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _ModelDrafts(Drafts):
         """Largest number of draft tokens that a round requests from the model."""
         of_request_ms = route.context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of drafting. The draft then answers with the tokens drawn so far."""
+        """Time limit of drafting, at which the drafter answers with the tokens drawn so far."""
 
     @property
     def on_trial(self) -> bool | None:
@@ -123,7 +123,7 @@ class _ModelDrafts(Drafts):
 
 
 class DraftClient(_ModelDrafts):
-    """Proposals from a draft replica. While the replica does not answer, a look-up proposes."""
+    """Asks a draft replica for proposals. While the replica is silent, a look-up proposes."""
 
     def __init__(
         self, pool: ReplicaPool, context: SessionContext, lookup: LookupDrafter,
@@ -134,15 +134,15 @@ class DraftClient(_ModelDrafts):
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
-        """Hidden states of the newest verdict, until they are sent to the draft."""
+        """Hidden states that came with the newest verdict, until they are sent to the draft."""
         self._held_before = 0
         """Number of tokens that the draft held before the newest feed, as far as known."""
         self._num_vain = 0
         """Number of consecutive feeds that did not lengthen the draft's cached prefix."""
         self._is_behind = False
-        """Whether the draft lacks hidden states, and cannot propose in this round."""
+        """Whether the draft lacks hidden states, so that it cannot propose in this round."""
         self._look_ahead = 0
-        """Number of outcomes of a round for which the draft drafts ahead."""
+        """Largest number of outcomes of a round for which the draft drafts ahead."""
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
@@ -152,7 +152,7 @@ class DraftClient(_ModelDrafts):
         self._held: ProposalReply | None = None
         """The reply with this round's proposal; None if there is none."""
         self._looked_for = 0
-        """K of the newest message to the draft, and the largest size of proposals drafted ahead."""
+        """K of the newest message to the draft. Drafting ahead yields up to K tokens an outcome."""
         self._ask_again_at = 0.0
         """Earliest time of the next message to a draft that failed, or of the next feed."""
 
@@ -197,7 +197,7 @@ class DraftClient(_ModelDrafts):
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(guess, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
-            # Length control must count tokens beyond the model's limit as asked for.
+            # For length control, the round also asked for the tokens beyond the model's limit.
             return replace(drafted, num_asked=num_wanted)
         return drafted
 
@@ -207,8 +207,8 @@ class DraftClient(_ModelDrafts):
         """Returns the replica's proposal; None if the replica is away, does not answer, refuses,
         lacks hidden states, or had no time for a first token.
 
-        The replica itself stops drawing at the time limit. The coordinator drops no late tokens:
-        delays may depend on the tokens' values, so this would bias the output."""
+        The replica itself stops drawing at the time limit. The coordinator never drops a late
+        proposal: delays may depend on the drawn tokens, so dropping would bias the output."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -327,8 +327,8 @@ class DraftClient(_ModelDrafts):
         loop.call_soon(loop.call_soon, tell)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
-        """Sends a message. If this fails, returns False, after a move if the replica is out of
-        reach."""
+        """Sends a message, and returns whether this succeeded. If the replica is out of reach,
+        moves the session."""
         try:
             self._send(number, num_draft_tokens, held)
         except (errors.LinkLost, errors.Overloaded) as error:
@@ -413,7 +413,7 @@ class DraftClient(_ModelDrafts):
 
 
 class SelfDraftClient(_ModelDrafts):
-    """Proposals from a head in the target. A round's proposal comes with the previous round's
+    """Gets proposals from a head in the target. A round's proposal comes with the previous round's
     verdict. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
 
     def __init__(
@@ -439,7 +439,7 @@ class SelfDraftClient(_ModelDrafts):
             proposal, score = self.look_up(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
-                # A fallback's proposal does not show how well the head is accepted.
+                # A fallback's proposal does not show how often the head's tokens are accepted.
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)

@@ -30,8 +30,8 @@ class Drafted:
     """Time for which the round waited for the proposal."""
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
-    number of drawn tokens. 0 if the proposal does not show how well the drafter is accepted: no
-    drafter was asked, or a look-up replaced a drafter that was late or not ready."""
+    number of drawn tokens. 0 if the proposal does not show how often the drafter's tokens are
+    accepted: no drafter was asked, or a look-up replaced a drafter that was late or not ready."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
@@ -79,7 +79,7 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The state of the draft replica; None without a replica."""
+        """The draft replica, and the number of tokens that it holds; None without a replica."""
         return None
 
     @property
@@ -123,7 +123,7 @@ class NoDrafts(Drafts):
 
 WATCH_ROUNDS_MIN, WATCH_ROUNDS_MAX = 8, 64
 """Bounds of the number of rounds between two look-ups of a `LookupProbe`. A look-up takes up to 0.1
-ms of CPU time. If its first token is wrong, the number doubles."""
+ms of CPU time. If the first token of a look-up is wrong, this number doubles."""
 
 
 class LookupProbe:

@@ -92,7 +92,7 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Not stale: proposals drafted ahead for other outcomes, and a draft's answer to a prefill.
+        # Proposals for other outcomes, and a draft's answers to prefills, do not count as stale.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
@@ -152,7 +152,7 @@ class ReplicaPool:
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Asks a replica for its description, and adds the replica. The pool will close the `link`.
+        """Asks a replica for its description, and adds the replica. The pool closes the `link`.
         Raises `Unavailable` if the replica does not answer, and `Incompatible` if it does not fit
         the pool."""
         check(name not in self.replicas, f"{name} has joined already")
@@ -195,7 +195,7 @@ class ReplicaPool:
         return next(shown, None) == replica.features
 
     async def watch(self) -> None:
-        """Probes replicas when they become away, and then periodically until they are back."""
+        """Probes replicas that cannot be reached, at once and then periodically."""
         while True:
             await self.lost.wait()
             self.lost.clear()
@@ -267,7 +267,7 @@ class ReplicaPool:
         elif target is not None and own and other and own != other:
             reason = f"has another tokenizer ({own}) than the target {target.model!r} ({other})"
         elif target is not None and found.reads_features and not target.shows_features:
-            reason = f"reads hidden states of its target, which {target.model!r} does not show"
+            reason = f"reads hidden states of its target, which {target.model!r} does not send"
         elif first is not None and found.reads_features != first.reads_features:
             reason = f"and {first.model!r} differ: only one reads hidden states of its target"
         if reason:
@@ -294,8 +294,8 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     under `key`. `loads` maps each replica's name to its number of sessions.
 
     A replica runs up to `seats` sessions in one step. Up to this number, its load may exceed the
-    mean by the share `LOAD_SLACK`. Above it, all replicas get equal loads, because the sessions of
-    a fuller replica would wait longer."""
+    mean by the share `LOAD_SLACK`. Above this number, all replicas get equal loads, because the
+    sessions of a fuller replica would wait longer."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -328,7 +328,7 @@ class SessionContext:
 class SessionRoute(Generic[Item, Answer]):
     """Sends one session's messages to a replica, keeps the answers, and moves the session to other
     replicas. A replica refuses a session after the session's Release message. A session may return
-    to a replica that it has left, so all its replicas get this message when the session ends."""
+    to a replica that it has left, so its replicas get this message only when the session ends."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """The session begins at the replica that its record names. Without a name, or if this
@@ -383,7 +383,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target, or else the pool's first target, drafts for itself."""
+        """Whether the session's target drafts for itself (without one, the pool's first target)."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -399,7 +399,7 @@ class SessionRoute(Generic[Item, Answer]):
     def begin(self, round_index: int) -> int:
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
         number for messages. Each move raises this number by more rounds than a replica runs ahead.
-        So if the session returns to a replica, this replica's late answers match no round."""
+        So if the session returns to a replica, late answers of this replica match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -432,7 +432,7 @@ class SessionRoute(Generic[Item, Answer]):
         if self._weights not in ("", replica.description.weights):
             raise LinkLost(f"the {self._pool.role} {replica.name} has other weights now")
         if not self._pool.can_read(replica.description, self.context.session.session_id):
-            raise LinkLost(f"the draft {replica.name} is not for the head that the target has now")
+            raise LinkLost(f"the target sends no hidden states for the draft {replica.name}")
         try:
             replica.link.send(item)
         except LinkLost:
@@ -526,7 +526,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def move(self) -> bool:
         """Moves to another replica that fits, and returns True. If none fits, returns False, and
-        leaves its replica if this is a leaving draft. Open requests get no answer after a move."""
+        leaves the replica if it is a leaving draft. Open requests get no answer after a move."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":
@@ -559,7 +559,7 @@ class SessionRoute(Generic[Item, Answer]):
         - Replicas with the `numerics` of the route's first replica rank next, whatever their load.
           They compute the same logits, so the session's text continues with the same tokens.
         - A replica on trial gets its share of the sessions, chosen by a hash of the session's id.
-          Other sessions get it only if all fitting replicas are on trial.
+          Other sessions get such a replica only if all fitting replicas are on trial.
         - Among replicas of equal rank, `choose` decides by `affinity`."""
         session_id, pool = self.context.session.session_id, self._pool
         without = [*self._rejected, self._replica]

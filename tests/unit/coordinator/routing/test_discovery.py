@@ -237,7 +237,7 @@ async def test_a_start_fails_if_there_are_drafts_and_none_fits(world: World) -> 
     assert list(world.drafts.replicas) == ["e"]
     await world.drafts.leave("e")
     world.prepared["e:1"] = described(misfit)
-    with pytest.raises(Incompatible, match="does not show"):
+    with pytest.raises(Incompatible, match="does not send"):
         await world.fleet.begin()
 
 

@@ -219,7 +219,7 @@ async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_a
     [
         ("target", TOY, replace(TOY, vocab_size=7), "another vocabulary"),
         ("draft", TOY, replace(TOY, tokenizer_fingerprint="b"), "another tokenizer"),
-        ("draft", TOY, replace(TOY, reads_features=True), "which 'big' does not show"),
+        ("draft", TOY, replace(TOY, reads_features=True), "which 'big' does not send"),
     ],
 )
 async def test_only_replicas_that_fit_join(
@@ -257,7 +257,7 @@ async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
     draft.send(None)
     targets.admit("new", new, new.description)
     assert target.move()
-    with pytest.raises(LinkLost, match="is not for the head that the target has now"):
+    with pytest.raises(LinkLost, match="sends no hidden states for the draft"):
         draft.send(None)
     assert (draft.move(), draft.replica, early.move()) == (True, "b", False)
 
