@@ -1,4 +1,4 @@
-"""The request for a proposal that a drafter gets: a `DraftRequest` with a `DraftDeadline`.
+"""The request that a drafter answers with a proposal: a `DraftRequest` with a `DraftDeadline`.
 
 A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
 finished sessions of the same tenant. It must not depend on tokens that were drafted but not
@@ -7,7 +7,7 @@ tokens drawn so far, whether to continue.
 
 Draft tokens and their number must be independent of the random numbers that test them. So under the
 rules token and block, a proposal must not depend on answers of other sessions with the same seed.
-Under coupled and greedy, it may, because committed tokens do not depend on drafts."""
+Under coupled and greedy, it may depend on them: committed tokens do not depend on drafts."""
 
 from __future__ import annotations
 

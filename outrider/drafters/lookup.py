@@ -154,7 +154,7 @@ class NgramDrafter(LookupDrafter):
     tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max)."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """Ignores matches under `ngram_min` tokens. Matches of `ngram_max` or more are equal."""
+        """Ignores matches under `ngram_min` tokens. Does not prefer matches over `ngram_max`."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 

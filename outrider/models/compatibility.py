@@ -1,10 +1,10 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-A layer may keep only one key and one value for a token. The logits of a sequence must not depend on
-the other sequences of a step. The trial runs the same tokens as two sequences: the first in one
-step, the second in two steps. Up to rounding, both sequences must have the logits of the module's
-own dense attention. A deterministic engine also compares steps of several sizes with each other
-(`dependent_at`)."""
+The model must keep only one key and one value for a token in each layer. The logits of a sequence
+must not depend on the other sequences of a step. The trial runs the same tokens as two sequences:
+the first in one step, the second in two steps. Up to rounding, both sequences must have the logits
+of the module's own dense attention. A deterministic engine also compares steps of several sizes
+with each other (`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence
@@ -108,8 +108,8 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
 
 
 def check_features(engine: DraftingEngine, expected: Tensor) -> None:
-    """Raises `ConfigError` if the draft head's features of the trial's last sequence differ from
-    `expected` [T, D]. Call this right after `check_answers`."""
+    """Raises `ConfigError` if the features of the trial's last sequence, which a draft head reads,
+    differ from `expected` [T, D]. Call this right after `check_answers`."""
     _check_close(engine.features()[-1], expected, "features")
 
 
@@ -134,7 +134,7 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
     for num_rows in _CROWDED_ROWS:
-        # Each step has room for at least one row of another sequence.
+        # Each part leaves room for at least one token of another sequence.
         crowded = _logits_in_parts(engine, ids, num_rows - 1, num_rows, max_num_seqs)
         if not torch.equal(crowded, alone):
             differ.append(num_rows)

@@ -1,5 +1,5 @@
 """The interface of draft heads (EAGLE-3 heads and MTP layers), which run as one more layer on a
-target's pages (`outrider/engine/draft_layer.py`)."""
+target's KV-cache pages (`outrider/engine/draft_layer.py`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Pairs(NamedTuple):
     """The input of a draft head. In shapes, `..` means any sizes."""
 
     features: Tensor  # [.., D]
-    token_ids: Tensor  # [..]: the tokens after those of the features
+    token_ids: Tensor  # [..]: the token after each feature's token
     positions: Tensor  # [..]: the rotary positions
 
 

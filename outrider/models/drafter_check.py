@@ -29,7 +29,7 @@ AGREEMENT_MIN = 0.2
 """The check warns if the agreement is below this share. Published heads have 0.6 or more, but only
 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way is chosen only if its agreement is larger by at least this number."""
+"""A way replaces the stated way only if its agreement is larger by at least this number."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)

@@ -301,9 +301,9 @@ def save_speculators(
     directory: Path, head: Eagle3Head, token_ids: Sequence[int], *, target_name: str,
     architectures: Sequence[str], num_draft_tokens: int,
 ) -> None:  # fmt: skip
-    """Writes a head in the form of speculators 0.9. `architectures` are those of the target,
-    `token_ids` are the tokens of the head's logits, and `num_draft_tokens` is the default for a
-    round. The files have embeddings even if these are the target's, because speculators would leave
+    """Writes a head in the form of speculators 0.9. `architectures` are those of the target, and
+    `token_ids` are the tokens of the head's logits. By default, a round drafts `num_draft_tokens`.
+    The files have embeddings even if these are the target's, because speculators would leave
     missing embeddings unset."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}

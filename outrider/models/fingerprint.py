@@ -65,9 +65,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. It does
-    not depend on which tensors share a file. If there are no safetensors, returns the fingerprint
-    of `PICKLED_FILE`."""
+    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. Which
+    tensors share a file does not matter. If there are no safetensors, returns the fingerprint of
+    `PICKLED_FILE`."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -85,7 +85,7 @@ def _tensor_digests(path: Path) -> dict[str, bytes]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_BYTES_MAX:
-            raise ValueError(f"a header of {length} bytes")
+            raise ValueError(f"its header has {length} bytes")
         header = json.loads(file.read(length))
         start = file.tell()
         for name, entry in header.items():

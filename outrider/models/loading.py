@@ -214,8 +214,8 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
-    """Returns the model's device, and sets torch's number of threads. Makes a CUDA device the
-    calling thread's current device. Raises `SettingError`."""
+    """Returns the model's device, and sets torch's number of threads. If the device is a CUDA
+    device, makes it the calling thread's current device. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -303,7 +303,7 @@ def parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    # PyTorch's documentation allows the hook to return a parameter, but its annotation does not.
+    # PyTorch's documentation allows the hook to return a parameter, but the annotation does not.
     hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield

@@ -6,8 +6,8 @@ module also clamps, adds an offset or rotates in another way. So a probe calls t
 replacement with a few random rows of different magnitudes. The probe of an MLP or attention leaves
 out the last linear layer, because the replacement has the same layer, and a call of this layer may
 wait for other ranks. If the probe fails, only the linear layers in the module are replaced. Nothing
-is replaced in a module with hooks, or with a `forward` that is set on the instance. A replacement's
-`__call__` is `forward`, which saves a millisecond in a step of 30 layers. So it runs no hooks."""
+is replaced in a module with hooks, or with a `forward` that is set on the instance. A replacement
+runs no hooks: its `__call__` is `forward`, which saves a millisecond in a step of 30 layers."""
 
 import inspect
 import logging

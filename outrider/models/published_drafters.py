@@ -31,7 +31,7 @@ _UNSERVED = re.compile(
 )
 """Matches architectures, keys of `config.json` and tensors of drafters that are not served."""
 _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
-"""The kind for each match of `_UNSERVED` that is not the name of a kind."""
+"""Maps a match of `_UNSERVED` to a drafter's kind, if the match is not the kind's own name."""
 
 
 def recognise(directory: Path) -> str | None:
@@ -83,7 +83,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns every tensor of a published drafter by name, from safetensors or `PICKLED_FILE`. Runs
-    no code of `PICKLED_FILE`. Raises `ValueError` or an error of the libraries."""
+    no code of `PICKLED_FILE`. Raises `ValueError`, or errors of safetensors."""
     pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)

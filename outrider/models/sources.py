@@ -54,7 +54,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = 
 
 
 def local_path(name: str) -> Path:
-    """Returns the directory of the drafter `name` in this package, or else the name as a path."""
+    """Returns the drafter's directory if `name` is a drafter in this package, otherwise `name`."""
     if name in SHIPPED:
         return _DRAFTERS / name
     return Path(os.path.expanduser(name))
@@ -111,7 +111,7 @@ def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration has a draft vocabulary. Those of EAGLE-3 heads have one."""
+    """Whether the configuration states a draft vocabulary, as for an EAGLE-3 head."""
     try:
         text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
         return "draft_vocab_size" in json.loads(text)

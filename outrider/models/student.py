@@ -58,10 +58,10 @@ def check_target(directory: Path, *, name: str, target_directory: Path, target_n
     found = tensors_fingerprint(target_directory)
     if description.target_fingerprint != found:
         raise ConfigError(
-            f"drafter {name} was trained for the target {description.target} with tensors "
-            f"{description.target_fingerprint}, and uses embeddings and head of that target. "
-            f"{target_name} has tensors {found}. To train a drafter for {target_name}, run: "
-            f"outrider distill {target_name} --out DIR"
+            f"drafter {name} was trained for the target {description.target} (fingerprint "
+            f"{description.target_fingerprint}), and uses embeddings and head of that target. "
+            f"{target_name} has the fingerprint {found}. To train a drafter for {target_name}, "
+            f"run: outrider distill {target_name} --out DIR"
         )
 
 

@@ -2,7 +2,7 @@
 
 Let p_i be the target's distribution of token x_i, given all earlier tokens. If x_i is drawn from
 p_i, its surprise -log p_i(x_i) has the entropy of p_i as its mean. So the sum of surprise minus
-entropy is a martingale, even though a session's tokens decide where it ends. For many tokens, this
+entropy is a martingale, even though the tokens decide where a session ends. For many tokens, this
 sum divided by the square root of the summed variances of -log p_i is approximately standard normal.
 The quotient drifts away from 0 if the tokens' distribution has another mean surprise.
 

@@ -2,9 +2,9 @@
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
 from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
-The counts are the differences of the cumulative distribution, multiplied by `COUNT_TOTAL` and
-rounded. A draw takes one uniform u, and returns the first token at which the running sum of counts
-exceeds u times their total.
+The cumulative distribution is multiplied by `COUNT_TOTAL` and rounded; its differences are the
+counts. A draw takes one uniform u, and returns the first token at which the running sum of counts
+exceeds u * `COUNT_TOTAL`.
 
 Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`)."""
 

@@ -143,8 +143,8 @@ def changed_tokens(
     """A table [E, 3] of the tokens that have a bias or occur in any part of the history. Tokens
     without a column in the logits, which have `width` columns, are left out. A row has the token's
     column, the bits of the token's bias as a float64, and 2 n + m. Here n is the token's count in
-    the output, and m is 1 if the prompt has the token. Draft tokens are in the table, but not in n:
-    each row of logits has other draft tokens before it."""
+    the output, and m is 1 if the prompt has the token. Draft tokens are in the table, but not in n,
+    because each row of logits has other draft tokens before it."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
@@ -328,8 +328,8 @@ class RowMasks(NamedTuple):
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for the rows of a proposal. Raises `Incompatible` only if the mask after the
-    committed tokens cannot be computed, because a draft must not make a session fail."""
+    """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
+    tokens cannot be computed. A later mask raises no error: no draft may make a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
@@ -380,8 +380,8 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """The tokens that a draft may draw after `drafted`. None if the draft must stop: the completion
-    has ended, no token of the `vocabulary` may follow, or the mask cannot be computed."""
+    """The tokens that a draft may draw after `drafted`. None if the draft must stop, because
+    the completion has ended, no token of the `vocabulary` may follow, or there is no mask."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:

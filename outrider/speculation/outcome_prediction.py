@@ -111,8 +111,8 @@ class _Coefficient:
         self._information = _PRIOR_INFORMATION
 
     def step(self, slope: float, information: float) -> None:
-        """Learns from one outcome. `slope` is the derivative of its log likelihood, `information`
-        the negated second derivative."""
+        """Learns from one outcome. `slope` is the derivative of the outcome's log likelihood, and
+        `information` is the negated second derivative."""
         self._information = self._information * _FADE + information
         step = min(max(slope / self._information, -_STEP_MAX), _STEP_MAX)
         self.value = min(max(self.value + step, self._low), self._high)
@@ -152,7 +152,7 @@ class OutcomeModel:
         self._bonus = _Corrections(1.0, 0.0, _WEIGHT_MAX)
 
     def _acceptance(self, index: int, evidence: float) -> float:
-        """The probability that a draft token is accepted, given that all before it are."""
+        """The probability that a draft token is accepted if all earlier ones are accepted."""
         total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 

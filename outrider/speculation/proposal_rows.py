@@ -1,6 +1,7 @@
 """The rows of several proposals, and what a device computes from each row.
 
-The rows of a proposal of K draft tokens are p_1..p_{K+1} (`verification.py`)."""
+The rows of a proposal of K draft tokens are p_1..p_{K+1} (`verification.py`). If the rule uses q,
+row p_i with i <= K *judges* draft token x_i."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
