@@ -32,9 +32,9 @@ def decoder_of(kernels: Any, family: str, **changes: Any) -> fused_decoder.Fused
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma2", {}, "its head"),
+        ("gemma2", {}, "its LM head"),
         ("gpt_neox", {}, "not those of a Llama"), ("gpt2", {}, "not those of a Llama"),
-        ("llama", {"hidden_act": "relu"}, "an activation of another kind"),
+        ("llama", {"hidden_act": "relu"}, "an unsupported activation"),
         ("llama", {"mlp_bias": True}, "MLP has a bias"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
          "depend on the length"),
