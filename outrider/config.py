@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def without_security(config: Server) -> Server:
-    """A copy of the configuration, for a measurement: on loopback, without keys and TLS."""
+    """A copy for measurements: on loopback, without keys and TLS."""
     cleared = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
     changes: dict[str, Any] = {"host": LOOPBACK, **cleared}
     return replace(config, **changes)
@@ -176,8 +176,8 @@ class ModelServerConfig(ServerConfig):
     port: Port = 0
     """The replica's gRPC port, for firewalls that admit only some ports; 0 = any free port."""
     num_cpus: Cpus = 0.5
-    """CPUs that Ray reserves for a replica. They limit how many replicas Ray places on a machine,
-    not how many cores a replica uses."""
+    """CPUs that Ray reserves for a replica. This number limits how many replicas Ray places on a
+    machine, not how many cores a replica uses."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
     """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica; unset = an equal
     share of the cluster's GPUs, at most one GPU, for each rank of a model."""
@@ -257,7 +257,7 @@ class DraftConfig(ModelServerConfig):
     token takes about 200 bytes. All tenants together have room for four times this number."""
     hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = 0.6
     """If the look-up of a hybrid drafter expects at least this number of accepted tokens, the
-    hybrid uses the look-up, otherwise its model or head."""
+    hybrid uses the look-up. Otherwise it uses its model or head."""
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = 1
     """Largest number of tokens that a hybrid drafter's model or head drafts in a round."""
     target: Internal[str] = ""
@@ -445,7 +445,7 @@ class AutoscaleConfig:
     autoscale_coordinators: _Bounds = ""
     """Smallest and largest number of coordinators, in the format of `autoscale_targets`."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """Add targets if rounds and prompts wait in the queue for more than this number of steps."""
+    """Add targets if rounds and prompts wait in the queue for longer than this number of steps."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0

@@ -53,7 +53,7 @@ GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # a connection without calls is closed after this time
 GRPC_AGE_MS = 300_000  # an older connection takes no new calls, so clients connect anew
 GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long an old connection's calls may still run
-BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
+BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on a second stream, the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX

@@ -76,8 +76,8 @@ class BatchingDelay:
 
     def hold(self, now: float, waiting: Sequence[int]) -> float:
         """Sets `awaited` to the sessions for which the next step should wait. Returns the time at
-        which the wait ends; `now` = the step should not wait. `waiting` has the number of rows of
-        each waiting item."""
+        which the wait ends; `now` = the step should not wait. `waiting` has the number of tokens
+        of each waiting item."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -108,7 +108,7 @@ class BatchingDelay:
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
         """Returns the sessions that are expected to return between `now` and `before`, the earliest
-        first, as tuples (latest expected time, session id, number of rows)."""
+        first, as tuples (latest expected time, session id, number of tokens)."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

@@ -318,7 +318,7 @@ class SteppedService(ReplicaService):
         return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
 
     def _finish(self, batch: list[StepRequest], steps: list[_Step], now: float) -> None:
-        """Handles the answers of a step, and then the answers of a second step if it has run."""
+        """Handles the answers of a step, and then the answers of a second step if one has run."""
         first, *second = steps
         self._worker.note_seconds(now - steps[-1].start)
         again = {item.head.session_id for step in second for item in step.items}
@@ -342,8 +342,8 @@ class SteppedService(ReplicaService):
         self._queue.put_back([work for work in works if work not in released])
 
     def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
-        """Handles a crash of a step. If the step had one request, refuses it. If it had several,
-        each of them then runs alone, to find the request that causes the crash."""
+        """Handles a crash of a step. If the step had one request, refuses the request. If the step
+        had several, each then runs alone, to find the request that causes the crash."""
         sessions = [work.session_id for work in batch]
         logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
         self._crashes += 1

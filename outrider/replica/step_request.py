@@ -159,7 +159,7 @@ class RequestQueue:
 
     @property
     def rows(self) -> list[int]:
-        """Number of rows of each session's first request."""
+        """Number of tokens (rows) of each session's first request."""
         first: dict[str, int] = {}
         for work in self.waiting:
             first.setdefault(work.session_id, work.item.num_rows)

@@ -28,13 +28,13 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""One round commits at most this many tokens, so the next round has at most this many before its
-last `num_last` tokens. A demand with more is a prefix, even if it is only the end of a long
-prompt: such tokens take longer than others, because each of them reads the whole context."""
+"""A demand with more tokens before its last `num_last` tokens is a prefix, because the last round
+committed at most this many. The end of a long prompt is a prefix, too: its tokens take longer than
+others, because each of them reads the whole context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens: some steps take
-1.5 times their predicted time, and a gap also has time outside steps."""
+1.5 times their predicted time, and a gap also includes time outside steps."""
 WAITING_DECAY = 0.95  # with each step, n falls at most to this share of its value
 CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1

@@ -42,10 +42,10 @@ class RedisAddress:
     """Password for the session store. A password in the URL overrides it. Prefer the environment
     variable, because other users of the machine can see flags."""
     password_file: str = ""
-    """File with the password, at the same path on each machine. It is read at each connection."""
+    """File with the password, at the same path on each machine. Each connection reads it."""
     ca_file: str = ""
     """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
-    the system's."""
+    the authorities of the operating system."""
     sentinel_password: str = Field(default="", repr=False)
     """Password of the Sentinels, if they need one. Prefer the environment variable, because other
     users of the machine can see flags."""
