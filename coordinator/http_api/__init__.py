@@ -7,7 +7,7 @@
 | `reading.py` | parses bodies within limits, and writes errors in OpenAI's form |
 | `bodies.py` | the fields of bodies, and their translation into the coordinator's requests |
 | `tools.py` | reads tools, and splits an answer's text into content, reasoning and calls |
-| `answers.py` | turns a session's events into answers, whole or in chunks |
+| `answers.py` | turns the events of sessions into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
 | `schemas.py` | the schemas of answers, for the OpenAPI document |
 | `progress.py` | resumed streams and repeated requests |

@@ -1,4 +1,4 @@
-"""Turns a session's events into answers: whole, in chunks, or for `POST /api/generate`."""
+"""Turns the events of sessions into answers: whole, in chunks, or for `POST /api/generate`."""
 
 from __future__ import annotations
 

@@ -394,19 +394,19 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Checks whether new requests make progress. If not, the status is 503."""
+        """Checks whether new requests can make progress. If not, the status is 503."""
         if service.trouble:
             raise Unavailable(service.trouble)
         return {"status": "ok"}
 
     @app.get("/version")
     async def get_version() -> dict[str, str]:
-        """The version of this program."""
+        """Returns the version of Outrider."""
         return {"version": app.version}
 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def get_metrics() -> Response:
-        """The metrics of this coordinator, for Prometheus."""
+        """Returns the metrics of this coordinator, for Prometheus."""
         return Response(await asyncio.to_thread(metrics), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -418,7 +418,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) 
 
     @app.get("/api/fleet")
     async def get_fleet() -> Fleet:
-        """The replicas that this coordinator knows."""
+        """Returns the replicas that this coordinator knows."""
         fleet = service.fleet
         seen = fleet.replicas(service.served.model, service.num_running, service.figures)
         return Fleet(replicas=list(seen), heard_ms_ago=fleet.heard_ms_ago)

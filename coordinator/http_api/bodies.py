@@ -39,7 +39,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 Unserved = Mapping[str, tuple[Any, ...]]
 """Name of a field that is not implemented -> its accepted values, besides null."""
 ANY_VALUE = object()
-"""In `Unserved`, stands for every value. It is for fields that are only labels or hints."""
+"""An entry of `Unserved` that accepts every value, for fields that are only labels or hints."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
@@ -94,7 +94,7 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    # In Python, 1 equals True. So the kind of the value is compared, too.
+    # In Python, 1 == True. So a bool must match a bool, and a number a number.
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -102,7 +102,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> pydantic.WrapValidator:
-    """Makes a validator of a union. Its only error replaces pydantic's errors about each member."""
+    """Makes a validator that replaces pydantic's errors about a union by a single error."""
 
     def validate(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -218,7 +218,7 @@ class GenerationBody(Body):
         formats: ChatFormats | None = None, **own: Any,
     ) -> TranslatedBody:  # fmt: skip
         """Makes the requests for these prompts. `names` becomes a part of `TranslatedBody.names`.
-        Without `formats`, the answers are not parsed. `own` has more fields of the requests."""
+        Without `formats`, the answers are not parsed. `own` has further fields of the requests."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
             reason = f"cannot be combined with {found[0][0]}; give only one of these fields"

@@ -209,7 +209,7 @@ class Forwarded(LiveResponse):
 
 
 def _reason(error: object) -> str:
-    """Returns an error's text. If it is empty, returns the name of the class (`read error`)."""
+    """Returns an error's text. If it is empty, returns its class's name (`read error`)."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 

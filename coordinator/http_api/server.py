@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048
 """The kernel queues at most this many connections until they are accepted."""
 _ACCEPTS = 16
-"""asyncio accepts at most this many connections before the server counts them. More of them could
-use up all file descriptors."""
+"""asyncio accepts at most this many connections before the server counts them. More uncounted
+connections could use up all file descriptors."""
 CLOSE_S = 2.0
 """Time for a response to send its last event when the server stops."""
 _POLL_S = 0.02
@@ -64,7 +64,7 @@ class TlsFiles:
     certificate: Path
     key: Path
     authority: Path | None = None
-    """Clients need a certificate that this authority has signed. None = clients need none."""
+    """The authority that signs clients' certificates. None = clients need no certificate."""
 
     @classmethod
     def of(cls, config: CoordinatorConfig) -> Self | None:
@@ -110,8 +110,8 @@ class HttpOptions:
     @property
     def hosts(self) -> frozenset[str]:
         """The allowed values of the header `Host`; empty = all. Only a server that has no API keys
-        and listens on loopback limits them. This prevents DNS rebinding: a web site lets its host
-        name resolve to this machine, so that its page in a browser can call this server."""
+        and listens on loopback limits them. This prevents DNS rebinding: a web site's host name
+        resolves to this machine, so that the site's pages in a browser can call this server."""
         if self.access.asks_for_keys or not is_loopback(self.host):
             return frozenset()
         return _LOOPBACK_NAMES | {_in_url(self.host).lower()}
@@ -136,7 +136,7 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * limits.HTTP_CONNECTIONS_MAX
         self.num_max = min(limits.HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """The maximum number of connections. Exceeded only while all connections are busy."""
+        """The maximum number of connections. It is exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
         if len(self) >= self.num_max:
@@ -256,7 +256,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. `backlog` also sets the length of the kernel's queue, so `listen` resets it.
+        # handshake. asyncio also gives the kernel's queue the length `backlog`; `listen` changes it.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -344,7 +344,7 @@ class HttpServer:
 class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
     is cancelled. If the server cancels an incomplete response, the error is `Unavailable`. An error
-    before the response has begun is raised. A later error becomes the last event."""
+    before the response has begun is raised. A later error becomes the stream's last event."""
 
     _has_begun = False
 
