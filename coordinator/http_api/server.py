@@ -256,7 +256,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio also gives the kernel's queue the length `backlog`; `listen` changes it.
+        # handshake. asyncio uses `backlog` for the kernel's queue, too, so `listen` resets it.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
