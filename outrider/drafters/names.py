@@ -135,8 +135,8 @@ DRAFTERS = (
     (MTP, "what the target's own MTP layer draws, sent with its verdicts",
      "the target's", _HEAD_MEMORY, "none", "sparse"),
     ("hybrid:LOOKUP,MODEL",
-     "as its look-up if the look-up is confident, otherwise as its model or head",
-     "the model's", "that of both parts", "the model's", "one-hot or sparse"),
+     "what its look-up proposes if the look-up is confident, else what its model or head draws",
+     "the model's", "the sum of both parts", "the model's", "one-hot or sparse"),
 )  # fmt: skip
 """The rows of `outrider drafters`, the cheapest drafter first. `q` is `one-hot` if each draw is
 certain, and `sparse` if q is sent for the likeliest tokens."""
