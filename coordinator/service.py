@@ -408,8 +408,8 @@ class CoordinatorService:
             await asyncio.sleep(CANCEL_LOOK_S)
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
-        """Returns the parameters of a stored session. Counts as a take-over. Raises the errors of
-        `session`, and `Unavailable` if too many take-overs run."""
+        """Returns the parameters of a stored session. The call counts as a take-over. Raises the
+        errors of `session`, and `Unavailable` if too many take-overs run."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]

@@ -59,7 +59,7 @@ class SessionCommits:
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits while `num_tokens` more would raise the number of uncommitted tokens above
+        """Waits while `num_tokens` more tokens would raise the number of uncommitted tokens above
         `UNCOMMITTED_TOKENS_MAX`, or the store has taken no tokens for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (

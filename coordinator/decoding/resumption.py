@@ -61,13 +61,13 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationPara
     if request.num_tokens > num_stored:
         raise OtherTokens(
             f"num_tokens: the client has {request.num_tokens} tokens, the store {num_stored}; "
-            f"the session can be resumed from {num_stored} on"
+            f"the session can be resumed with num_tokens {num_stored}"
         )
     stored = record.token_ids[record.prompt_length :][: request.num_tokens]
     if request.tokens_digest not in (None, TokenSequence(stored).digest()):
         raise OtherTokens(
             f"tokens_digest: the client's {request.num_tokens} tokens differ from those stored; "
-            f"the session can be resumed from 0 on"
+            f"the session can be resumed with num_tokens 0"
         )
     return parameters
 

@@ -97,7 +97,7 @@ class OwnedSessions:
         self._telling: dict[str, Told] = {}
         """Session id -> newest task that tells the store of the session's release or end."""
         self._taking: list[str] = []
-        """Ids of sessions that are being taken over, twice if two clients resume one session."""
+        """Ids of sessions that are being taken over, one entry for each client that resumes."""
         self._unsettled: set[str] = set()
         """Ids of sessions for which a call of `SessionStore.take_over` runs."""
         self.scored_ids: set[str] = set()
@@ -148,7 +148,7 @@ class OwnedSessions:
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
         never stored. Yields parts of `scored` with their verdicts. Each part is first proposed and
-        then appended to the session, so the target computes its verdict even if its cache holds the
+        then appended to the session, so the target computes a verdict even if its cache has the
         part. Raises `TimeoutError` at the deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)

@@ -33,15 +33,15 @@ MEMORY_ROUNDS, SHARED_MEMORY_ROUNDS = 48.0, 512.0
 PRIOR_ROUNDS = 12.0
 """The prior of an average weighs as much as this many rounds."""
 CHOICE_ROUNDS = 4
-"""Number of rounds with a draft after which K is chosen again."""
+"""Number of drafting rounds (K > 0) after which K is chosen again."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS, PLAIN_ROUNDS_MAX = 16, 128
 """Number of rounds of a session's first plain phase. Each later phase is twice as long, up to
 `PLAIN_ROUNDS_MAX`."""
 GAIN_ROUNDS = 32
-"""A session changes from plain decoding to drafting if this many rounds with a draft gain more than
-the change costs."""
+"""A session changes from plain decoding to drafting if this many drafting rounds gain more than the
+change costs."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may lose."""
 CREDIT_TOKENS, CREDIT_TOKENS_MAX = 8.0, 16.0
@@ -49,7 +49,7 @@ CREDIT_TOKENS, CREDIT_TOKENS_MAX = 8.0, 16.0
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried only below this ratio of drafting's expected speed to plain speed."""
+"""Plain decoding is tried only if drafting is expected to be at most this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
 """Number of rounds of a trial of plain decoding. The time of the first round is not measured."""
 PLAIN_KNOWN_ROUNDS = 2.0
@@ -391,7 +391,7 @@ class LengthControl:
         self._phase = min(2 * self._phase, PLAIN_ROUNDS_MAX)
 
     def _options(self) -> tuple[list[_Option], _Option]:
-        """Returns the options with a draft, for K = 1, 2, ..., and the option of plain decoding.
+        """Returns the options of drafting with K = 1, 2, ..., and the option of plain decoding.
 
         The time limit of a proposal is its usual time plus its *gain*: the time that plain decoding
         would take for the tokens that the proposal is expected to add. Drafting is chosen only if

@@ -26,10 +26,10 @@ class RoundLength:
 
 
 class DraftedBeside(NamedTuple):
-    """Drafting by a target in the same step as a verdict."""
+    """A target's drafting for the next round, in the step that gives a verdict."""
 
     num_tokens: int
-    """Number of drafted tokens. The round that they are for may use fewer."""
+    """Number of drafted tokens. The next round may use fewer."""
     seconds: float
     work_s: float
     """This session's share of `seconds`."""

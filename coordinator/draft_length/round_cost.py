@@ -4,7 +4,7 @@ finished rounds.
 | part of a round | known from |
 | --- | --- |
 | wait for a proposal | at first the draft's table, then measured |
-| the target's step | at first the target's table for the rows of all sessions, then measured |
+| the target's step | at first its table for the rows (tokens) of all sessions, then measured |
 | wait for the target's step to begin | measured while other sessions use the target |
 | messages, and the coordinator's work | measured: a round's time minus the parts above |
 | tokens that other sessions lose to drafting and messages on shared cores | measured |
@@ -31,20 +31,20 @@ TABLE_SPREAD = 0.5
 """A draft token's measured time, divided by its time in the draft's table, has a prior with mean 1
 and this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row (token of a step). Measured times per row are
-too low, because only the mean number of other sessions' rows is known. A small spread gives these
-measurements little weight."""
+"""Like `TABLE_SPREAD`, for the target's time per row. Measured times per row are too low, because
+only the mean number of other sessions' rows is known. A small spread gives these measured times
+little weight."""
 MEAN_SPREAD = 1.0
 """Like `TABLE_SPREAD`, for a draft without a table. The mean measured time replaces the table."""
 MESSAGES_WORK = 4.0
 """Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
 these messages. With 8 sessions on two cores, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
-"""In the forecast of a plain round's time, the estimate from rounds with a draft weighs as much as
-this many measured plain rounds."""
+"""In the forecast of a plain round's time, the estimate from drafting rounds (K > 0) weighs as much
+as this many measured plain rounds."""
 SECONDS_MIN = 1e-9
 KEPT = 1.0 - 1.0 / 512.0
-"""Each round with a draft multiplies the weight of the measured plain rounds by this factor, so
+"""Each drafting round multiplies the weight of the measured plain rounds by this factor, so
 that plain decoding is tried again after some time."""
 Array = npt.NDArray[np.float64]
 

@@ -152,7 +152,7 @@ class DraftClient(_ModelDrafts):
         self._held: ProposalReply | None = None
         """The reply with this round's proposal; None if there is none."""
         self._looked_for = 0
-        """K of the newest message to the draft. Drafting ahead yields up to K tokens an outcome."""
+        """K of the newest message to the draft. Each proposal drafted ahead has up to K tokens."""
         self._ask_again_at = 0.0
         """Earliest time of the next message to a draft that failed, or of the next feed."""
 

@@ -152,9 +152,9 @@ class ReplicaPool:
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Asks a replica for its description, and adds the replica. The pool closes the `link`.
-        Raises `Unavailable` if the replica does not answer, and `Incompatible` if it does not fit
-        the pool."""
+        """Asks a replica for its description, and adds the replica. The pool, not the caller, will
+        close the `link`. Raises `Unavailable` if the replica does not answer, and `Incompatible` if
+        it does not fit the pool."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -235,12 +235,12 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` if a session has two routes, or a session outside `sessions` has
-        a route, or (if `every`) one of `sessions` has none."""
+        """Raises `InvariantError` if a session has two routes, if a session outside `sessions` has
+        a route, or (with `every`) if a session in `sessions` has no route."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
-        check(len(routed) == len(set(routed)), "a session with two routes")
-        check(set(routed) <= sessions, "a route without a session")
-        check(not every or set(routed) == sessions, "a session without a route")
+        check(len(routed) == len(set(routed)), "a session has two routes")
+        check(set(routed) <= sessions, "a route has no session")
+        check(not every or set(routed) == sessions, "a session has no route")
 
     def _tell_found(self) -> None:
         self._found.set()
@@ -442,7 +442,7 @@ class SessionRoute(Generic[Item, Answer]):
     async def take(self, timeout_s: float) -> Answer:
         """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks, and
         `TimeoutError` after `timeout_s`."""
-        check(self._waiter is None, "two waiters on one route")
+        check(self._waiter is None, "a route has two waiters")
         self._due = self._loop.time() + timeout_s
         while self._round not in self._answers:
             if self._lost is not None:
