@@ -42,9 +42,9 @@ class HeadEngine(PagedSequences):
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
         """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token
-        before each new token, which is arbitrary for the first token of a sequence. A step wants
-        one row of logits or none. Returns the head's output [L, D] for the L steps that want a
-        row."""
+        before each new token. For the first token of a sequence, this feature is arbitrary. A step
+        asks for one row of logits or none. Returns the head's output [L, D] for the L steps that
+        ask for a row."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -52,7 +52,7 @@ class HeadEngine(PagedSequences):
 
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
-            if others:  # If a step wants a row, `draft` writes the slot of its last token.
+            if others:  # If a step asks for a row, `draft` writes the slot of its last token.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])

@@ -4,8 +4,8 @@ Let C be the committed tokens of a session, and x_1..x_K the proposal of its new
 
 - The round is *read*: one pass runs x_1..x_K after C. For n = 0..K, a row of logits predicts the
   token y that follows n accepted draft tokens.
-- An *outcome* is x_1..x_n y. Each likely outcome is drafted on a fork of the session's sequence.
-- Each finished proposal is pushed to the coordinator, with the outcome that it assumes.
+- An *outcome* is x_1..x_n y. After each likely outcome, a proposal is drafted, on a fork of the
+  session's sequence. A finished proposal is pushed to the coordinator, with the assumed outcome.
 
 A round begins when its `DraftItem` arrives. If the coordinator already has a proposal, the item
 contains this proposal. Otherwise the coordinator waits for a draft. If the actual outcome of the
@@ -13,7 +13,7 @@ previous round is being drafted, that draft continues, else a new draft begins. 
 to every draft that a coordinator waits for, and to the drafts of the likeliest outcomes that fit.
 
 The draft of x_1..x_K has often run all tokens but x_K. If it has also kept the distributions of all
-x_i, these predict the outcomes that end with a correction, so the drafts of these outcomes begin
+x_i, they predict the outcomes that end with a correction. The drafts of such outcomes then begin
 before the round is read."""
 
 import logging
@@ -54,7 +54,7 @@ class RoundAhead:
         self.item = item
         self.committed = committed
         self.unseen = unseen  # the last committed tokens, not run in the session's own sequence
-        self.bytes_left = LOOK_AHEAD_BYTES_MAX  # of proposals that may still be pushed
+        self.bytes_left = LOOK_AHEAD_BYTES_MAX  # number of bytes that may still be pushed
         self.drafted: tuple[int, ...] = ()  # x_1..x_K, once they are known
         self.wanted: AutoregressiveDraft | None = None  # unfinished; the coordinator waits for it
         self.basis: AutoregressiveDraft | None = None
@@ -110,7 +110,7 @@ class LookAhead:
         self._rounds: dict[str, RoundAhead] = {}
         self._outcome_models = OutcomeModels()
         self._numbers = count()
-        self._stale: list[AutoregressiveDraft] = []  # of ended rounds, released after a pass
+        self._stale: list[AutoregressiveDraft] = []  # drafts of ended rounds, not yet released
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether the newest round of the item's session belongs to this item."""
@@ -281,7 +281,7 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """Returns the likely tokens of each round's rows, or None if a row is no distribution."""
+        """Returns the likely tokens of each round's rows; None if a row is not a distribution."""
         sizes = [*map(len, logits)]
         params = [now.sampling for now, num in zip(rounds, sizes, strict=True) for _ in range(num)]
         try:
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. Any other error ends the drafts without tokens, but if no
-        `wanted` draft has tokens, returns False and ends none of them."""
+        without tokens runs again alone. After any other error, if no `wanted` draft has tokens,
+        returns False. Otherwise, all `wanted` drafts end."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -38,12 +38,12 @@ class ModelDrafter:
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
         """Draws the tokens of drafts of distinct sessions. Returns early if the time limit of a
-        whole draft is over, because this draft is sent only after the step. The next call continues
-        the other drafts.
+        finished draft is over, because this draft is sent only after the step. The next call
+        continues the other drafts.
 
-        The engine must hold all committed and drafted tokens of each draft except `unseen`. If it
-        has lost some, a draft that has drafted tokens ends. A draft that wants no tokens still runs
-        its prefix. If the first pass fails and no draft has drafted tokens, raises the error."""
+        The engine must hold all committed and drafted tokens of each draft except `unseen`. If some
+        are lost, a draft that has draft tokens ends. A draft that wants no tokens still runs its
+        prefix. If the first pass fails and no draft has draft tokens, raises the error."""
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
                 branch.stop()
@@ -60,7 +60,7 @@ class ModelDrafter:
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:
         """Returns a draft without tokens. The engine must hold a proper prefix of the committed
         tokens. If a committed token after this prefix is outside the vocabulary, or if there are
-        more than `max_model_len` committed tokens, the draft is whole and runs nothing."""
+        more than `max_model_len` committed tokens, the draft is finished and runs nothing."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
@@ -148,8 +148,8 @@ class ModelDrafter:
 
 class ParallelDrafter(ModelDrafter):
     """A `ModelDrafter` whose proposals take one pass each. After the committed tokens, the pass
-    runs K - 1 copies of the parallel token, whose slots are then freed. Draft tokens x_1..x_K are
-    drawn from the last K rows of logits."""
+    runs K - 1 copies of the parallel token (see `parallel_token`). Their slots are then freed.
+    Draft tokens x_1..x_K are drawn from the last K rows of logits."""
 
     in_one_pass = True
 

@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # Coordinators that know `costs` assume that each draft token takes a pass.
+        # Coordinators would conclude from `costs` that each draft token takes a pass.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -69,8 +69,8 @@ class DraftService(SteppedService):
 
 
 def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
-    """See `StepRequest.follow`. Returns the item itself if it continues and no caller waits for its
-    next answer, and otherwise None."""
+    """See `StepRequest.follow`. Returns the item if it continues and no caller waits for its next
+    answer. Otherwise returns None."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return item if calm and answer.more else None
 
@@ -103,7 +103,7 @@ class _Drafting(Work):
 
 class Proposer(StepWorker):
     """Drafts for the items of a step. A session without pages gets an empty proposal. The output
-    stays exact, because the lack of pages depends on no token's value."""
+    stays exact, because the lack of pages does not depend on the values of tokens."""
 
     def __init__(
         self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None

@@ -34,11 +34,11 @@ class TargetService(SteppedService):
         grammars: Grammars | None = None, stream_interval_ms: int = STREAM_INTERVAL_MS,
     ) -> None:  # fmt: skip
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
-        `costs`, the time of a step is limited too, and a step waits for sessions that are expected
-        soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the time of
-        drafting, s. Without `grammars`, sessions with a constraint are refused. Verdicts of rounds
-        that run ahead wait up to `stream_interval_ms`, because one message for several verdicts
-        costs less."""
+        `costs`, the time of a step is limited too, and a step may wait for sessions that are
+        expected soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the
+        time of drafting, s. Without `grammars`, sessions with a constraint are refused. Verdicts of
+        rounds that run ahead wait up to `stream_interval_ms`, because one message with several
+        verdicts costs less than several messages."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -83,8 +83,8 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # With `follow`, the executor runs the next round right after this one. One more round must
-        # be left after both, so that the coordinator can ask for further rounds meanwhile. Emulated
+        # With `follow`, the executor runs the next round right after this one. A third round must
+        # be allowed, so that the coordinator can ask for further rounds while it runs. Emulated
         # rounds get no `follow`, because the executor would sleep only once, after both rounds.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
@@ -127,7 +127,7 @@ class TargetService(SteppedService):
         self, session_id: str, tell: Callable[[StepRequest], None] = lambda work: None
     ) -> None:
         """Ends a session's run-ahead. If a round waits or runs, drops its verdict, and calls `tell`
-        with its request. Without `tell`, the session must have a newer item."""
+        with its request. `tell` is not needed if a newer item of the session has come."""
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and (work := ahead.running) is not None:
             tell(work)
@@ -147,7 +147,7 @@ class RunAhead:
         self.running: StepRequest | None = None  # the round that is queued or being computed
         self._item = item
         self.replies: list[VerdictReply] = []
-        self._digests = [_committed_digest(item.head)]  # at `item`, and after each of `replies`
+        self._digests = [_committed_digest(item.head)]  # of the prefix of `item` and of each reply
 
     @property
     def _last_round(self) -> int:
@@ -155,9 +155,9 @@ class RunAhead:
 
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
-        verdict or for the next round, with the same prefix and parameters. It must also allow all
-        rounds that this run-ahead allows. An item that allows fewer comes from another coordinator,
-        which may want to draft earlier and must get no more verdicts than it asks for."""
+        verdict or for the next round, with the same prefix and parameters. The item must also allow
+        all rounds that this run-ahead allows. An item that allows fewer rounds comes from another
+        coordinator. It may want to draft earlier, and must get no more verdicts than asked for."""
         mine, asked = self._item.head, item.head
         rounds = asked.round - mine.round
         return (
@@ -174,15 +174,15 @@ class RunAhead:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the next verdict may wait for further verdicts. The first may not. Neither may
-        the verdict in the middle, because the coordinator then asks for more rounds."""
+        """Whether the next verdict may wait for further verdicts. The first verdict may not wait.
+        Nor may the middle verdict, because the coordinator asks for more rounds when it comes."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Replaces the item of this run-ahead by `item`, which must satisfy `continues`. Drops all
-        earlier rounds. Returns the verdicts to send again. If the item came twice or over another
-        connection, these are all known verdicts from its round on. Otherwise there are none."""
+        earlier rounds. If the item came twice or over another connection, returns all known
+        verdicts from the item's round on, to be sent again. Otherwise returns an empty list."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         del self.replies[:rounds]
@@ -210,8 +210,8 @@ class RunAhead:
         return _later_round(self._item, rounds, self._digests[rounds - 1], token_id)
 
     def allows(self, rounds: int, length_max: int) -> bool:
-        """Whether the round that comes `rounds` rounds after `item` may run. Its prefix must have
-        at most `length_max` tokens."""
+        """Whether the round that comes `rounds` rounds after `item` may run. The prefix of that
+        round must have at most `length_max` tokens."""
         is_long = self._item.head.committed_length + rounds > length_max
         return rounds <= self._item.run_ahead and not is_long
 
@@ -222,7 +222,7 @@ def _committed_digest(head: RoundHead) -> int:
 
 def _later_round(item: VerifyItem, rounds: int, digest: int, token_id: int) -> VerifyItem:
     """Returns the item of the round `rounds` rounds after `item`, if each round commits one token.
-    It appends `token_id` to a prefix with this `digest`."""
+    The returned item appends `token_id` to a prefix with this `digest`."""
     head = item.head
     own = replace(
         head,

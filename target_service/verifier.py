@@ -57,7 +57,7 @@ and up to twice this if the rows of several sessions are copied into one tensor.
 class _Round(Work):
     item: VerifyItem
     proposal: Proposal
-    step: SequenceStep  # with 0 logits if it runs only a part of the prefix
+    step: SequenceStep  # asks for 0 logits if the step runs only a part of the prefix
     question: Question
     history = NO_HISTORY
     allowed: Allowed | None = None  # tokens that may follow the committed tokens; None = all
@@ -85,9 +85,9 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """Returns `verdict`, or, if its outcome reaches the row `untold`, a verdict that ends with
-        the draft token before this row. The session then fails in the next round, after the same
-        token as in plain decoding."""
+        """Returns `verdict` if its outcome does not reach the row `untold`. Otherwise returns a
+        verdict that ends with the draft token before this row. The session then fails in the next
+        round, after the same token as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -106,9 +106,9 @@ class SelfDrafter:
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
-        engine must hold all committed tokens of a request but the newest. Without penalties, the
-        request's `token_ids` may have only the newest. For each request, `hidden_states` has the
-        engine's feature [D] at the token before the newest. The engine's sequences stay unchanged.
+        engine must hold all committed tokens of a request but the newest token. Without penalties,
+        `token_ids` of the request needs only the newest token. For each request, `hidden_states`
+        has the engine's feature [D] of the token before it. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
         proposed. Dropping them could bias the output, because the failure may depend on their
@@ -117,7 +117,7 @@ class SelfDrafter:
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
-            # The engine's last token must be that of `row`: the one before the newest.
+            # The engine's last token must be the token of `row`, which comes before the newest.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:
@@ -130,7 +130,7 @@ class SelfDrafter:
         return [draft.proposal for draft in drafts]
 
     def _draw(self, drafts: list[AutoregressiveDraft]) -> None:
-        """Draws a token for each draft. If pages are short, ends the last drafts of the list."""
+        """Draws a token for each draft. If pages are too few, ends the last drafts of the list."""
         steps = [SequenceStep(draft.sequence_id, (draft.newest,), 1) for draft in drafts]
         while not self.engine.can_hold(steps):
             steps.pop()
@@ -208,7 +208,7 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Verdicts are little work, and with more threads, the step might wait for a busy core.
+        # Verdicts take little time. With more threads, the step might wait for a busy core.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.keeper is not None:
@@ -251,8 +251,8 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to verdicts whose items ask for them. If the copy
-        from the device fails, later verdicts have them."""
+        """Adds hidden states of committed tokens to verdicts whose items ask for hidden states. If
+        the copy from the device fails, later verdicts contain these hidden states."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -270,8 +270,8 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """Adds the next proposal to verdicts whose items ask for it. If drafting fails, they are
-        sent without proposals."""
+        """Adds the next proposal to verdicts whose items ask for it. If drafting fails, these
+        verdicts are sent without proposals."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -323,8 +323,8 @@ class Verifier(StepWorker):
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
-    positions. Rounds that lack the fewest rows come first, because rows are limited, and a draft
-    proposes nothing while it lacks rows."""
+    positions. The number of positions is limited. Rounds with the fewest missing positions come
+    first, because a draft proposes nothing while features are missing."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from

@@ -63,8 +63,8 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents in a random order that depends only on their number. So the documents
-    that the target reads in a limited time are a fair sample. To measure the drafter, at least one
-    document must be held out. So one comes first. If none is held out, holds the first one out."""
+    that the target reads in a limited time are a fair sample. The first document is always held
+    out, because the drafter is measured with held-out documents, and at least one is needed."""
     found = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
     chosen = next((i for i, document in enumerate(found) if document.is_held_out), 0)
     return [replace(found.pop(chosen), is_held_out=True), *found] if found else []
@@ -87,7 +87,7 @@ def corpus_files(directory: Path) -> tuple[Path, ...]:
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
-    `SettingError` for a text if `encode` is None, and with file and line if it cannot be read."""
+    `SettingError` if a file cannot be read, or if there is a text, but `encode` is None."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:
@@ -115,6 +115,6 @@ def _texts(path: Path) -> Iterator[str]:
         try:
             yield _Line.model_validate_json(line, strict=True).text
         except ValueError as error:
-            raise SettingError("corpus", f"{path}:{number}: no object with a `text` string") from (
-                error
-            )
+            raise SettingError(
+                "corpus", f"{path}:{number}: must be an object with a string `text`"
+            ) from error

@@ -269,7 +269,7 @@ def use_plain_attention(module: Any) -> None:
 
 
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
-_SCORE_MIN = 0.2  # the share of attention that a copying head gives to the token that it looks for
+_SCORE_MIN = 0.2  # least share of attention that a copying head gives to the token it looks for
 
 
 def kept_layers(
@@ -290,7 +290,7 @@ def kept_layers(
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
     """Returns the two layers with which the target copies from earlier text (an induction head). An
-    attention head of the first layer attends to the previous token. One of the second, later layer
+    attention head of the first layer attends to the previous token. A head of the second layer
     attends to the token that followed an earlier occurrence of the current token. Measures the mean
     shares of attention in repeated random texts. Returns None if no head's share is large enough,
     as in an untrained model, or if the library does not return attention."""

@@ -139,7 +139,7 @@ the beginning of the answer is also hashed.
 The drafter was measured in answers of conversations and in whole texts of the corpus, with its
 weights as they are stored. `greedy`: the share of places where target and drafter have the same
 likeliest token. `sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the
-probability at temperature 1 that draft token 1, 2, .. is accepted if all before it are.
+probability at temperature 1 that draft token 1, 2, .. is accepted if all earlier ones are.
 """
 
 

@@ -22,8 +22,8 @@ class DistillOptions:
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
     target's layers; its files have the format of `speculators`, which other programs also load."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
-    """Minutes to write, read and train, including earlier parts of the same run. `--tokens` lifts
-    the limit of writing, and `--steps` that of reading and training. Measuring has no limit."""
+    """Minutes to write, read and train, including earlier parts of the same run. Does not limit
+    writing with `--tokens`, nor reading and training with `--steps`, nor measuring."""
     layers: Annotated[int | None, between(1, 256)] = None
     """Number of layers of a student; unset = 5. The layers are copies of layers of the target: the
     first ones, the last one, and the two that copy from earlier text (an induction head)."""
@@ -36,7 +36,7 @@ class DistillOptions:
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts to measure with. The card reports the acceptance in the answers to these
-    prompts. `prompts` must not have any of them, because `prompts` are used for training."""
+    prompts. `prompts` must not contain any of them, because `prompts` are used for training."""
     corpus: Internal[tuple[Path, ...]] = ()
     """Files of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0
@@ -51,10 +51,10 @@ class DistillOptions:
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.kind != STUDENT:
-            raise SettingError("layers", f"a drafter of the kind `{self.kind}` has none")
+            raise SettingError("layers", f"cannot be set for a drafter of the kind `{self.kind}`")
         for name in ("layers", "draft_vocab"):
             if self.start_from is not None and getattr(self, name) is not None:
-                raise SettingError(name, "not allowed: the drafter of --start-from has its own")
+                raise SettingError(name, "cannot be set: the drafter of --start-from decides it")
 
 
 def draft_model(kind: str, directory: Path | str) -> str:

@@ -125,7 +125,7 @@ class TeacherCache:
                 self.spent.save()
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
-        """Returns the ids, ascending, of the `num_wanted` tokens to which the target gives most
+        """Returns the ids, ascending, of the `num_wanted` tokens to which the target gives the most
         probability in the documents to learn from."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
@@ -176,9 +176,9 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
 
 
 def packed(documents: Sequence[Document]) -> tuple[Array, Array, Array]:
-    """Returns the token ids [B, T] of B documents, padded with zeros. For their R learned tokens,
-    also returns the indices [R], among all B * T positions, of the positions before the tokens, and
-    the tokens [R]."""
+    """Returns the token ids [B, T] of B documents, padded with zeros. Also returns two arrays about
+    their R learned tokens: the position before each token, as an index of all B * T positions [R],
+    and the tokens [R]."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []

@@ -24,13 +24,13 @@ _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 """Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
-_BEGINNING = 16  # number of an answer's first tokens whose hash may hold the text out
+_BEGINNING = 16  # how many first tokens of an answer are hashed; see `WrittenCorpus.documents`
 
 
 class WrittenCorpus:
     """Conversations in a file, one in each line. The target first answers the given prompts, and
-    then writes whole conversations. A conversation depends only on seed, index, prompt and target.
-    Rounding may depend on the conversations that are written at the same time."""
+    then writes whole conversations. Except for rounding, a conversation depends only on seed,
+    index, prompt and target. Rounding also depends on conversations written at the same time."""
 
     def __init__(
         self, directory: Path, template: Template, prompts: Sequence[Sequence[int]], seed: int,
@@ -55,16 +55,16 @@ class WrittenCorpus:
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
-            # A kill may have cut off the last line. A rewrite of the file could lose all lines.
+            # Removes a line that a kill cut off. A rewrite of the whole file could lose all lines.
             os.truncate(self._path, len(whole))
             for line in whole.splitlines():
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """Returns the written conversations. With `tokens`, returns the first conversations whose
-        answers have this many tokens together. A hash of the prompt decides whether a conversation
-        is held out, because answers to the same prompt are alike. All texts without a user's turn
-        have the same prompt, so their hash includes the beginning of the answer."""
+        """Returns the written conversations. With `tokens`, returns only as many of the first
+        conversations as have this many tokens in answers. A hash of the prompt decides whether a
+        conversation is held out, because answers to the same prompt are alike. All texts without a
+        user's turn have the same prompt, so their hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -94,9 +94,9 @@ class WrittenCorpus:
     @torch.inference_mode()
     def write(self, engine: Engine, together: int, progress: Callable[[float, str], None]) -> None:
         """Lets the target write the missing conversations, up to `together` at a time. When the
-        time is over, keeps unfinished conversations only if their answers have `_BEGINNING` tokens,
-        because these tokens may decide whether a conversation is held out. Calls `progress` after
-        each step with `part` and, if a number of tokens is wanted, the number of written tokens."""
+        time is over, keeps an unfinished conversation only if its answer has `_BEGINNING` tokens,
+        because these tokens may decide whether the conversation is held out. After each step, calls
+        `progress` with `part` and, with `tokens`, a text about the number of written tokens."""
         room = engine.page_counts().num_slots // self.tokens_max
         together = max(1, min(together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None

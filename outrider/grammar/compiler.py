@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint, and may raise `ConfigError` to refuse it."""
+        """`load` is called for the first constraint. A `ConfigError` of `load` refuses it."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -179,9 +179,9 @@ class Grammars:
         return found
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A new grammar for the constraint of `used_up`, which can compute no more masks. If no
-        other session has compiled the constraint again, compiles it on this thread, so all sessions
-        wait. Raises `BadRequest` if the last compilation took over `MASK_S_MAX`."""
+        """A new grammar in place of `used_up`, which can compute no more masks. Returns the grammar
+        that another session has compiled meanwhile, or compiles on this thread, so all sessions
+        wait. If the first compilation took over `MASK_S_MAX`, raises `BadRequest` instead."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:

@@ -1,7 +1,7 @@
 """Computes which tokens may follow a session's tokens, by the session's grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation. The grammar also accepts other tokens that begin it.
+begin this continuation. `stand` also accepts other tokens that begin the same continuation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USED_UP = "needs too many lexer states"
 
 
 class PrefixMatcher:
-    """The state of a grammar after one completion. This class, not the grammar, handles end tokens,
+    """The state of a grammar after the tokens of a completion. This class handles end tokens, too,
     because the grammar only tells whether the text may end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
@@ -42,7 +42,7 @@ class PrefixMatcher:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of `token_ids` that were added.
         `is_ahead` says whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar
-        needs too many states or too much time, or has been too slow after draft tokens."""
+        needs too many states or too much time or, with `is_ahead`, has been too slow before."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
@@ -132,8 +132,8 @@ class PrefixMatcher:
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Reports a grammar that took too long, because all sessions of the step had to wait.
-        Raises `Incompatible` if the constraint is now refused."""
+        """Reports the grammar to `Grammars` if it took too long, because the whole step had to
+        wait. Raises `Incompatible` if `Grammars` now refuses the constraint."""
         allowed = limits.MASK_S_MAX * -(-num_tokens // limits.FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return

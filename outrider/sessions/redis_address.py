@@ -1,12 +1,12 @@
 """The address of a Redis server and its credentials.
 
 Passwords are not sent through Ray, because Ray's head (GCS) shows the arguments of actors to every
-holder of the cluster's token. If the address lacks a password, a process finds it here:
+holder of the cluster's token. If the address has no password, a process finds the password here:
 
 | place of the password | set by |
 | --- | --- |
-| `password_file`, on each machine | the setting `redis_password_file`, or `serve` on one machine |
-| variable OUTRIDER_REDIS_PASSWORD | the environment of Ray, such as a pod with a Secret |
+| a file, the same path on each machine | the setting `redis_password_file`; else `serve` locally |
+| variable OUTRIDER_REDIS_PASSWORD | the environment of Ray's processes, such as a pod's Secret |
 """
 
 import os
@@ -64,12 +64,12 @@ SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str]]:
-    """Returns the address without its passwords, and these passwords by field. Moves the URL's user
-    to the field `username`. Raises `SettingError` if the URL has a password among its options, or
-    if there are both a password in the URL and a password file."""
+    """Returns the address without passwords, and the removed passwords (field -> password). Moves
+    the URL's user to the field `username`. Raises `SettingError` if the URL has a password among
+    its options, or if the URL has a password and `password_file` is set, too."""
     url, username, password = _split(address.url)
     if password and address.password_file:
-        raise SettingError("redis_password_file", "cannot be given with a password in redis_url")
+        raise SettingError("redis_password_file", "cannot be given if redis_url has a password")
     if "password=" in url.lower():
         raise SettingError("redis_url", "has a password among its options; use redis_password_file")
     found = {
@@ -82,7 +82,7 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
 
 
 def with_password(address: RedisAddress) -> RedisAddress:
-    """Adds the needed passwords. Raises `SettingError` if this machine lacks one."""
+    """Adds the passwords that Redis needs. Raises `SettingError` if one is not on this machine."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -96,7 +96,7 @@ def with_password(address: RedisAddress) -> RedisAddress:
             advice = " or give --redis-password-file" if kind == "password" else ""
             raise SettingError(
                 key,
-                f"is not known on {socket.gethostname()}: passwords do not travel through Ray; set "
+                f"is not known on {socket.gethostname()}: passwords are not sent through Ray; set "
                 f"{variable} for Ray's processes and for this command{advice}",
             )
         else:
@@ -105,7 +105,7 @@ def with_password(address: RedisAddress) -> RedisAddress:
 
 
 def read_password(path: Path, key: str) -> str:
-    """Returns the only line of a file. Raises `SettingError` for the setting `key`."""
+    """Returns the only line of a file. A `SettingError` names the setting `key`."""
     try:
         with blaming(key):
             text = read_file(path).decode()
@@ -113,7 +113,7 @@ def read_password(path: Path, key: str) -> str:
         text = ""
     password = text.removesuffix("\n").removesuffix("\r")
     if not password or len(text) > PASSWORD_BYTES_MAX:
-        raise SettingError(key, f"{path} is not one line of 1 to {PASSWORD_BYTES_MAX} bytes")
+        raise SettingError(key, f"{path} must have one line of 1 to {PASSWORD_BYTES_MAX} bytes")
     return password
 
 

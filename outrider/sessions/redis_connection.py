@@ -1,4 +1,4 @@
-"""Connects to Redis, checks that the server can keep sessions, converts its errors, and runs Lua
+"""Connects to Redis, checks that the server can keep sessions, converts Redis' errors, and runs Lua
 scripts. A `ConfigError` names the server by its URL, with the password masked."""
 
 import asyncio
@@ -25,12 +25,12 @@ _LOADING_POLL_S = 0.1
 _PASSING = re.compile(
     r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY|UNBLOCKED"
     r"|ClusterDownError|MasterDownError|NoPermissionError|OutOfMemoryError|ReadOnlyError)\b"
-    # Redis 6.2 says this in place of NOPERM inside a script.
+    # Inside a script, Redis 6.2 reports this text in place of NOPERM.
     r"|The user executing the script can't run this command"
 )
-"""Errors of a server that runs but cannot serve now: it is busy or failing over, its disk or memory
-is full, or a user's rights are changing. The client library has classes for some of these errors.
-An error inside a script has no such class, but its text names the cause."""
+"""Errors of a server that runs but cannot serve now: the server is busy or failing over, its disk
+or memory is full, or a user's rights are changing. The pattern has Redis' codes, and the client
+library's classes for some codes. An error inside a script has a code, but no such class."""
 _REPLACED = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
     r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"
@@ -40,7 +40,7 @@ cut off from its replicas while Sentinel promotes one of them."""
 
 
 class NotReplicated(RedisError):
-    """Too few replicas have a write."""
+    """Too few replicas of Redis have received a write."""
 
 
 def masked_url(url: str) -> str:
@@ -50,14 +50,14 @@ def masked_url(url: str) -> str:
 
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """Ends a call after `REDIS_TIMEOUT_MS`, and converts its error into an `OutriderError`. If the
-    server fails, or may no longer be the primary, closes idle connections. The next call then
-    connects anew, and finds the primary by the server's name or by Sentinel. A failed call closes
-    its own connection.
+    """A context for one call. Ends the call after `REDIS_TIMEOUT_MS`, and converts an error of the
+    call into an `OutriderError`. If the server fails, or may no longer be the primary, closes idle
+    connections. The next call then connects anew, and finds the primary by the server's name or by
+    Sentinel. A failed call must close its own connection.
 
     The time is counted in slices. A slice starts when the event loop has handled the end of the
     previous slice. So a pause of this process, such as a garbage collection, uses up only one
-    slice. After a pause, a single timer could end a call whose answer arrived during the pause."""
+    slice. With a single timer, a pause could end a call whose answer arrived during the pause."""
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -107,7 +107,7 @@ def _named(error: Exception) -> str:
 
 def _first_line(error: BaseException | None) -> str:
     if isinstance(error, MasterNotFoundError):
-        # Keep only the names of errors, because the text describes each Sentinel's client.
+        # The text also describes each Sentinel's client. Only the errors' names are kept.
         reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
         return ", ".join(["no Sentinel knows a running primary of this service", *reasons])
     return next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -115,8 +115,8 @@ def _first_line(error: BaseException | None) -> str:
 
 def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     """Returns a client that connects at its first call. `without_password` must have removed user
-    and password from the URL. The client never retries and has no timeouts, so each call must be
-    within `calling`."""
+    and password from the URL. The client never retries and has no timeouts, so each call must use
+    `calling`."""
     url = address.url
     options: dict[str, Any] = dict.fromkeys(("timeout", "socket_connect_timeout", "socket_timeout"))
     options |= {
@@ -174,9 +174,7 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
                 case _:
                     if isinstance(error, MasterNotFoundError):
                         wait_ms = limits.REDIS_ELECTION_MS_MAX
-                    reason = (
-                        f"cannot be reached ({line}); start it, or give another with --redis-url"
-                    )
+                    reason = f"cannot be reached ({line}); start it, or set --redis-url to another"
             if loop.time() >= began_at + wait_ms / 1000:
                 raise errors.ConfigError(f"{name} {reason}") from error
             await asyncio.sleep(_LOADING_POLL_S)
@@ -184,7 +182,7 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
 
 
 def check_info(name: str, info: dict[str, Any]) -> None:
-    """Raises `ConfigError` if the server with this answer to INFO cannot keep sessions."""
+    """Raises `ConfigError` if a server cannot keep sessions. `info` is its answer to INFO."""
     version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "unknown")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     reason = ""
@@ -207,8 +205,8 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes connections. Unlike the library's method, closes idle connections without
-        suspending. Otherwise another task could meanwhile take a connection that is half closed."""
+        """Closes all connections, or only idle ones. Unlike the library's method, closes idle ones
+        without suspending, because another task could meanwhile take a half-closed connection."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -241,10 +239,10 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """Returns a client that connects to the primary that the Sentinels of the URL name. With
-    `rediss+sentinel://`, connections to Sentinels and to servers use TLS. The client asks one
+    """Returns a client that asks the URL's Sentinels for the primary, and connects to the primary.
+    With `rediss+sentinel://`, connections to Sentinels and to servers use TLS. The client asks one
     Sentinel after another, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each answer. Raises
-    `ValueError` for a URL of another form."""
+    `ValueError` if the URL is malformed."""
     scheme, _, rest = url.partition("://")
     hosts, _, path = rest.partition("/")
     service, _, db = path.partition("/")
@@ -268,7 +266,7 @@ def _sentinel_client(
 
 
 class Script:
-    """A script of concatenated files of `lua/`, and the hash by which Redis knows the script."""
+    """A Lua script, joined from files of `lua/`, and the hash that names the script in Redis."""
 
     def __init__(self, *names: str, replicated: bool = False) -> None:
         self.replicated = replicated
@@ -277,7 +275,7 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
-Call = tuple[Sequence[str], Sequence[str | int | bytes]]
+Call = tuple[Sequence[str], Sequence[str | int | bytes]]  # the keys and arguments of a script's run
 
 
 class ScriptRunner:
@@ -286,18 +284,18 @@ class ScriptRunner:
     def __init__(
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
-        """A replicated script succeeds only once `wait_replicas` replicas have its writes and all
-        earlier writes. The command WAIT waits only for earlier writes of the same connection. A
-        script may write nothing, so `replicated_key` is set on the connection before each WAIT."""
+        """A replicated script succeeds only once `wait_replicas` replicas of Redis have its writes
+        and all earlier writes. The command WAIT waits only up to the last write of its own
+        connection. A script may write nothing, so `replicated_key` is set before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """For each script with a sender, the runs that wait for its next round trip."""
+        """For each script in a round trip, the runs that wait for the script's next round trip."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """Runs a script. Runs that begin during a round trip share the next round trip."""
+        """Runs a script. Runs that are requested during a round trip share the next round trip."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -312,8 +310,8 @@ class ScriptRunner:
 
     async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Any]:
         """Runs a script once per call, all in one round trip. Returns, in order, each run's answer
-        or its `OutriderError`. Raises `StoreUnavailable` if any run could not be served. The first
-        run on a server that does not know the script costs a second round trip."""
+        or its `OutriderError`. Raises `StoreUnavailable` if any run could not be served. If the
+        server does not know the script yet, a second round trip sends the script."""
         if not calls:
             return []
         answers = await self._send(script, calls)
@@ -367,7 +365,7 @@ class ScriptRunner:
                 await connection.send_packed_command(b"".join(map(_packed, commands)))
                 answers = [await _answer(connection) for _ in commands]
             except BaseException:
-                # The next command would otherwise read the answers of this one.
+                # On an open connection, the next command would read the answers to these commands.
                 await connection.disconnect(nowait=True)
                 raise
             finally:
@@ -387,7 +385,7 @@ class ScriptRunner:
 
 
 def _packed(command: Sequence[str | int | bytes]) -> bytes:
-    """Encodes a command, in a third of the 8 us that the client's own function takes."""
+    """Encodes a command. Takes a third of the time of the library's function (8 us)."""
     parts = [b"*%d\r\n" % len(command)]
     for word in command:
         data = word if isinstance(word, bytes) else str(word).encode()

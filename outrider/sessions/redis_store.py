@@ -1,13 +1,13 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: ids of this owner's sessions that others want to take
-                                      over, or `cancel:<id>` if they want to cancel them; expires
+    <prefix>lease:{<owner>}:wanted    set: other coordinators' requests to this owner: <id> of a
+                                      session to take over, or `cancel:<id>` to cancel it; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
-                                      rewrite ('1' while the owner sends all tokens again after a
-                                      lost take-over; new ranges are in pending_tokens_start ...)
+                                      rewrite ('1' while the owner sends all tokens again after
+                                      Redis lost its take-over; pending_... has their ranges)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte
@@ -17,10 +17,10 @@
 
 The braces are part of the keys. Each change is one run of a Lua script (`lua/`). Redis does not
 roll back a script that fails. So each script keeps the session consistent after each of its
-commands, as `lua/layout.lua` describes. Each script uses keys of one hash slot only. So a take-over
-reads the owner's lease in a separate run, and the next run checks that epoch and owner are
-unchanged. If a restarted Redis has lost the lease of a running owner, other coordinators can take
-over the owner's sessions. The owner's later writes then fail because their epoch is too low."""
+commands, as `lua/layout.lua` describes. A script uses keys of one hash slot only, but lease and
+session have different slots. So a take-over needs two runs: the first reads the owner's lease, and
+the second checks that epoch and owner are unchanged. If Redis loses the lease of a running owner,
+others can take over its sessions. The owner's writes then fail, because their epoch is too low."""
 
 import asyncio
 import struct
@@ -69,9 +69,9 @@ class RedisStore(store.SessionStore):
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
-        """Connects to the server. Raises `ConfigError` if the server cannot keep sessions. If fewer
-        than `wait_replicas` replicas have the data after `REDIS_WAIT_MS`, a call of the store
-        raises `StoreUnavailable`. Leases and `release` need no replicas."""
+        """Connects to the server. Raises `ConfigError` if the server cannot keep sessions. A call
+        of the store raises `StoreUnavailable` unless `wait_replicas` replicas of Redis have its
+        data within `REDIS_WAIT_MS`. Calls about leases, and `release`, do not wait for replicas."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -131,8 +131,8 @@ class RedisStore(store.SessionStore):
             left_ms = await self._scripts.run(_READ_LEASE, asked)
             if left_ms >= 0:
                 raise errors.Unavailable(
-                    f"session {session_id} has an owner, whose lease lasts for {left_ms} ms more; "
-                    "try again then",
+                    f"session {session_id} has an owner; try again in {left_ms} ms, when the "
+                    "owner's lease ends",
                     retry_after_ms=max(left_ms, 1),
                 )
         on_sent()
@@ -233,8 +233,8 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | errors.OutriderE
             return errors.DataLoss(reason)
         case [b"stale", int(stored_epoch)]:
             return errors.StaleEpoch(
-                f"session {session_id} has a new owner: its epoch is {stored_epoch}, and that of "
-                f"this write is {epoch}"
+                f"session {session_id} has a new owner: the session's epoch is {stored_epoch}, "
+                f"and the epoch of this write is {epoch}"
             )
     return errors.InvariantError(f"Redis gave an unknown answer for session {session_id}")
 

@@ -6,8 +6,7 @@ how many are stored, and how many may be shown to the client.
 
 The owner decides tokens, sends `next_append()` to the store, and passes the store's answer to
 `acknowledge()`. If the store has lost the session's last tokens, the answer is a smaller length,
-and the owner sends the lost tokens again. Lost tokens may still be shown, because they may have
-been shown already."""
+and the owner sends the lost tokens again. Lost tokens stay showable: the client may have them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ class Session:
         self.logprobs = record.logprobs.split("\n")[:-1]
         """One JSON line for each token after the prompt, or no lines."""
         self.acknowledged_length = len(self.tokens)
-        """Number of tokens that the store held at its last answer."""
+        """Number of tokens that the store held when it last answered."""
         self.showable_length = len(self.tokens)
         """The largest number of tokens that the store has held."""
         self.finish_reason: store.FinishReason | None = None
@@ -62,8 +61,8 @@ class Session:
         logprobs: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Appends the tokens of one outcome. `counters` count the whole session. If `draft` or
-        `target` is None, the session's earlier value stays. Either every call has `logprobs`, with
-        one line for each token, or no call has."""
+        `target` is None, the session's earlier value stays. `logprobs` has one line for each token,
+        or is empty in all calls."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         num_outputs = self.length + len(token_ids) - self.prompt_length
@@ -79,7 +78,7 @@ class Session:
 
     def next_append(self) -> store.Append | None:
         """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks, or None if
-        it has all. Until the store answers, each call returns the same tokens, then newer ones."""
+        it lacks none. All appends before the next `acknowledge` begin with the same token."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -106,8 +105,8 @@ class Session:
         )  # fmt: skip
 
     def acknowledge(self, stored_length: int) -> None:
-        """Records that the store holds `stored_length` tokens. If the store has lost tokens, the
-        number is smaller than before, perhaps smaller than the prompt's length."""
+        """Records that the store holds `stored_length` tokens. If the store has lost tokens, this
+        number may be smaller than before, and even smaller than the prompt's length."""
         check(self.error is None, "the store acknowledged a lost session")
         if not 0 <= stored_length <= self.length:
             raise InvariantError(

@@ -1,4 +1,4 @@
-"""The session store's protocol and its values."""
+"""The interface of the session store, and the values that its methods take and return."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,20 +63,20 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether later appends will repeat tokens that the store has acknowledged before. If the store
-    has lost the owner's take-over, the owner repeats all tokens. Readers then get the old tokens
-    until an append with `more_follow` false."""
+    """Whether later appends will repeat more tokens that the store has already acknowledged. An
+    owner repeats all tokens if the store has lost the owner's take-over. Meanwhile, readers get the
+    old tokens, until an append with `more_follow` false."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Ends a session with `length` tokens, under its epoch."""
+    """The end of a session that has `length` tokens."""
 
     session_id: str
     epoch: int
     owner: str
     length: int | None
-    """Prompt included, at least 1; None = all stored tokens."""
+    """Number of tokens, prompt included, at least 1; None = the number of stored tokens."""
     reason: FinishReason
     counters: Counters
 
@@ -117,8 +117,8 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """Returns the name that replaces `owner` in released sessions. No process has this name, so
-    there is no lease, and any coordinator may take the sessions over."""
+    """Returns the name that replaces `owner` in released sessions. No process has this name, and no
+    lease belongs to it, so any coordinator may take the sessions over."""
     return f"{owner} (released)"
 
 
@@ -142,7 +142,7 @@ class SessionStore(Protocol):
 
     async def open(self, session: SessionRecord) -> None:
         """Stores a `SessionRecord.new`. If the session exists with the same owner, changes nothing.
-        Raises `InvariantError` if another session has the id."""
+        Raises `InvariantError` if another session has the same id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
@@ -154,8 +154,8 @@ class SessionStore(Protocol):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
         of this owner. Returns the sessions that others have tried to take over since the last
-        call: id -> whether the owner should cancel the session. The owner should release returned
-        sessions that it does not run."""
+        call: id -> whether the owner should cancel the session. If the owner does not run one of
+        these sessions, it should release the session."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""
@@ -172,21 +172,21 @@ class SessionStore(Protocol):
     ) -> SessionRecord:  # fmt: skip
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
         returned. Returns a finished session unchanged. Raises `NotFound` or `DataLoss`, and raises
-        `Unavailable` if the session no longer has the epoch and the owner of `seen`. If that owner
-        is not `owner` and holds its lease, raises `Unavailable` with the lease's remaining time.
-        The session's owner then learns of the request by `hold_lease`. With `cancels`, the request
-        asks the owner to cancel the session.
+        `Unavailable` if the session's epoch or owner has changed since `load`. If another owner
+        holds its lease, raises `Unavailable` with the lease's remaining time. The next `hold_lease`
+        then reports the request to that owner. With `cancels`, the request asks the owner to
+        cancel the session.
 
-        `on_sent` is called just before the session may change. If the call is then cancelled, or
-        raises `DataLoss` or `StoreUnavailable`, the session may or may not have been taken over. A
-        caller that does not continue the session must then `release` it under epoch + 1. The
-        release also invalidates a take-over that is still under way."""
+        `on_sent` is called just before the session may change. If the call is cancelled afterwards,
+        or raises `DataLoss` or `StoreUnavailable`, the session may have been taken over. A caller
+        that does not continue the session must then `release` it under epoch + 1. The release also
+        invalidates a take-over that is still under way."""
 
     async def finish(self, finish: Finish) -> int:
         """Marks the session as finished if its stored length is `finish.length`, or if
         `finish.length` is None. Returns the stored length. If tokens are missing, the owner appends
-        them and calls this method again. A finished session is unchanged. Raises `StaleEpoch` and
-        `DataLoss`."""
+        them and calls this method again. A finished session stays unchanged. Raises `StaleEpoch`
+        and `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""

@@ -47,8 +47,8 @@ class JsonLines(logging.Formatter):
 
 
 class LogFile(RotatingFileHandler):
-    """A log file of at most `LOG_BYTES_MAX`, or of one longer line. Keeps `LOG_FILES_KEPT` rotated
-    files, which end with `.1` and so on."""
+    """A log file of at most `LOG_BYTES_MAX`, unless a single line is longer. Keeps `LOG_FILES_KEPT`
+    rotated files, whose names end with `.1`, `.2` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
         """`take_over`, and then each rotation, redirects the process's file `descriptors` to the
@@ -81,7 +81,7 @@ class LogFile(RotatingFileHandler):
 def make_room(directory: Path) -> None:
     """Removes old log files until the directory can take the largest log of a new replica without
     exceeding `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended processes,
-    each in the order of their last writes. Current files of running processes stay."""
+    and of each kind the oldest first. Never removes the current file of a running process."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -107,8 +107,8 @@ def _is_open(path: Path) -> bool:
 
 
 def rotate(path: Path) -> None:
-    """Renames a file of more than `LOG_BYTES_MAX` to `NAME.1`. Suits only programs that open their
-    log for each line, such as Redis."""
+    """Renames a file of more than `LOG_BYTES_MAX` to `NAME.1`. Works only for programs that open
+    their log again for each line, such as Redis."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

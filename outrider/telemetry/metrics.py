@@ -30,21 +30,21 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
-        "Rounds except the first of a request, by the number of draft tokens asked for. The"
-        " number is num_draft_tokens, or what length control chooses up to it.",
+        "Rounds, without each request's first, by the number of draft tokens asked for. This"
+        " number is num_draft_tokens, or a smaller number that length control chooses.",
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was ready when the round began.",),
     "look_ahead_misses":
         ("Rounds whose proposal was not ready, although the draft had looked ahead.",),
-    "fallback_rounds": ("Rounds for which a draft was asked and did not answer in time.",),
+    "fallback_rounds": ("Rounds in which a draft was asked, but did not answer in time.",),
     "request_success": (
         "Requests that got a last event.", "finished_reason",
         tuple(reason.value for reason in FinishReason),
     ),
     "request_failure": ("Requests that ended with an error.", "error_type"),
-    "resyncs": ("Answers of a replica that lacked the stated prefix.", "side", _SIDES),
+    "resyncs": ("Answers of replicas that lacked a part of the prefix.", "side", _SIDES),
     "session_moves": ("Sessions that moved to another replica.", "side", _SIDES),
     "audits": (
         "Sessions chosen for an audit, by the audit's outcome.", "outcome", get_args(AuditOutcome),
@@ -62,8 +62,8 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
 """Counters of a coordinator. Name -> description, label, and label values that are exported from
-the start. The audit counters' increases in a period give the mean drift of a token, (surprise -
-entropy) / tokens, and the drift's z value, (surprise - entropy) / sqrt(variance)."""
+the start. From the increases of the audit counters over a period follow the mean drift per token,
+(surprise - entropy) / tokens, and the drift's z value, (surprise - entropy) / sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
@@ -76,10 +76,10 @@ AUDIT_COUNTERS = {
 """Counter -> field of `AuditSums`."""
 REQUEST_TIMES = {
     **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
-    "outrider.request_queue_time_seconds": "From arrival until the target began its first step.",
+    "outrider.request_queue_time_seconds": "From arrival to the start of the first target step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
     "outrider.inter_token_latency_seconds":
-        "Time between two events at the client, divided by the tokens of the second event.",
+        "Time between two events with tokens, divided by the second event's number of tokens.",
     "outrider.e2e_request_latency_seconds":
         "From arrival to the last event, for requests that got a last event.",
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",

@@ -166,9 +166,9 @@ class ObservedRequest(RequestObserver):
     def answered(
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
-        """A proposal or verdict came, `seconds` after the request. The times in ms come from the
-        replica. If `asked` is false, the replica ran the round in advance. The histograms omit its
-        times, because no request waited for them."""
+        """A proposal or verdict came, `seconds` after the request for it. The times in ms come from
+        the replica. If `asked` is false, the replica ran the round in advance. The histograms omit
+        the round's times, because no request waited for the round."""
         wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
         times = {"wire": wire_ms / 1e3, "queue": queue_ms / 1e3, "verify": compute_ms / 1e3}
         self._count_times({"draft": seconds} if side == "draft" else times, asked)
@@ -227,8 +227,8 @@ class ObservedRequest(RequestObserver):
         self._end(event.finish_reason)
 
     def failed(self, error: BaseException) -> None:
-        """The request ends without a last event. After `finished`, does nothing. Any `error` that
-        is no `Exception` means that the client has disconnected."""
+        """The request ends without a last event. After `finished`, does nothing. An `error` that is
+        not an `Exception` means that the client has disconnected."""
         if self._ended:
             return
         if not isinstance(error, Exception):

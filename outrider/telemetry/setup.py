@@ -152,7 +152,7 @@ def start_exports(
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
     Serves Prometheus on `host`, at `Destination.port` for `slot`. If `scraped`, creates
     `Exports.scrape` even without a port. With `vllm_model`, also exports counters under vLLM's
-    names, with this value of the label `model_name`. Raises `SettingError` if the port is taken."""
+    names, labelled with this `model_name`. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:

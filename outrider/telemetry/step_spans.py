@@ -20,7 +20,7 @@ _KINDS = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 _FIGURES = {
     "num_preemptions": ("num_preemptions", "Sequences that lost their pages to an older one."),
-    "num_prefill_chunks": ("num_prefill_chunks", "Parts of prefixes too long for one step."),
+    "num_prefill_chunks": ("num_prefill_chunks", "Parts of prefixes that did not fit in a step."),
     "kv_cache_usage_perc": ("pages.usage", "Share of pages that running requests hold, 0..1."),
     "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),
@@ -39,7 +39,7 @@ class ObservedSteps:
         self._tracer, self._meter, self._name = tracer, meter, SPAN_OF[role]
         self._steps = ObservedCounter(meter, "steps", "Steps run.")
         self._crashes = ObservedCounter(meter, "step_crashes", "Steps that crashed.")
-        self._stale = ObservedCounter(meter, "stale_items", "Items of a round that was over.")
+        self._stale = ObservedCounter(meter, "stale_items", "Items that came after their round.")
         self._answers = ObservedCounter(
             meter, "step_answers", "Answers of steps, by kind.", "kind", _KINDS
         )
@@ -70,7 +70,7 @@ class ObservedSteps:
     def stepped(
         self, works: Sequence[StepRequest], answers: Sequence[Any], start: float, end: float
     ) -> None:
-        """A step has run from `start` to `end` on the event loop's clock. Its answers were sent."""
+        """A step ran from `start` to `end` on the event loop's clock, and its answers were sent."""
         self._steps.add(1)
         self._compute.record(end - start)
         self._batch.record(len(works))

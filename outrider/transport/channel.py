@@ -56,7 +56,7 @@ _CHANNEL = (
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How a channel authenticates its server and itself."""
+    """How a channel checks the server's certificate, and which certificate the channel shows."""
 
     credentials: grpc.ChannelCredentials | None = None  # credentials for TLS; None = no TLS
     server_name: str = ""  # name in the server's certificate; empty = host of the address

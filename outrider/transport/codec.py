@@ -1,8 +1,8 @@
 """Converts between protobuf messages and the values of `outrider.messages`.
 
-A field of a message corresponds to the field of the same name of a dataclass. `OWN_CODECS` has the
-messages that need other conversions. Peers are not trusted: if a field exceeds its limit in
-`_LIMITS`, decoding raises `BadRequest` with the field's path."""
+A field of a message corresponds to the dataclass field with the same name. `OWN_CODECS` has the
+messages that need other conversions. Peers are not trusted, so decoding raises `BadRequest` with
+the field's path if a field exceeds its limit in `_LIMITS`."""
 
 import math
 import re
@@ -282,7 +282,7 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
-    """Raises `BadRequest` for a value beyond its limit. Does not know the vocabulary."""
+    """Raises `BadRequest` for a value beyond its limit. Token ids may exceed the vocabulary."""
     if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:
         reason = f"got {size} entries; allowed: up to {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
@@ -368,7 +368,7 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
     """Decodes and checks a head. If the message has only hashes, takes `sampling` and `constraint`
-    from `known`, a head of the same session. They are None if the hashes of `known` differ."""
+    from `known`, a head of the same session. If the hashes of `known` differ, both are None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -409,7 +409,7 @@ def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
     accept, correction = tuple(message.accept_probability[:]), message.correction
     if len(accept) > limits.NUM_DRAFT_TOKENS_MAX or len(correction) != len(accept) + 1:
         raise BadRequest(
-            "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
+            "verdict", f"has {len(accept)} probabilities, but {len(correction)} corrections"
         )
     for probability in accept:
         if not 0.0 <= probability <= 1.0:
@@ -441,7 +441,7 @@ def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """The gRPC methods and the message conversions of targets, or of drafts."""
+    """The gRPC methods of targets or of drafts, and the conversions of their messages."""
 
     service: ServiceDescriptor
     stream_method: str
@@ -459,15 +459,15 @@ class Codec:
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
     def item_frame(self, item: RoundItem, hashed: bool = False) -> bytes:
-        """Serialises a frame with one item. Concatenated frames are one frame. If `hashed`, the
-        frame has hashes in place of sampling parameters and constraint. Raises `BadRequest` for a
-        value that no message can hold."""
+        """Serialises a frame with one item. Concatenated frames form one frame with all items. If
+        `hashed`, the frame has hashes in place of sampling parameters and constraint. Raises
+        `BadRequest` for a value that no message can hold."""
         kind = _kind_of(self.request, "items")
         given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
         return _frame(self.request, kind, given)
 
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
-        """Decodes an item. `known` is the session's last head on this stream that had its
+        """Decodes an item. `known` is the session's last head on this stream that had the sampling
         parameters in full. Raises `BadRequest` for an invalid item."""
         return from_proto(message, self.item, head=head_from_proto(message.head, known))
 

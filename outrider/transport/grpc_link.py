@@ -35,8 +35,8 @@ RELEASE_TIMEOUT_S = 5.0
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
-"""Largest size in bytes of an item's frame on the normal stream. It is less than gRPC's limit,
-because on the bulk stream the same item may need the parameters in full."""
+"""Largest size in bytes of an item's frame, encoded for the normal stream. The size is below gRPC's
+limit, because the item may move to the bulk stream and need the parameters in full there."""
 
 
 class GrpcLink(Link):
@@ -72,7 +72,7 @@ class GrpcLink(Link):
         stream = self._stream("normal")
         frame = stream.encode(item)
         if len(frame) > _ITEM_BYTES_MAX:
-            reason = f"an item of {len(frame)} bytes is over {_ITEM_BYTES_MAX}"
+            reason = f"an item has {len(frame)} bytes; at most {_ITEM_BYTES_MAX} are allowed"
             raise BadRequest("head.append", reason)
         if len(frame) > limits.BULK_ITEM_BYTES or item.is_answered_in_bulk:
             stream = self._stream("bulk")
@@ -164,7 +164,7 @@ class GrpcLink(Link):
 
 
 class _Stream:
-    """One bidirectional call. Each sent frame joins queued items."""
+    """One bidirectional call. Queued items are joined into one frame when they are sent."""
 
     def __init__(self, link: GrpcLink, codec: Codec, open_call: Any) -> None:
         self._link = link

@@ -27,8 +27,8 @@ class Link:
     def listen(
         self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Registers the callbacks for answers and for a broken stream, once, before the first
-        `send`. After `on_lost`, items that were sent earlier get no answer."""
+        """Registers the callbacks for answers and for a broken stream. Must be called once, before
+        the first `send`. After `on_lost`, items that were sent earlier get no answer."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
@@ -86,7 +86,7 @@ class MemoryLink(Link):
         self._service = service
         self._deliver = deliver or (lambda call: asyncio.get_running_loop().call_soon(call))
         self._connection: Connection | None = None
-        self._number = 0  # grows with each connection; messages with a lower number are dropped
+        self._number = 0  # number of the connection; messages of earlier connections are dropped
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty if it can be reached."""

@@ -52,7 +52,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """A field that is None stays unset. Raises `BadRequest` for values that no message can hold."""
     given: dict[str, Any] = {}
     if request.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs", "is only served by HTTP, as `echo` of completions")
+        raise BadRequest("prompt_logprobs", "needs HTTP: use `echo` of the completions route")
     match request.constraint:
         case Constraint(ConstraintKind.JSON_SCHEMA, text):
             given["json_schema"] = text
@@ -66,7 +66,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     if isinstance(prompt, str):
         given["text"] = prompt
     elif len({type(part) for part in prompt}) > 1:
-        raise BadRequest("prompt", "must be a text, only chat messages, or only token ids")
+        raise BadRequest("prompt", "must be a text, a list of chat messages or a list of token ids")
     elif prompt and isinstance(prompt[0], ChatMessage):
         if any(isinstance(turn, ChatMessage) and turn.more for turn in prompt):
             raise BadRequest(

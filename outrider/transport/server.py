@@ -8,7 +8,7 @@ A servicer is any object with a method for each rpc, in snake case (`GetSession`
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
     stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply | bytes]
 
-It raises errors of `outrider.errors`, and does not call `context.abort`."""
+A servicer raises errors of `outrider.errors`, and does not call `context.abort`."""
 
 import asyncio
 import errno
@@ -88,7 +88,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             for method in service.descriptor.methods
         }  # fmt: skip
         self._server = grpc.aio.server(
-            handlers=(weakref.proxy(self),),  # A cycle would keep a stopped server in memory.
+            handlers=(weakref.proxy(self),),  # A reference cycle would keep a stopped server alive.
             options=server_options(
                 shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
             ),
@@ -103,7 +103,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return _join(self._options.host, self._port)
 
     async def start(self) -> int:
-        """Returns the port. Raises `ConfigError` if the server cannot listen on its address."""
+        """Begins to listen, and returns the port. Raises `ConfigError` if this is not possible."""
         options = self._options
         address = _join(options.host, options.port)
         try:
@@ -115,8 +115,8 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                 self._port = self._server.add_secure_port(address, options.credentials)
         except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"cannot listen on {address}: the port is taken (0 = any free one), or the host "
-                "is not an address of this machine"
+                f"cannot listen on {address}: the port is taken (use 0 for any free port), or the "
+                "host is not an address of this machine"
             ) from error
         await self._server.start()
         return self._port

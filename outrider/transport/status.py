@@ -37,8 +37,8 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
-    """Ends a call with the status of `error`: INTERNAL if it is not an `OutriderError`.
-    Logs the traceback of an INTERNAL error. Always raises, because `context.abort` does."""
+    """Ends a call with the status of `error`, or with INTERNAL if `error` is no `OutriderError`.
+    Logs the traceback of an INTERNAL error. Always raises, because `context.abort` raises."""
     if getattr(error, "grpc_code", _INTERNAL) == _INTERNAL:
         logger.error("%s failed", method, exc_info=error)
     if not isinstance(error, OutriderError):

@@ -37,7 +37,7 @@ class ReplicaServicer:
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
         Raises errors of `frames`, and `Overloaded` if too many answers wait because the caller does
-        not read. If the caller still reads nothing after `STUCK_WRITE_MS`, cancels its own task."""
+        not read. If the caller reads nothing for `STUCK_WRITE_MS` more, this task is cancelled."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -96,7 +96,7 @@ class _Stream:
     def __init__(self, codec: Codec, task: asyncio.Task[Any] | None) -> None:
         self._codec = codec
         self._task = task
-        self.writing = False  # whether a write runs; it does not end while the caller does not read
+        self.writing = False  # whether a write is pending; it ends only if the caller reads
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
         self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)
@@ -131,8 +131,8 @@ class _Stream:
             self._task.cancel()
 
     def _decode(self, message: Any) -> RoundItem | None:
-        """Decodes an item. If it is invalid, or its parameters are not known, answers it and
-        returns None."""
+        """Decodes an item. If the item is invalid, or its parameters are unknown, answers the item
+        at once and returns None."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)

@@ -44,8 +44,8 @@ AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
-_BACKDATED = datetime.timedelta(hours=1)  # valid from this long before creation, as clocks differ
-WARNED_DAYS = 30  # a service warns of its certificate if it expires within this number of days
+_BACKDATED = datetime.timedelta(hours=1)  # validity begins before creation, because clocks differ
+WARNED_DAYS = 30  # a service logs a warning if its certificate expires within this number of days
 
 
 class RoleFiles(NamedTuple):
@@ -85,7 +85,7 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
     if signer.public_key() != authority.public_key():
-        raise ConfigError(f"{files.authority}: does not belong to the key beside it")
+        raise ConfigError(f"{files.authority}: does not belong to the key in the same directory")
     end = authority.not_valid_after_utc
     if now + datetime.timedelta(days=1) > end:
         raise ConfigError(f"{files.authority}: expires {end:%Y-%m-%d}; make a new one with --force")
@@ -183,9 +183,9 @@ def _make(
 def server_credentials(
     certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials of a server. In the file `certificate`, intermediate certificates may follow that
-    of the server. With `authority`, each caller needs a certificate that it has signed. Raises
-    `ConfigError` for missing or invalid files."""
+    """Credentials of a server. In the file `certificate`, intermediate certificates may follow the
+    server's certificate. With `authority`, each caller needs a certificate that this authority has
+    signed. Raises `ConfigError` for missing or invalid files."""
 
     def read() -> Any:
         check_pair(certificate, key)
@@ -227,7 +227,7 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
             names += map(str, one.value.get_values_for_type(x509.IPAddress))
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
-    # A wildcard matches any first label of a name.
+    # In a name with a wildcard, any first label is valid, so `outrider` replaces the wildcard.
     return caller_trust(server, certificate, key, names[0].replace("*", "outrider", 1))
 
 
@@ -239,8 +239,8 @@ def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCrede
 
 
 def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
-    """TLS of a channel from a service with `role` to one with the role `peer`. Raises `ConfigError`
-    for missing or invalid files."""
+    """TLS of a channel from a service with the role `role` to a service with the role `peer`.
+    Raises `ConfigError` for missing or invalid files."""
     files = _own_files(directory, role)
     return caller_trust(*files, name_of(peer))
 

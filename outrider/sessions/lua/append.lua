@@ -1,6 +1,6 @@
 -- Appends tokens if the session has the expected length. Follows layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' if more follow,
+-- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' if `more_follow`,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
 -- If Redis aborts this script at any call, the script has at most raised the epoch (admit.lua), and
@@ -25,7 +25,7 @@ if length == tonumber(ARGV[4]) and #tokens > 0 then
     if counted then
       start, stop = extent(KEYS[1 + i], counted[name .. '_start'], counted[name .. '_end'])
     else
-      start = redis.call('STRLEN', KEYS[1 + i])  -- After all stored bytes.
+      start = redis.call('STRLEN', KEYS[1 + i])  -- The new bytes follow all stored bytes.
       stop = start
     end
     if #bytes > 0 then put(KEYS[1 + i], stop, bytes, ttl_ms) end

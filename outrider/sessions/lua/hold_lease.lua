@@ -5,7 +5,7 @@
 -- The lease is a key with a time to live, so this script reads no clock.
 if ARGV[1] == '0' then
   redis.call('DEL', KEYS[1])
--- A server whose memory is full allows PEXPIRE, but not SET.
+-- PEXPIRE comes first, because a server whose memory is full allows PEXPIRE, but not SET.
 elseif redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then
   redis.call('SET', KEYS[1], '1', 'PX', ARGV[1])
 end

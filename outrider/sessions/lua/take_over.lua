@@ -4,8 +4,8 @@
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch and owner that were read, owner, ttl_ms
 -- Returns the result of `read`, or {'missing', 0}, or {'changed', epoch}.
--- One call changes the owner. If Redis aborts this script after that call, the session has only its
--- former time to live.
+-- One call (HSET) changes the owner. If Redis aborts this script after that call, the session keeps
+-- its former time to live.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')
 if not stored[1] then return {'missing', 0} end
 

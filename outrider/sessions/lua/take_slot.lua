@@ -1,7 +1,7 @@
 -- Counts a request of a caller (an API key), and takes a slot for each generation of the request.
 -- If this would exceed one of the caller's limits, does neither.
--- KEYS: the caller's bucket (time when it will be full again, ms), the caller's slots (sorted set of
---   slot names, by the end of the slot's lease)
+-- KEYS: the caller's token bucket for requests (the time when it will be full again, ms), the
+--   caller's slots (sorted set of slot names, by the end of the slot's lease)
 -- ARGV: requests_per_minute, depth of the bucket in minutes, concurrency, lease_ms, then the slots;
 --   0 = no limit. Slots that are taken already stay taken.
 -- Returns {'taken', 0}, or {'rate', ms until the next request is allowed}, or {'slots', 0}.

@@ -202,7 +202,7 @@ def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
     for url in ("redis://h:1?password=x", "redis://h:1?sentinel_password=x"):
         with pytest.raises(SettingError, match=r"redis_url: has a password among its options"):
             without_password(address(url))
-    with pytest.raises(SettingError, match="redis_password_file: cannot be given with"):
+    with pytest.raises(SettingError, match="redis_password_file: cannot be given if"):
         without_password(address("redis://:x@h:1", password_file=str(tmp_path)))
     with pytest.raises(ConfigError, match="is not a URL"):
         without_password(address("redis://[h:1"))
@@ -233,7 +233,7 @@ def test_elsewhere_each_password_is_a_variable_of_the_process(
     assert (sealed.url, sealed.sentinel_password) == ("redis+sentinel://h:1,i:2/sessions", "")
     assert sealed.username == "me", "what the URL says wins"
     assert secrets == {"password": "x", "sentinel_password": SECRET}
-    with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
+    with pytest.raises(SettingError, match=f"passwords are not sent through Ray.*{VARIABLE}"):
         with_password(sealed)
     monkeypatch.setenv(VARIABLE, "x")
     with pytest.raises(SettingError, match=f"redis_sentinel_password: .*{SENTINEL_VARIABLE}"):

@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_corpus(corpus_files(tmp_path), None, 10)
     assert bad.value.key == "corpus"
     write(tmp_path / "a.jsonl", {"text": ""}, {"text": 5})
-    with pytest.raises(SettingError, match=r"a\.jsonl:2: no object with a `text` string"):
+    with pytest.raises(SettingError, match=r"a\.jsonl:2: must be an object with a string `text`"):
         read(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b"\xff")
     with pytest.raises(SettingError, match=r"a\.jsonl cannot be read: .* decode"):
