@@ -71,7 +71,7 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 
 class HttpClient(BenchClient):
-    """Calls a server with OpenAI's HTTP API. An async context manager."""
+    """Calls a server with OpenAI's HTTP API. Use it as an async context manager."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
         """`base_url` may end with `/v1`. If `raw`, calls text completions instead of chats. If

@@ -46,7 +46,7 @@ STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branche
 LAW = {"vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645}
 """Parameters of `EmulatedSpec` for the distributions of the emulated models."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted after accepted draft tokens. It follows from `LAW`."""
+"""A draft token's chance of acceptance if all earlier ones are accepted, computed from `LAW`."""
 
 
 class Run(NamedTuple):

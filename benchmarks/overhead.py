@@ -74,11 +74,11 @@ class OverheadOptions(Options):
     parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
     """What to measure."""
     rounds: Annotated[int, between(1, 100_000)] = 2_000
-    """Number of rounds, for `rounds`."""
+    """Number of rounds, for the part `rounds`."""
     sessions: Concurrency = 500
-    """Sessions at a time, for `capacity`."""
+    """Sessions at a time, for the part `capacity`."""
     seconds: Annotated[float, between(1, 600)] = 10.0
-    """Length of the measurement, for `capacity`, s."""
+    """Length of the measurement, for the part `capacity`, s."""
 
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:

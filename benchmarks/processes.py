@@ -56,7 +56,7 @@ class Process:
     ) -> None:  # fmt: skip
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
         Error messages begin with `name`. `setup` is the first line. The process inherits all
-        environment variables except those that limit threads. `environment` has further ones."""
+        environment variables except those that limit threads. `environment` has more variables."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command, self._name, self._setup = command, name, setup
@@ -121,7 +121,7 @@ Role = Callable[[dict[str, Any]], AbstractAsyncContextManager[str]]
 
 def main(words: Sequence[str]) -> None:
     """Runs a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. With
-    the word `EXACT_TIMERS`, the event loop uses `select`, because `epoll` may be 1 ms late."""
+    the word `EXACT_TIMERS`, the event loop uses `select`: timers of `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print must go to standard error, not into the answers.
     module, _, name = words[0].partition(":")

@@ -64,8 +64,8 @@ class ServeOptions(PromptOptions):
     request_rate: Annotated[float, Field(ge=1e-3)] = math.inf
     """Requests a second, at random times; inf = all at once."""
     burstiness: Annotated[float, Field(ge=1e-3)] = 1.0
-    """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, less =
-    bursts, inf = equal gaps."""
+    """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, below 1
+    = bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
     """Maximum number of running requests; others wait in this client; unset = no limit."""
     max_tokens: MaxTokens = 128

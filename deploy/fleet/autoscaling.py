@@ -127,5 +127,5 @@ def _num_staying(records: Sequence[ReplicaRecord]) -> int:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """None counts as 0."""
+    """The mean, in which None counts as 0."""
     return sum(value or 0.0 for value in values) / len(values) if values else 0.0

@@ -214,7 +214,7 @@ class Deployment:
     async def stop(self) -> None:
         """Stops all that `start` has started. First, coordinators get `stop_timeout_s` to end their
         requests. Then targets and drafts get the same time for their steps. Idempotent. Raises
-        `Unavailable` if the head of an existing cluster does not answer. Replicas may still run."""
+        `Unavailable` if an existing cluster's head does not answer; replicas may then still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)

@@ -2,8 +2,8 @@
 
 The record is `deployment.json` in the state directory. It is written when the deployment is ready,
 and removed when the deployment stops. If callers need an API key, the file `cli.key` has a key for
-this machine's commands. It is removed with the record. The deployment's process locks the file
-`deployment.lock`, which contains the process id.
+this machine's commands. This file is removed with the record. The deployment's process locks the
+file `deployment.lock`, which contains the process id.
 """
 
 import fcntl

@@ -68,7 +68,7 @@ FIXED = {
 """Settings that cannot change while a deployment runs, with the reason or an alternative."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""The changed settings by key. Then the running trial's draft model and share; None = no trial."""
+"""The changed settings by key, and the running trial's draft model and share, or None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -393,7 +393,7 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """Raises `Unavailable` if Ray's head does not answer."""
+    """The running reconciler, or None. Raises `Unavailable` if Ray's head does not answer."""
     with asking_head(), suppress(ValueError):
         handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
         return Actor(RECONCILER, handle)

@@ -86,7 +86,7 @@ class Overview:
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error of a command that has waited `after_s` for the state `what`, in vain."""
+        """The error of a command after it has waited `after_s` for the state `what`."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
@@ -301,7 +301,7 @@ class Trouble:
     reason = ""
     """Why the last replica died or failed to start; empty once a replica has started."""
     crowded = False
-    """Whether the cluster lacks room for a new replica, so a stale replica must leave first."""
+    """Whether the cluster lacks room for a new replica until a stale replica leaves."""
     made_way = False
     """Whether a stale replica has left to make room. Until a new replica serves, no other stale
     replica leaves, because new replicas may fail to start."""
@@ -485,8 +485,8 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """Returns the lowest free slot. If the role keeps its ports and has stale replicas, returns
-        the slot of the youngest stale replica, which leaves next."""
+        """Returns the lowest free `Membership.slot`. If the role keeps its ports and has stale
+        replicas, returns the slot of the youngest stale replica, which leaves next."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.member.plan != self.spec.plans[role]:

@@ -77,7 +77,7 @@ class FleetSpec:
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces. Clients know them."""
+        """Whether a replica gets the ports of its predecessor, because clients know these ports."""
         return role == "coordinator" and self.local
 
     def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
