@@ -146,7 +146,7 @@ class TextIndex:
 OCCURRENCES_MAX = 256
 """Only this many of the latest occurrences are searched for the longest match."""
 TOKENS_PER_MATCH = 3
-"""A guess may be this many times as long as its match. A short match predicts few tokens."""
+"""A guess is at most this many times as long as its match: short matches predict few tokens."""
 
 
 class NgramDrafter(LookupDrafter):

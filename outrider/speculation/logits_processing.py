@@ -329,7 +329,7 @@ class RowMasks(NamedTuple):
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. A later mask raises no error: no draft may make a session fail."""
+    tokens cannot be computed. Later masks may be missing, so that no draft makes a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
@@ -381,7 +381,7 @@ def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
     """The tokens that a draft may draw after `drafted`. None if the draft must stop, because
-    the completion has ended, no token of the `vocabulary` may follow, or there is no mask."""
+    the completion has ended, no token of the `vocabulary` may follow, or the mask is unknown."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:

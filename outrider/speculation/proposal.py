@@ -104,8 +104,8 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If missing q counted as
-    certain draws, the target would silently accept fewer tokens."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If a missing q counted
+    as certain draws, the target would silently accept fewer tokens."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
