@@ -103,7 +103,7 @@ async def _peers(module: Any, options: PeersOptions, arguments: Arguments) -> An
 def found_models(config: DeploymentConfig) -> DeploymentConfig:
     if config.target.emulated is not None:
         raise SettingError("engine", "is emulated; this command needs a model")
-    # This call must precede the import of torch, because torch reads the number of threads then.
+    # This call must precede the import of torch, because the import reads the number of threads.
     use_threads(config.target.num_threads or available_cores())
     progress("finding, downloading or converting models")
     return resolve_models(config)

@@ -93,7 +93,7 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
             await printer.show_all(client, request, builder)
         except BaseException:
             if builder.text:
-                print(flush=True)  # The error must not continue the answer's last line.
+                print(flush=True)  # The error must begin on a new line.
             raise
         completion = builder.build()
         # Without a tokenizer the answer has no text, only token ids.

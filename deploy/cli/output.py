@@ -66,8 +66,8 @@ class Progress:
             note(text)
 
     def update(self, line: str, stage: str = "") -> None:
-        """Replaces the line of the current work. The new line appears at the next repetition. First
-        begins the work `stage`, unless the current line already begins with `stage`."""
+        """Replaces the line of the current work. The new line appears at the next repetition. If
+        the current line does not begin with `stage`, first begins the work `stage`."""
         if not self._doing.startswith(stage):
             self(stage)
         with self._changed:

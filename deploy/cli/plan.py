@@ -73,18 +73,18 @@ Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 @checked()
 class SimulationOptions(Options):
     simulate: bool = False
-    """Also simulate a fleet: the real services on a virtual clock. Simulating 20 sessions for 10 s
-    takes about 20 s, or with look-ahead a minute. Finding numbers of replicas takes about ten such
-    simulations."""
+    """Also simulate a fleet, with the real services on a virtual clock. Simulating 20 sessions for
+    10 s takes about 20 s, or a minute with look-ahead. Finding the numbers of replicas takes
+    about ten times as long."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. Instead, `--engine emulated:acceptance_rates=A/A/..` can describe both."""
+    --json`. `--engine emulated:acceptance_rates=A/A/..` describes them without a file."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Number of concurrent sessions; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None
     """Requests a second, instead of `--sessions`."""
     prompt_tokens: Annotated[int, between(1, 2**17)] = 256
-    """Tokens of a prompt."""
+    """Number of tokens of each prompt."""
     answer_tokens: MaxTokens = 256
     """Mean number of tokens of an answer."""
     targets: Count = None

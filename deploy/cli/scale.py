@@ -53,8 +53,8 @@ async def _overview(
 @command(
     "scale",
     argument(
-        "counts", "such as draft=4 or target=2 coordinator=2", metavar="ROLE=N...", nargs=-1,
-        required=True,
+        "counts", "wanted numbers of replicas, such as draft=4 or target=2 coordinator=2",
+        metavar="ROLE=N...", nargs=-1, required=True,
     ),
     _wait_option("this many replicas serve"),
     json_option(),

@@ -68,8 +68,8 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """If a model drafts, chooses the smallest number of draft replicas, at most one for each
-        session, that loses at most `REPLICAS_LOSS_MAX` of the speed."""
+        """If a model drafts, chooses the number of draft replicas, at most one for each session:
+        the smallest number that loses at most `REPLICAS_LOSS_MAX` of the speed of the largest."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 

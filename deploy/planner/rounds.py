@@ -227,7 +227,7 @@ class Option:
     num_draft_tokens: int
     """K; 0 = plain decoding."""
     look_ahead: int = 0
-    """Outcomes of a round for which the draft drafts ahead; 0 = rounds wait for the draft."""
+    """Number of outcomes for which the draft drafts ahead; 0 = rounds wait for the draft."""
     draft_replicas: float = 0
     """Number of drafts per target; below 1 if targets share a draft, 0 if no model drafts."""
     hit_rate: float | None = None

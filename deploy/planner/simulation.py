@@ -467,7 +467,7 @@ def simulated(
 ) -> Report:
     """Simulates a scenario. The `free` roles get the smallest numbers of replicas that meet
     `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
-    coordinators. A pair of times is p50 and p99."""
+    coordinators. Each pair of times has the p50 and the p99."""
     pair, figures = scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
     load = f"sessions={scenario.sessions}"
@@ -527,7 +527,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The shortest time for which a round can occupy a replica."""
+    """The shortest time for which a round can occupy a replica, s."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s
