@@ -1,5 +1,5 @@
 """Options for settings, requests and connections. This module also connects a command to a
-deployment, and words error messages."""
+deployment, and formats error messages."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ is the target's distribution and q is the draft's, both after all transforms:
 
 Token: x_1..x_n is drafted and accepted with chance prod min(p, q), and the target writes x_1..x_n
 with chance prod p. The table has the quotient of these chances. Block: x_1..x_n is drafted and
-accepted with chance q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3). The quotient of this chance
-and prod p is the minimum in the table. Coupled: `benchmarks.acceptance.matched` has the formula.
+accepted with chance q(x_1..x_n) pi_n (docs/exactness.md; Sun et al., ICLR 2025, lemma 3). The table
+has this chance divided by prod p. Coupled: `benchmarks.acceptance.matched` has the formula.
 """
 
 import math
@@ -57,7 +57,7 @@ class Attempt(NamedTuple):
 
     num_proposed: int
     num_steps: int
-    """Steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
+    """Number of steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
     """The result of `survival`, up to the end of the text."""
 
@@ -146,7 +146,7 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 class Script:
     """Drafts for one text after another, like a drafter for successive sessions. So a look-up can
-    copy from the answers in earlier texts."""
+    copy from earlier answers."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft

@@ -57,7 +57,7 @@ ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """The order in which the search sets the numbers of replicas: the most expensive role first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
-"""Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
+"""Longest measured time of each simulation in a search. Its warm-up takes at most half of this."""
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
