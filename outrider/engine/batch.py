@@ -1,4 +1,4 @@
-"""Plans a step of many sequences as one forward pass over all their new tokens in one row.
+"""Plans a step as one forward pass over the new tokens of all its sequences, in one row.
 
     sequence    a a a b c c c c ...     the sequence of each new token
     position    7 8 9 0 4 5 6 7 ...     the token's position in its sequence
@@ -117,7 +117,7 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """Returns [heads * N * L]: `slots` of every head in a cache [heads * num_slots, width]."""
+        """Returns [heads * N * L]: each head's `slots`, as rows of [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -139,7 +139,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment, and the slots that it reads in the layers of one window."""
+    """A segment, and the slots that it reads in layers with one window."""
 
     first_row: int
     num_tokens: int

@@ -81,7 +81,7 @@ class DraftLayer:
     """A head on the pages of an engine. It makes features from the inputs of the model's layers."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
-        """`layers` are the caches of the `draft_shapes`."""
+        """`layers` are caches with the shapes of `draft_shapes`."""
         features, *pairs = layers
         self._head = head
         self._features = features.keys[0]  # [slots, D]
@@ -89,7 +89,7 @@ class DraftLayer:
 
     def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
         """Writes g and the pairs of a step's T new tokens, and returns g [T, D]. Each tensor in
-        `tapped` is the input of one layer of the model. Its rows after the first T are padding."""
+        `tapped` is the input of one layer of the model. Rows after the first T are padding."""
         rows = step.rows
         arrays = [rows.slots]
         if self.pairs is not None:

@@ -46,7 +46,7 @@ class PageCounts:
     num_pages: int
     num_free: int
     num_evictable: int  # cached pages that no sequence holds
-    prefix_queries: int  # tokens that `Engine.attach` has looked up, once their sequence has run
+    prefix_queries: int  # tokens that `attach` looked up, for sequences that have run a step
     prefix_hits: int  # how many of these tokens were in cached pages
     page_size: int = PAGE_SIZE
 
@@ -65,16 +65,16 @@ class Engine(Protocol):
 
     A slot holds the keys and values of one token. A page is a fixed number of slots, and an engine
     has a fixed number of pages. A page that no sequence holds may stay cached until it is evicted.
-    A new sequence with the same prefix can begin with cached pages. A sequence begins with `attach`
-    or with its first step.
+    A new sequence can begin with the cached pages of its prefix. A sequence begins with `attach` or
+    with its first step.
 
     An engine's state depends on its calls alone, so two engines that get the same calls hold the
     same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, each
     sequence of the call has its former state, or is forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
-    """The time that the steps of an emulated engine should have taken since the last
-    `take_stated_seconds`. The caller waits for the rest of this time. Always 0 in other engines."""
+    """The time that an emulated engine states for its steps since the last `take_stated_seconds`.
+    If the steps were faster, the caller waits for the rest. Always 0 in other engines."""
 
     @property
     def info(self) -> ModelInfo:
@@ -94,8 +94,8 @@ class Engine(Protocol):
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """Whether `forward` could run these steps with the free and the evictable pages, if the
-        sequences in `without` were released first. No step may be one of a sequence in `without`.
-        Changes nothing."""
+        sequences in `without` were released first. These sequences must have no steps. Changes
+        nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids` and were
@@ -126,8 +126,8 @@ class Engine(Protocol):
 
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
-    """An engine that also runs a drafting head, as one more layer on the same slots. A feature is
-    computed from inputs of the model's layers. The head reads *pairs*: the feature of one token,
+    """An engine that also runs a drafting head, as one more layer on the same slots. A feature is D
+    numbers, computed from inputs of the model's layers. The head reads *pairs* of a token's feature
     and the next token. The slot of this next token holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
@@ -147,7 +147,7 @@ class FeatureKeeper(Engine, Protocol):
 
     @property
     def feature_width(self) -> int:
-        """D, or 0 if the engine keeps no features. Constant."""
+        """The width D of a feature, or 0 if the engine keeps no features. Constant."""
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
         """Returns the features [n, D] of all slots in these ranges (sequence id, first slot, end),

@@ -61,7 +61,7 @@ class PagedEngine(PagedSequences):
         this limit. A *trial* compares the engine's logits with those of the unchanged module.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
-                           other processes use the cores
+                           other processes use the cores; None = all threads
         deterministic      whether the same prefix always has bit-equal logits: alone or beside
                            other sequences, run in one step or in several, cached or not
         backend            attention kernels of a device; not used if their trial fails on any rank
@@ -182,7 +182,7 @@ class PagedEngine(PagedSequences):
             if self.rows_are_equal:
                 return
             if not is_last:
-                _log.info("model %s: its linear layers compute rows in blocks", self.info.name)
+                _log.info("model %s: linear layers compute rows in equal blocks", self.info.name)
                 block_rows(self._module)
         raise SettingError(
             "deterministic",

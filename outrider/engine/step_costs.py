@@ -79,7 +79,7 @@ _TOKEN_ID = 0
 def measure_step_costs(
     engine: Engine, max_rows: int, max_sessions: int, clock: Callable[[], float], limit_s: float = 3
 ) -> StepCosts:
-    """Measures steps of up to `max_rows` tokens and `max_sessions` sequences. The engine must not
+    """Measures steps of up to `max_rows` tokens and `max_sessions` sessions. The engine must not
     be in use yet. Call this on the thread on which the engine's steps will run. `clock` returns
     seconds. The steps of an emulated engine take the time that the engine states.
 

@@ -101,7 +101,7 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head. Ranks other than 0 pass None, but need the `draft_check`.
+        `draft_layer` is a drafting head. Ranks other than 0 pass None, but also pass `draft_check`.
         If `draft_reads_output`, the head reads the model's output, otherwise the inputs of layers.
         Raises `ConfigError` if vLLM or this engine cannot run the model or the head."""
         self._device, self._ranks = use_device(**options), ranks
@@ -194,7 +194,7 @@ class VllmEngine(PagedSequences):
         groups: dict[Any, list[str]] = defaultdict(list)
         for layer, spec in specs.items():
             if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
-                raise ConfigError(f"model {name}: tokens cannot be taken back from {layer}'s state")
+                raise ConfigError(f"model {name}: tokens cannot be removed from {layer}'s state")
             groups[spec].append(layer)
         sizes = {spec.block_size for spec in groups}
         if len(sizes) != 1:
@@ -278,7 +278,7 @@ class VllmEngine(PagedSequences):
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """The indices of the inputs that the head reads among those that the model returns."""
+            """For each input that the head reads, its index among those that the model returns."""
             self._draft = DraftLayer(head, self._draft_cache.layers)
             self._pairs = self._draft.pairs
 
@@ -300,8 +300,8 @@ class VllmEngine(PagedSequences):
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers. If the
-        head reads the model's output, it must return the inputs of none."""
+        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers, or of no
+        layer if the head reads the model's output."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -321,7 +321,7 @@ class VllmEngine(PagedSequences):
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
         steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares the compiled
-        model with the uncompiled model, because vLLM may load an older compilation from files."""
+        model with the uncompiled model, because vLLM may load an old compiled model from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])

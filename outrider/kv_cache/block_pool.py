@@ -7,8 +7,8 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     remembered         none                      yes             least recently used first
     held               at least one              yes or no       never
 
-The *prefix* of a page is all tokens up to the end of the page. They determine the page's keys and
-values. Once the prefix of a full page is known, new sequences with this prefix share the page.
+The *prefix* of a page is all tokens up to the end of the page. Only these tokens determine the keys
+and values. Once the prefix of a full page is known, new sequences with this prefix share the page.
 Before a sequence writes to a page that other sequences hold too, it gets a copy of the page. Before
 it writes to a page that no other sequence holds, the pool forgets the page's prefix."""
 
@@ -52,8 +52,8 @@ class _PagedSequence:
 
 
 def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the key of a prefix that extends the prefix of `key` by one page. Prefixes with
-    equal keys have equal salts and tokens."""
+    """Returns the key of the prefix that extends the prefix of `key` by one page of tokens. Equal
+    keys mean equal salts and tokens."""
     return blake2b(key + array("I", token_ids).tobytes()).digest()
 
 
@@ -237,7 +237,7 @@ class BlockPool:
         """Evicts remembered pages until `num_free` are free, or raises `OutOfPages`."""
         missing = num_free - len(self._free) - len(self._remembered)
         if missing > 0:
-            raise OutOfPages(f"{missing} more pages are needed, but sequences hold all others")
+            raise OutOfPages(f"{missing} more pages are needed, but no more can be evicted")
         while len(self._free) < num_free:
             page, _ = self._remembered.popitem(last=False)
             self._forget(page)
@@ -271,7 +271,7 @@ class BlockPool:
         self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
-        """A page without holders becomes free, or, if its prefix is known, remembered."""
+        """A page without holders becomes remembered if its prefix is known, otherwise free."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

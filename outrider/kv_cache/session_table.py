@@ -37,7 +37,7 @@ class _Entry:
 class SessionTable:
     """The sessions that an engine knows, by id. A session is the engine's sequence with this id. If
     there are `sequences_max` sessions, a new session replaces the least recently used one. So a
-    step must not align more sessions than this. Not thread-safe."""
+    step must not align more than `sequences_max` sessions. Not thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
@@ -51,9 +51,9 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
-        and any first tokens of `head.append`. Never keeps the last committed token, which must run
-        again for its logits. If no token is left, begins with cached pages that the same tenant has
-        written for the same tokens (`Engine.attach`).
+        and as much of `head.append` as it holds. Never keeps the last committed token, which must
+        run again for its logits. If no token is left, begins with cached pages that the same tenant
+        has written for the same tokens (`Engine.attach`).
 
         If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
         held prefix that is known to be committed. Raises `BadRequest` if `head` has no tokens."""
@@ -63,7 +63,7 @@ class SessionTable:
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
             held = min(entry.confirmed_length, len(sequence))
-            # If enough tokens are held, at least one of them differs, and it is unknown which.
+            # If enough tokens are held, at least one of them differs, but it is unknown which.
             length = held if held < head.base_length else 0
             return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length

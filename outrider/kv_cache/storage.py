@@ -55,7 +55,7 @@ def pages_in(num_bytes: int, page_bytes: int) -> int:
 def memory_budget(
     device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
 ) -> int:
-    """The number of bytes for keys and values. Must be called after the model is loaded. On a CPU,
+    """The number of bytes for keys and values. Call this after the model is loaded. On a CPU,
     the number is fixed. On a GPU, the process may use `gpu_memory_utilization` times `num_gpus`
     (None = 1) of the GPU's memory. The result is the part of this memory that the process does not
     use yet, at most the GPU's free memory."""

@@ -120,7 +120,7 @@ def test_engines_of_one_process_step_at_once(tmp_path: Path, make_engine: MakeEn
         ("llama", {"max_model_len": MAX_MODEL_LEN + 1}, "cannot be loaded"),
         # MLA on a CPU, as the engine's test at its start finds out.
         ("deepseek_v2", {}, "cannot run a text in parts"),
-        ("mamba", {}, "cannot be taken back"),
+        ("mamba", {}, "cannot be removed"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

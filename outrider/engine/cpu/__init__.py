@@ -1,1 +1,1 @@
-"""Steps on the fused kernels of a CPU library."""
+"""Runs steps on the fused kernels of a CPU library."""

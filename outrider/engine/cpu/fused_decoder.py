@@ -93,7 +93,7 @@ class FusedDecoder:
         self._head = module.get_output_embeddings()
 
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
-        """Takes the last layer's output [1, L, D] and residual [1, L, D]. Returns [1, L, V]."""
+        """Returns logits [1, L, V] for the last layer's output and its residual, each [1, L, D]."""
         logits: Tensor
         if rows.numel():  # The kernels accept no empty matrices.
             rows = self.layers.add_norm(rows, residual, self._last_norm)[0]
@@ -232,7 +232,7 @@ def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
 
 
 def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """Returns the index of a rotation in `tables`. If it is missing, appends it first."""
+    """Returns the index of a rotation in `tables`. Appends the rotation if it is missing."""
     for number, known in enumerate(tables):
         if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
             return number

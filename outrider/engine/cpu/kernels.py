@@ -1,4 +1,4 @@
-"""The fused CPU kernels of `amd-pace`: bfloat16, on processors with AVX-512 BF16.
+"""The fused CPU kernels of `amd-pace`, for bfloat16 on processors with AVX-512 BF16.
 
 `amd-pace` requires exact versions of packages that only its own server needs. So it is installed
 without dependencies, and only its shared library is loaded. The library registers the operators
@@ -55,7 +55,7 @@ class LayerWeights(NamedTuple):
     rotation: int  # an index of `FusedDecoder.rotations`
     kind: int  # an index of `FusedDecoder.windows`
     scaling: float
-    softcap: float  # see `AttentionLayer`; 0 = scores stay
+    softcap: float  # see `AttentionLayer`; 0 = no cap
     window: int  # how many earlier tokens a token sees; -1 = all
 
 

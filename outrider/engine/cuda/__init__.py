@@ -1,1 +1,1 @@
-"""Steps on a CUDA device: tables that a kernel reads."""
+"""Runs steps on a CUDA device, with Triton kernels for attention."""

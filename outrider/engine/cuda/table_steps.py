@@ -29,11 +29,11 @@ KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
 """A program's score matrix has a row for each token of the block and each query head that shares
-the key head. It has at most this many rows, unless the block is one token."""
+the key head. The matrix has at most this many rows, unless the block is one token."""
 _BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
-_WIDE = 128  # if heads are wider, only half of `_BLOCK_SLOTS` fit into shared memory
+_WIDE = 128  # if heads are wider than this, only half of `_BLOCK_SLOTS` fit into shared memory
 _SPLITS = (16, 4, 1)  # the possible numbers of splits; the kernel is compiled for each of them
 _SPLIT_SLOTS_MIN = 256
 """The splits of a step's longest context have at least this many slots. Shorter splits save less
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """The kernel's parameters for a step. The kernel is compiled for each combination."""
+    """The kernel's parameters for a step. The kernel is compiled for each combination of them."""
 
     block_tokens: int  # the maximum number of tokens of a block; a power of two
     num_splits: int

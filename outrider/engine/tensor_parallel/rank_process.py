@@ -37,7 +37,7 @@ class RankLeader:
     """The leader's socket, which followers use to join, and their time limit."""
 
     def __init__(self, num_ranks: int, is_alone: bool, timeout_s: float) -> None:
-        """Listens for the followers. Uses loopback if all ranks are on this machine (`is_alone`).
+        """Listens for followers, on loopback only if all ranks are on this machine (`is_alone`).
         The followers have `timeout_s` to join, and then `timeout_s` to load."""
         host = LOOPBACK if is_alone else machine_address()
         self.rendezvous, self.store_socket = open_rendezvous(host, num_ranks)

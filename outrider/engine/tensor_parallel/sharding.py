@@ -131,8 +131,8 @@ class ExchangingLinear(nn.Module):
         self, local: nn.Linear, exchange: Callable[[Tensor], Tensor], cut: slice | None = None,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`exchange` computes the output from the outputs of all ranks. `bias` is added to the
-        result. `cut` selects this rank's columns. If it is None, the input has only these."""
+        """`exchange` computes the output from the outputs of all ranks. Then `bias` is added. `cut`
+        selects this rank's columns of the input. None = the input has only these columns."""
         super().__init__()
         self.local, self.bias = local, bias
         self._exchange, self._cut = exchange, cut
@@ -267,7 +267,7 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
                 continue  # The tensor is a buffer that the model makes itself.
             values = _read(files[stored], stored, tensor, shares.get(keys[0]))
             if values is None:
-                raise ConfigError(f"model {name}: {stored} does not fit the model's configuration")
+                raise ConfigError(f"model {name}: weights {stored} do not fit its configuration")
             if isinstance(tensor, nn.Parameter):
                 values = nn.Parameter(values, requires_grad=False)
             for key in keys:
