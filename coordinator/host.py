@@ -188,8 +188,8 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Creates this coordinator's name in the session store. No other process has this name: if a
-    restarted coordinator had its predecessor's name, it would renew the predecessor's lease, and no
+    """Creates this coordinator's name in the session store. No other process has this name. With
+    its predecessor's name, a restarted coordinator would renew the predecessor's lease. Then no
     coordinator could take over the predecessor's sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"

@@ -120,8 +120,8 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
-        target is known or a replica of a fixed set does not answer, and `Incompatible` if a replica
-        of a fixed set, or all replicas of a role, do not fit the pool."""
+        target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
+        replica of a fixed set, or every replica of a role, does not fit the pool."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():

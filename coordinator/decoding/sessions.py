@@ -278,8 +278,7 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session. Uses a thread if the session is
-        long."""
+        """Runs `call`, which reads all tokens of a session, on a thread if the session is long."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
@@ -340,8 +339,8 @@ class OwnedSessions:
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call to the store takes
-        over, releases or ends the session: if such a call has the epoch of the new run and arrives
-        late, it would end this run."""
+        over, releases or ends the session. Such a call may have the epoch that the new run would
+        get. If the call arrived late, it would then end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

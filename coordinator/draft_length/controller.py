@@ -372,7 +372,7 @@ class LengthControl:
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting is expected to gain more tokens than are lost while the draft reads the
-        missed tokens, or the trial budget pays for the expected loss."""
+        missed tokens. If it is not, whether the trial budget covers the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

@@ -103,7 +103,8 @@ class _Mean:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The expected times of a session's next round, and the tokens that other sessions lose to this
-    round, because it lengthens their steps, and its drafting and messages use shared cores."""
+    round. The round lengthens the steps of other sessions, and its drafting and messages use shared
+    cores."""
 
     plain_s: float
     round_s: float
@@ -228,8 +229,7 @@ class RoundCosts:
         return self._round.value > 0
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
-        """Returns the number of tokens that all sessions lose while the draft reads `num_missed`
-        tokens."""
+        """Returns how many tokens all sessions lose while the draft reads `num_missed` tokens."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
