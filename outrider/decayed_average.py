@@ -35,7 +35,7 @@ class DecayedSums:
 
     def rate(self, now: float, name: str) -> float:
         """Returns the amount of `name` per second: its decayed sum, divided by the decayed sum
-        that 1 per second since the start would have."""
+        that an amount of 1 per second since the start would have."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

@@ -95,7 +95,7 @@ DRAFT_SUPPORT_ENTRIES_MAX = 4096  # entries of a draft distribution that a peer 
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
 STREAM_INTERVAL_MS = 40  # between messages with plain rounds, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # if its event loop is delayed by more, a coordinator refuses requests
-LOOP_LAG_LOOKS = 4  # after this many such delays in a row, 0.25 s apart, a coordinator refuses
+LOOP_LAG_LOOKS = 4  # number of such delays in a row, 0.25 s apart, that make it refuse requests
 MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20

@@ -106,7 +106,7 @@ class VerifyItem:
     num_next_draft_tokens: int = 0
     """Largest number of tokens to draft for the next round, if the target drafts for itself."""
     features_from: int | None = None
-    """Position of the first committed token whose features to send; None = send no features."""
+    """Position of the first committed token whose `Features` to send; None = send no features."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False

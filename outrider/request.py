@@ -72,9 +72,9 @@ class ResumeRequest:
     num_tokens: int = 0
     """Number of completion tokens that the client has, which are not sent again."""
     num_characters: int | None = None
-    """Number of characters (code points) that the client has; None = all text of its tokens."""
+    """Number of characters (code points) that the client has; None = all text of these tokens."""
     deadline_ms: int | None = None
-    """Time limit, counted from this request. The session's limit is default and maximum."""
+    """Time limit, counted from this request. Default and maximum: the session's time limit."""
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class TokenizerText:
         self._special_ids = {self.spell(token_id).decode(): token_id for token_id in self._special}
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, _UNKNOWN_BYTES_MAX)
-        """Largest number of bytes of text for which one token stands."""
+        """Largest number of bytes of text that one token replaces."""
 
     @classmethod
     def load(

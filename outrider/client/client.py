@@ -83,7 +83,7 @@ class Client:
         again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
         session is still open, that stream ends with `StaleEpoch`. Raises `NotFound` for an
         unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while
-        another coordinator owns the session, until about 2 s after that coordinator's death."""
+        another coordinator owns the session. A coordinator that dies owns it for about 2 s more."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 

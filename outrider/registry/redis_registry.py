@@ -127,7 +127,7 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica every `RENEWAL_S` until `withdraw`. `record` makes the current record."""
+    """Announces the current `record()` of a replica every `RENEWAL_S` until `withdraw`."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         self._registry = registry

@@ -52,7 +52,7 @@ instead of libgomp. In this runtime, waiting threads yield their cores. With eig
 demo target on two cores, a token took 34 to 43 ms. With libgomp, a token took 40 to 52 ms."""
 LOADING_NICENESS = 10
 """Added to the niceness of the thread that loads a model, and of its helper threads. Because this
-number is above that of steps (`NICENESS` in `outrider/engine/threads.py`), a replica that loads
+number is larger than that for steps (`outrider.engine.threads.NICENESS`), a replica that loads
 leaves the cores to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)

@@ -80,8 +80,8 @@ class SteppedService(ReplicaService):
         self, worker: StepWorker, executor: StepExecutor, description: ReplicaDescription,
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
     ) -> None:  # fmt: skip
-        """At most `description.max_num_seqs` sessions share a step. A step with `rows` tokens
-        should take `seconds(rows, sessions)`. If this time is above 0, the step may wait for
+        """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is
+        the expected time of a step with `rows` tokens, s. If it is above 0, the step may wait for
         sessions whose next items are expected soon. An item with a new constraint waits until the
         constraint's grammar is compiled, so that no step compiles a grammar."""
         self._worker = worker
@@ -311,7 +311,7 @@ class SteppedService(ReplicaService):
             self.health_changed.set()
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
-            # The coordinator of a silent session may have died, or its release was lost.
+            # The coordinator of a silent session may have died, or the session's release was lost.
             since, waiting = _now() - limits.SILENT_SESSION_MS / 1e3, self._queue.sessions
             silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
             self.park([name for name, _ in silent if name not in waiting])
@@ -397,7 +397,7 @@ class SteppedService(ReplicaService):
             answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
-            # The state of the items' sessions is unknown.
+            # After an error, the state of the items' sessions is unknown.
             self._worker.leave({item.head.session_id: True for item in items})
             raise
         return answers
@@ -557,8 +557,8 @@ class StaleRoundFilter:
         """The newest epoch and round of each session. Epochs begin at 1."""
 
     def admit(self, head: RoundHead) -> Refused | None:
-        """Notes a new round, and returns None. For an old round, only returns a refusal. Its code
-        is ABORTED for an old epoch, and CANCELLED for an old round of the same epoch."""
+        """Notes a new round, and returns None. Returns the refusal of an old round, with the code
+        ABORTED for an old epoch, and CANCELLED for an old round of the same epoch."""
         epoch, latest = self._asked.get(head.session_id, (0, 0))
         if head.epoch < epoch:
             over = StaleEpoch(f"epoch {head.epoch} is over: epoch {epoch} was seen")

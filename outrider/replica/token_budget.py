@@ -28,9 +28,9 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""A demand with more tokens before its last `num_last` tokens is a prefix, because the last round
-committed at most this many. The end of a long prompt is a prefix, too: its tokens take longer than
-others, because each of them reads the whole context."""
+"""A round has at most this many tokens before its last `num_last` tokens, because the round before
+committed no more. A demand with more is a prefix, even at the end of a long prompt. The tokens at
+the end take longer than others, because each of them reads the whole context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens: some steps take
@@ -66,14 +66,14 @@ class _Load(NamedTuple):
 
 
 class TokenBudget:
-    """Shares out steps of at most `max_tokens` tokens and `max_steps` sessions. Without `costs`,
-    the time of a step is not limited."""
+    """Decides which tokens run in steps of at most `max_tokens` tokens and `max_steps` sessions.
+    Without `costs`, the time of a step is not limited."""
 
     def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
         self._max_tokens = max_tokens
         self.max_steps = max_steps
         self._costs = costs
-        self._last_rounds: _Load | None = None  # of the last rounds; None = no rounds are expected
+        self._last_rounds: _Load | None = None  # load of the last rounds; None = expects no rounds
         self._rest_steps = 0  # number of steps since the step of `_last_rounds`
         self._rest_s = 0.0  # predicted time of these steps, s
         self._step_s = 0.0  # predicted time of the step of `_last_rounds`, s

@@ -5,8 +5,8 @@ limited. So an item may have to wait, or run with only some of its tokens. In ea
 
 1. The tokens that this replica holds of a session are aligned with those of the coordinator
    (`SessionTable.align`). A session without tokens begins with the cached pages of its prefix.
-2. Items get pages, the item of the oldest session first. If pages are short, younger sessions lose
-   their pages. If there are still too few pages for an item, the item waits.
+2. Items get pages, the item of the oldest session first. If too few pages are free, younger
+   sessions lose their pages. If there are still too few pages for an item, the item waits.
 3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
    of its prefix, or no tokens in this step (`TokenBudget`).
 
@@ -200,8 +200,8 @@ class StepWorker:
         raise NotImplementedError
 
     def note_seconds(self, seconds: float) -> None:
-        """Notes the time of the last step that ran items. Called by the executor or between
-        steps."""
+        """Notes the time of the last step that ran items. Called on the executor, or on the event
+        loop between steps."""
         self._budget.note_seconds(seconds)
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
