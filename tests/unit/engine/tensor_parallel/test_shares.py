@@ -124,7 +124,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     wrong = "model.layers.0.mlp.up_proj.weight"
     wider = stored | {wrong: torch.cat([stored[wrong], stored[wrong]])}
     save_file(wider, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=f"{wrong} does not fit"):
+    with pytest.raises(ConfigError, match=f"{wrong} do not fit"):
         load_shard(path, thread_ranks(2)[0], key=KEY)
     fewer = {name: tensor for name, tensor in stored.items() if name != wrong}
     save_file(fewer, path / "model.safetensors", metadata={"format": "pt"})
