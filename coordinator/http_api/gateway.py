@@ -224,7 +224,7 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
 def _passed_on(
     headers: Sequence[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """Omits the headers in `without`, and those that the header `connection` names."""
+    """Leaves out the headers in `without`, and all headers that the header `connection` names."""
     named = httpx2.Headers(headers).get("connection", "").lower().split(",")
     left_out = {*without, *map(str.strip, named)}
     found = [(name.lower(), value) for name, value in headers]

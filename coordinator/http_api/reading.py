@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 """Shared by all calls, because `json.dumps` with these options makes a new encoder in each call."""
 UNKNOWN_FIELD = "extra_forbidden"
-"""pydantic's type of errors about fields that do not exist."""
+"""pydantic's name for errors about fields that do not exist."""
 SHOWN_CHARS_MAX = 64
 """An error repeats at most this many characters of a name or value."""
 _KINDS: Mapping[int, tuple[str, str, str | None]] = {

@@ -72,7 +72,7 @@ class Item(Body):
         return self
 
     def turn(self, place: str) -> Json:
-        """Returns fields of a `ChatMessage`. `place` is the item's path. Raises `BadRequest`."""
+        """Returns the fields of a `ChatMessage`. `place` is the item's path. Raises `BadRequest`."""
         match self.type:
             case "message":
                 role = "system" if self.role == "developer" else self.role
@@ -109,7 +109,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How the model reasons. Outrider accepts only values that change nothing."""
+    """How the model reasons. Outrider accepts only values that have no effect."""
 
     unserved: ClassVar[bodies.Unserved] = {
         **asks_nothing("effort", "none"),

@@ -59,7 +59,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Files in PEM format."""
+    """The files for TLS, in PEM format."""
 
     certificate: Path
     key: Path
