@@ -72,7 +72,7 @@ class Item(Body):
         return self
 
     def turn(self, place: str) -> Json:
-        """Returns the fields of a `ChatMessage`. `place` is the item's path. Raises `BadRequest`."""
+        """Returns fields of a `ChatMessage`. `place` is the item's path. Raises `BadRequest`."""
         match self.type:
             case "message":
                 role = "system" if self.role == "developer" else self.role
