@@ -145,7 +145,7 @@ class StreamedBody(Body):
     @model_validator(mode="after")
     def _options_are_for_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            reason = "is for streams; leave it out, or set stream to true"
+            reason = "applies only to streams; leave it out, or set stream to true"
             raise field_error("stream_options", reason)
         return self
 
@@ -348,7 +348,7 @@ def lines(content: str | list[Any]) -> str:
 
 def _known_role(role: str) -> str:
     if role == "function":
-        raise ValueError(f"{role!r} is not supported; give tool instead")
+        raise ValueError(f"{role!r} is not supported; use tool instead")
     return "system" if role == "developer" else role
 
 
@@ -374,7 +374,7 @@ class Message(Body):
         for name in ("reasoning_content", "tool_calls", "tool_call_id"):
             role = "tool" if name == "tool_call_id" else "assistant"
             if getattr(self, name) and self.role != role:
-                raise field_error(name, f"is for messages with the role {role}; leave it out")
+                raise field_error(name, f"needs a message with the role {role}; leave it out")
         if self.content is None and self.role != "assistant":
             raise field_error("content", "is missing; only the assistant may leave it out")
         if self.tool_call_id is None and self.role == "tool":
@@ -542,10 +542,10 @@ class TokenizeBody(Body):
         if self.messages is None:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(self, name):
-                    raise BadRequest(name, "is for messages; leave it out")
+                    raise BadRequest(name, "needs messages; leave it out")
             return CompletionBody.model_construct(**dict(self)).translate()
         if self.add_special_tokens:
-            raise BadRequest("add_special_tokens", "is for a prompt; give false, or leave it out")
+            raise BadRequest("add_special_tokens", "needs a prompt; give false, or leave it out")
         return ChatBody.model_construct(**dict(self)).translate()
 
 
