@@ -1,4 +1,4 @@
-"""The files of the window, and which refused tokens its script finds in a round."""
+"""The files of the window, and which rejected tokens its script finds in a round."""
 
 import json
 import re
@@ -77,7 +77,7 @@ globalThis.document = { createElement: (kind) => new Node(kind) };
 def test_what_was_drafted_in_vain_is_struck_through(
     came: str, num_accepted: int, kept: list[str], behind: list[str]
 ) -> None:
-    """A to E were proposed. The refused tokens (here after a minus sign) follow the last accepted
+    """A to E were proposed. The rejected tokens (here after a minus sign) follow the last accepted
     one, or stand behind the text. The text of each token is its letter."""
     begun = {"proposed_token_ids": [*range(5)], "proposed_texts": [*"ABCDE"]}
     written = {
