@@ -86,8 +86,8 @@ class FeatureDrafter(ModelDrafter):
         self._head = head.module
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        """Like `ModelDrafter.extend`. Afterwards, the engine holds no draft tokens of whole drafts,
-        because the head ran these tokens on guessed features."""
+        """Like `ModelDrafter.extend`. Afterwards, the engine holds no draft tokens of finished
+        drafts, because the head ran these tokens on guessed features."""
         super().extend(branches)
         for branch in branches:
             if branch.is_whole:

@@ -8,9 +8,9 @@ Let C be the committed tokens of a session, and x_1..x_K the proposal of its new
   session's sequence. A finished proposal is pushed to the coordinator, with the assumed outcome.
 
 A round begins when its `DraftItem` arrives. If the coordinator already has a proposal, the item
-contains this proposal. Otherwise the coordinator waits for a draft. If the actual outcome of the
-previous round is being drafted, that draft continues, else a new draft begins. A pass adds a token
-to every draft that a coordinator waits for, and to the drafts of the likeliest outcomes that fit.
+contains this proposal. Otherwise the coordinator waits for a draft. If a draft for the actual
+outcome of the previous round is running, it continues. Otherwise a new draft begins. A pass adds a
+token to every draft that a coordinator waits for, and to the drafts of likely outcomes that fit.
 
 The draft of x_1..x_K has often run all tokens but x_K. If it has also kept the distributions of all
 x_i, they predict the outcomes that end with a correction. The drafts of such outcomes then begin
@@ -54,7 +54,7 @@ class RoundAhead:
         self.item = item
         self.committed = committed
         self.unseen = unseen  # the last committed tokens, not run in the session's own sequence
-        self.bytes_left = LOOK_AHEAD_BYTES_MAX  # number of bytes that may still be pushed
+        self.bytes_left = LOOK_AHEAD_BYTES_MAX  # bytes of proposals that may still be pushed
         self.drafted: tuple[int, ...] = ()  # x_1..x_K, once they are known
         self.wanted: AutoregressiveDraft | None = None  # unfinished; the coordinator waits for it
         self.basis: AutoregressiveDraft | None = None
@@ -66,7 +66,7 @@ class RoundAhead:
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}  # unfinished drafts
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished drafts whose sequences still exist. One can become the next round's `basis`."""
+        """Finished drafts whose sequences still exist. One of them may be the next `basis`."""
 
     @property
     def session_id(self) -> str:

@@ -37,7 +37,7 @@ class ModelDrafter:
         self.num_passes = 0  # number of passes in the last call of `extend`
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        """Draws the tokens of drafts of distinct sessions. Returns early if the time limit of a
+        """Draws tokens for drafts of distinct sessions. Returns early if the time limit of a
         finished draft is over, because this draft is sent only after the step. The next call
         continues the other drafts.
 

@@ -157,7 +157,7 @@ class RunAhead:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
         verdict or for the next round, with the same prefix and parameters. The item must also allow
         all rounds that this run-ahead allows. An item that allows fewer rounds comes from another
-        coordinator. It may want to draft earlier, and must get no more verdicts than asked for."""
+        coordinator, which must not get more verdicts than it asks for."""
         mine, asked = self._item.head, item.head
         rounds = asked.round - mine.round
         return (

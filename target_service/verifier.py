@@ -107,8 +107,8 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request but the newest token. Without penalties,
-        `token_ids` of the request needs only the newest token. For each request, `hidden_states`
-        has the engine's feature [D] of the token before it. The engine's sequences stay unchanged.
+        `token_ids` needs only the newest token. For each request, `hidden_states` has the feature
+        [D] of the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
         proposed. Dropping them could bias the output, because the failure may depend on their

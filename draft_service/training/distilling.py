@@ -39,12 +39,12 @@ WRITING_SHARE = 0.4  # share of the time in which the target writes texts
 READING_SHARE = 0.15
 """Share of the time in which the target computes its distributions for the tokens of texts. With
 `--tokens`, half of `WRITING_SHARE` is added."""
-TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # at least; training gets all the time left
+TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # least share; training gets all the time left
 MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt of `--measure` once at each of these temperatures."""
-MEASURED_TOKENS_MAX = 128  # in an answer to a prompt of `--measure`, as in `bench acceptance`
+MEASURED_TOKENS_MAX = 128  # tokens of an answer to a `--measure` prompt, as in `bench acceptance`
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Limit for a prompt of `--measure`. One pass reads the prompt and its answer. For T tokens,
+"""Most tokens of a `--measure` prompt. One pass reads the prompt and its answer. For T tokens,
 attention then holds up to three tensors [heads, T, T]. With 9 heads in half precision, each tensor
 takes 0.3 GB."""
 _TOGETHER = {"cpu": 96, "cuda": 512}  # number of conversations that are written side by side

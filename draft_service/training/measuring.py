@@ -67,8 +67,8 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
-    """For each index in C chains, returns the rows [C] of the draft tokens at this index, and their
-    `_scores` [C, 3]."""
+    """For each index i in the chains, returns the rows [C] of all C draft tokens i, and the
+    `_scores` [C, 3] of these tokens."""
     found = []
     with torch.inference_mode():
         for depth in learner.draft(batch):
@@ -98,7 +98,7 @@ def render_card(
     options: DistillOptions, target: str, fingerprint: str, trainer: Trainer, dataset: Dataset,
     seconds: Mapping[str, float], measured: Mapping[str, Measured],
 ) -> str:  # fmt: skip
-    """Returns the model card. `fingerprint` is that of the target's tensors. The keys of `seconds`
+    """Returns the model card. `fingerprint` identifies the target's tensors. The keys of `seconds`
     are stages, and the keys of `measured` are names of the texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())

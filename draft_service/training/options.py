@@ -20,7 +20,7 @@ class DistillOptions:
     """The drafter's directory, as `check_out` returns it."""
     kind: Literal["student", "eagle3"] = "student"
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
-    target's layers; its files have the format of `speculators`, which other programs also load."""
+    target's layers. Its files have the format of `speculators`, which other programs also load."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """Minutes to write, read and train, including earlier parts of the same run. Does not limit
     writing with `--tokens`, nor reading and training with `--steps`, nor measuring."""

@@ -47,7 +47,7 @@ def folder_name(kind: str, *parts: object) -> str:
 
 
 class Stopwatch:
-    """Counts the seconds of a stage, including those of earlier runs with the same folder."""
+    """Counts the seconds of a stage, including earlier runs with the same folder."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -194,7 +194,7 @@ def overlap_loss(
     hidden: Tensor, head: Tensor, columns: Tensor, mass: Tensor, likelihood_share: float
 ) -> Tensor:
     """Returns the mean loss over R rows, with a gradient for `hidden` [R, D]. `head` [N, D] has the
-    same dtype. `columns` and `mass` [R, M] are those of a `Batch`. -log(acceptance) has the weight
+    same dtype. `columns` and `mass` [R, M] are fields of a `Batch`. -log(acceptance) has the weight
     `likelihood_share`, and cross-entropy has the remaining weight. To save memory, the backward
     pass computes the logits of each block of rows again."""
     size = ROWS_OF_A_BLOCK[hidden.device.type]

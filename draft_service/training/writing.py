@@ -61,10 +61,10 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """Returns the written conversations. With `tokens`, returns only as many of the first
-        conversations as have this many tokens in answers. A hash of the prompt decides whether a
-        conversation is held out, because answers to the same prompt are alike. All texts without a
-        user's turn have the same prompt, so their hash includes the beginning of the answer."""
+        """Returns the written conversations. With `tokens`, returns the first of them, until their
+        answers have this many tokens together. A hash of the prompt decides whether a conversation
+        is held out, because answers to the same prompt are alike. All texts without a user's turn
+        have the same prompt, so their hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []

@@ -179,9 +179,9 @@ class Grammars:
         return found
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A new grammar in place of `used_up`, which can compute no more masks. Returns the grammar
-        that another session has compiled meanwhile, or compiles on this thread, so all sessions
-        wait. If the first compilation took over `MASK_S_MAX`, raises `BadRequest` instead."""
+        """A grammar in place of `used_up`, which can compute no more masks. If no other session has
+        compiled one meanwhile, compiles it on this thread, while all sessions wait. Raises
+        `BadRequest` in place of compiling if the first compilation took over `MASK_S_MAX`."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:

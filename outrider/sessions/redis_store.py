@@ -69,9 +69,9 @@ class RedisStore(store.SessionStore):
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
-        """Connects to the server. Raises `ConfigError` if the server cannot keep sessions. A call
-        of the store raises `StoreUnavailable` unless `wait_replicas` replicas of Redis have its
-        data within `REDIS_WAIT_MS`. Calls about leases, and `release`, do not wait for replicas."""
+        """Connects to the server. Raises `ConfigError` if the server cannot keep sessions. If fewer
+        than `wait_replicas` replicas of Redis have a call's data after `REDIS_WAIT_MS`, the call
+        raises `StoreUnavailable`. Calls about leases, and `release`, do not wait for replicas."""
         client = new_client(address)
         try:
             await check_server(client, address.url)

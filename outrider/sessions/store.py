@@ -193,8 +193,8 @@ class SessionStore(Protocol):
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
-        empty, only reads. Returns the key's value, or an empty text if there is none. Each call
-        sets the value's time to live to that of an unfinished session."""
+        empty, only reads. Returns the key's value, or an empty text if there is none. After each
+        call, the value lives as long as an unfinished session."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""

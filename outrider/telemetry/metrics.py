@@ -62,7 +62,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
 """Counters of a coordinator. Name -> description, label, and label values that are exported from
-the start. From the increases of the audit counters over a period follow the mean drift per token,
+the start. The increases of the audit counters over a period yield the mean drift per token,
 (surprise - entropy) / tokens, and the drift's z value, (surprise - entropy) / sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")

@@ -178,7 +178,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """Returns the W3C `traceparent` of `span`, or "" if it is invalid. If `sampled` is false,
+    """Returns the W3C `traceparent` of `span`; "" if the span is invalid. If `sampled` is false,
     receivers create no spans."""
     context = span.get_span_context()
     if not context.is_valid:

@@ -1,6 +1,6 @@
-"""gRPC servers. All methods, also those for health and reflection, have the same guard, decoding
-and conversion of errors. A malformed message ends its call with INVALID_ARGUMENT. If gRPC decoded
-messages, the status would be INTERNAL.
+"""gRPC servers. All methods, also health and reflection, have the same guard, decoding and
+conversion of errors. This module decodes messages itself, so a malformed message ends its call with
+INVALID_ARGUMENT. With gRPC's own decoding, the status would be INTERNAL.
 
 A servicer is any object with a method for each rpc, in snake case (`GetSession` -> `get_session`):
 
@@ -103,7 +103,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return _join(self._options.host, self._port)
 
     async def start(self) -> int:
-        """Begins to listen, and returns the port. Raises `ConfigError` if this is not possible."""
+        """Starts to listen. Returns the port. Raises `ConfigError` if the address is not usable."""
         options = self._options
         address = _join(options.host, options.port)
         try:
