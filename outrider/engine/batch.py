@@ -1,4 +1,4 @@
-"""Plans a step as one forward pass over the new tokens of all its sequences, in one row.
+"""Plans a step as one forward pass. Each new token of the step's sequences is a *row*.
 
     sequence    a a a b c c c c ...     the sequence of each new token
     position    7 8 9 0 4 5 6 7 ...     the token's position in its sequence
@@ -49,11 +49,11 @@ _SCORES_MAX = 2**19
 the memory of a step. Only a group of one segment of the smallest size may compute more."""
 _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this many slots
 _SLOTS_UNIT = 16
-"""Without fixed shapes, the number of slots of a segment is padded to a multiple of this number.
-Each lane of a vector register then always adds the same slots, so a sum does not depend on the
-number of masked slots at the end. Therefore draft tokens do not change any bit of earlier logits in
-bfloat16, if matrix products use the same kernel with and without the rows of the draft tokens. An
-Intel Xeon with AMX uses one kernel for up to 32 rows."""
+"""Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
+of a vector register then always adds the same slots, so a sum does not depend on the number of
+masked slots at the end. Therefore draft tokens do not change any bit of earlier logits in bfloat16,
+if matrix products use the same kernel with and without the rows of the draft tokens. An Intel Xeon
+with AMX uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -67,7 +67,7 @@ class HeldSequence:
 
 
 def slots_at(pages: Sequence[int], places: _Ints, page_size: int) -> _Ints:
-    """Returns the slots of the tokens `places` of a sequence whose page table is `pages`."""
+    """Returns the slots of the tokens at indices `places` of a sequence with page table `pages`."""
     return np.array(pages)[places // page_size] * page_size + places % page_size
 
 

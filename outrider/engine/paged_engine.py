@@ -182,7 +182,7 @@ class PagedEngine(PagedSequences):
             if self.rows_are_equal:
                 return
             if not is_last:
-                _log.info("model %s: linear layers compute rows in equal blocks", self.info.name)
+                _log.info("model %s: linear layers compute rows in small blocks", self.info.name)
                 block_rows(self._module)
         raise SettingError(
             "deterministic",

@@ -249,7 +249,7 @@ class FusedSteps(Steps):
         taps: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Runs the first layers, one for each of the `caches`. If `has_logits` is false, `run`
-        returns the last layer's output instead of logits. `taps` are indices of layers."""
+        returns the last layer's output instead of logits. Keeps the inputs of layers `taps`."""
         self._decoder, self._span_tokens, self._has_logits = decoder, span_tokens, has_logits
         self._taps = sorted(taps)
         self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in `taps`
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """For each of `counts`, runs a step of `count` of the last `num` tokens. Compares the rows
-        with a step of all `num` tokens in spans of one token on `thread_counts[0]` threads."""
+        """Runs a step of `count` of the last `num` tokens for each of `counts`. Returns whether all
+        rows equal those of a step of `num` tokens in spans of 1 on `thread_counts[0]` threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)
