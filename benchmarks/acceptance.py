@@ -74,8 +74,8 @@ class Answer:
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i of each array is the weight of the tokens that were the draft's guess number i, from 0.
-    The last entry has the weight of all other tokens."""
+    Entry i of each array is the total weight of the tokens that were the draft's guess i + 1.
+    The last entry has the total weight of all other tokens."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -108,8 +108,8 @@ class Sample:
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """Entry i is the chance that draft token i + 1 is accepted, given that all earlier draft
-        tokens were accepted. The chance is a mean over chains of draft tokens that start at each
-        token of the answers; None if no chain has i + 1 tokens. `rule` must not be block."""
+        tokens were accepted. The chance is a mean over chains of draft tokens. One chain starts
+        at each token of the answers. None = no chain has i + 1 tokens. `rule` must not be block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )

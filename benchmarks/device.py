@@ -117,8 +117,8 @@ def copy_speed(device: torch.device, num_bytes: int) -> float:
 def random_llama(
     device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
 ) -> tuple[Any, ModelInfo]:
-    """A Llama with random weights. `random-1b` has the shapes of Llama 3.2 1B. With another name,
-    it has the shapes of Llama 2 7B. `sizes` override these shapes."""
+    """A Llama with random weights. Its shapes are those of Llama 3.2 1B if `name` is `random-1b`,
+    and otherwise those of Llama 2 7B. `sizes` override these shapes."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = _OF_1B if name == RANDOM_MODELS[0] else {}

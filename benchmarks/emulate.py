@@ -5,14 +5,14 @@ services and Redis are real, each in a process of its own.
 
 Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting, and drafting
 with look-ahead, which drafts the next round during verification. Both modes with drafts also run
-with a longer round trip between coordinator and draft. Each K was the fastest of several.
+with a longer round trip between coordinator and draft. The K of a run was the fastest of several.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
 look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
-overhead_ms_p50      median of a round's time minus the time of its model steps (the target's step,
-                     and without look-ahead the draft's K steps)
+overhead_ms_p50      median of a round's time minus the time of its model steps: the target's step,
+                     and without look-ahead also the draft's K steps
 """
 
 from collections.abc import Sequence

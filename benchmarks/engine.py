@@ -81,11 +81,11 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     target = config.target
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # If `num_threads` is set, the engine uses all threads in small steps, too.
+    # If `num_threads` is 0, small steps may use one thread fewer. So it is always set here.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room, needed = engine.info.max_model_len, max(LENGTHS[part] for part in options.parts)
     if room < needed:
-        raise SettingError("model", f"takes at most {room} tokens; --parts need {needed}")
+        raise SettingError("model", f"takes at most {room} tokens; these --parts need {needed}")
     prompts = random_prompts(engine.info.vocab_size)
     figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:

@@ -94,7 +94,7 @@ class Library:
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode, with the fastest of `bindings`."""
+    """Settings that a sweep tries for the speculative mode, added to the fastest of `bindings`."""
     preloads: tuple[str, ...] = ()
     """Shared objects that the library's manual asks to preload: names of files in the virtual
     environment, or names for the system's linker."""
@@ -234,7 +234,7 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
     """Returns a cached copy of `gguf` with weights rounded to bfloat16, like those of the target.
     The copy stores matrices as float16, because some libraries do not read bfloat16. Only numbers
-    below 2**-17 in magnitude lose bits. It stores vectors as float32, as llama.cpp requires."""
+    below 2**-17 in magnitude lose bits. Vectors are float32, as llama.cpp requires."""
     from outrider.models.sources import cached_path, made_once
 
     path = cached_path(gguf, cache, ".f16.gguf")

@@ -99,7 +99,7 @@ async def start_peers(
     """Starts the peers. Returns the client of each side, and the reason for each missing peer."""
     if subject.target is None:
         raise SettingError(
-            "server", "has a target whose files are not on this machine; peers need them"
+            "server", "has a target whose files are not on this machine; peers read these files"
         )
     gguf = gguf_file(subject.model)
     inputs = TargetInputs.load(

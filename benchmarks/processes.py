@@ -91,8 +91,8 @@ class Process:
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Sends a line and returns the answer, one call at a time. Raises `Unavailable` if the
-        process has ended or is late, and `ConfigError` if it refuses the line."""
+        """Sends a line and returns the answer. Only one call may run at a time. Raises
+        `Unavailable` if the process has ended or is late, and `ConfigError` for an error answer."""
         process = self._process
         try:
             async with asyncio.timeout(timeout_s):

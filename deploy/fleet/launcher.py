@@ -7,7 +7,7 @@
 | targets and drafts load their models and register in Redis | `model_timeout_s` |
 | coordinators find targets and drafts in Redis, and serve | `model_timeout_s` |
 
-A stop undoes these steps in reverse order. A start that fails does the same.
+A stop undoes these steps in reverse order, and so does a start that fails.
 """
 
 import asyncio
@@ -200,7 +200,7 @@ class Deployment:
             return url
         if not self.ray.local:
             raise SettingError(
-                "redis_url", "is missing; actors on another cluster cannot reach an embedded Redis"
+                "redis_url", "is missing; an existing cluster cannot reach an embedded Redis"
             )
         self.redis = EmbeddedRedis(self._state / "redis")
         self.redis.start()
@@ -264,7 +264,7 @@ async def _watch(redis: EmbeddedRedis) -> None:
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """Waits for all `work`, even if a part fails or the caller is cancelled. So no start still runs
+    """Waits for all `work`, even if a part fails or the caller is cancelled. So no part still runs
     when `stop` begins. Raises like `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:

@@ -125,8 +125,8 @@ def needs_hub(config: DeploymentConfig) -> bool:
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
-    """Adds the kind of a published head in the directory `where` to the draft model's name. Raises
-    `SettingError` if the drafter cannot be served, or its name states another kind."""
+    """Adds `eagle3:` to the draft model's name if the directory `where` has an EAGLE-3 head. Raises
+    `SettingError` if the drafter cannot be served, or its name states a wrong kind."""
     from outrider.models.published_drafters import SERVED, recognise
 
     with blaming("draft_model"):

@@ -1,7 +1,7 @@
 """Starts a local Ray cluster or connects to an existing one. Places, finds, calls and ends actors.
 
-Ray reads the environment variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH. The cluster's token is
-only in a file that no other user can read, never in arguments or environment variables.
+If RAY_AUTH_MODE is `token`, Ray reads the cluster's token from the file RAY_AUTH_TOKEN_PATH. No
+other user can read this file. The token is never in arguments or environment variables.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Demand:
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """Name of a shared library, without `lib` and `.so`. If installed, actors load it first."""
+    """Name of a library, without `lib` and `.so`. If it is installed, actors load it first."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Several ranks that need resources get a placement group. Other actors are spread."""
+        """Several ranks that need resources get a placement group. Ray spreads all other actors."""
         where: list[Any] = ["SPREAD"] * demand.num_ranks
         if demand.num_ranks > 1 and demand.each:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -278,7 +278,7 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Ray's strategy. All ranks go to one machine if any has room, otherwise to few machines."""
+    """Ray's strategy: all ranks on one machine, or on few machines if no machine has room."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 

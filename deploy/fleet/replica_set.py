@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | missing | it is placed and started | at once; after failures, with growing delays |
 | one of its ranks has died | it is removed, and then is missing | after at most `END_GRACE_S` |
-| surplus | it is drained and stopped | after `QUIET_S` without requests or `stop_timeout_s` |
+| surplus | it is drained and stopped | after `QUIET_S` without requests, at most `stop_timeout_s` |
 """
 
 import asyncio
@@ -92,8 +92,8 @@ class Overview:
 
     @property
     def num_stale(self) -> int:
-        """Number of replicas that an upgrade has yet to replace. For each role, counts the stale
-        replicas or the new replicas that do not serve yet, whichever are more."""
+        """Number of replicas that an upgrade has yet to replace. For each role, this is the
+        larger of two numbers: stale replicas, and new replicas that do not serve yet."""
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)
@@ -131,7 +131,7 @@ class Replica:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports of a coordinator that serves, by setting."""
+        """The ports of a coordinator that serves, by the key of the port's setting."""
         addresses = {"grpc_port": self.address, "port": self.found.http_address}
         return {
             key: int(address.rpartition(":")[2]) for key, address in addresses.items() if address

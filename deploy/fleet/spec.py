@@ -92,8 +92,8 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:  # fmt: skip
         """The configuration of a replica. `takes_over` says whether another replica still has the
-        same slot (`Membership.slot`). If a port setting is 0 (any free port), the replica gets the
-        setting's port in `ports`, if any. Raises `SettingError` for a port above `PORT_MAX`."""
+        same slot (`Membership.slot`). `ports` has the ports to use for settings that are 0 (any
+        free port). Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         changes: dict[str, Any] = {"membership": member}
         keys = ["port"]
@@ -173,7 +173,7 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # Coordinators read only at their start which role drafts. So their hash includes this role.
+    # Coordinators learn which role drafts only at their start, so their hash includes this role.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans: dict[Role, str] = {}
     for role in ROLES:
@@ -193,8 +193,8 @@ def _preload(service: Any) -> str:
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `same_node` says whether both are on one machine. `num_cores` is its number of cores; 0 =
-    unknown. Without draft replicas, each coordinator counts as a draft with one core."""
+    `same_node` says whether both are on one machine, with `num_cores` cores (0 = unknown). Without
+    draft replicas, each coordinator counts as a draft with one core."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True

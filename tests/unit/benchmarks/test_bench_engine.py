@@ -31,7 +31,7 @@ def test_one_run_prints_every_figure(
     assert found["verify_step_ms"] > 0
     assert found["transformers_forward_ms"] > 0
     assert main(command) == 2
-    assert "--model: takes at most 512 tokens; --parts need 4001" in capsys.readouterr().err
+    assert "--model: takes at most 512 tokens; these --parts need 4001" in capsys.readouterr().err
 
 
 def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
