@@ -63,7 +63,7 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether later appends will repeat more tokens that the store has already acknowledged. An
+    """Whether the next append, too, repeats tokens that the store has already acknowledged. An
     owner repeats all tokens if the store has lost the owner's take-over. Meanwhile, readers get the
     old tokens, until an append with `more_follow` false."""
 
@@ -147,9 +147,9 @@ class SessionStore(Protocol):
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended. If it is smaller, the
-        store has lost tokens, and the owner sends them again. If it is larger, the store has these
-        tokens already. An append without tokens asks for the length."""
+        length is not expected_length + len(token_ids), nothing was appended. After a smaller
+        length, the owner sends the missing tokens again. A larger length shows that the store has
+        the tokens already. An append without tokens asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session

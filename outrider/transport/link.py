@@ -19,7 +19,7 @@ class Link:
     Targets answer `VerifyItem`s with `VerifyAnswer`s, drafts `DraftItem`s with `DraftAnswer`s."""
 
     def __init__(self) -> None:
-        self.num_bytes = Counter(sent=0, received=0)  # of frames; any thread may read them
+        self.num_bytes = Counter(sent=0, received=0)  # bytes of frames; any thread may read this
         self._on_answer: Any = None
         self._on_lost: Any = None
         self._closed = False
@@ -58,8 +58,8 @@ class Connection(Protocol):
         answer `Refused`."""
 
     def close(self) -> None:
-        """Called when the stream has ended. Drops the stream's queued work, and frees the slots of
-        its sessions."""
+        """Called when the stream has ended. Drops the stream's queued work, and frees the pages of
+        the stream's sessions."""
 
 
 class ReplicaService(Protocol):
