@@ -52,7 +52,7 @@ PURPOSES = {
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
-    "engine": "measure many sessions at once, and compare the time of a step with transformers",
+    "engine": "measure many sessions at once, and the time of a step against transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",
     "device": "compare the speed of a step at batch size 1 with the memory bandwidth",
 }

@@ -1,4 +1,4 @@
-"""`outrider distill TARGET --out DIR`: trains a drafter for a target."""
+"""`outrider distill TARGET --out DIR` trains a drafter for a target."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def distill(arguments: Arguments) -> int:
         DistillOptions, given, out=check_out(arguments.out), start_from=arguments.start_from,
         corpus=() if arguments.corpus is None else corpus_files(arguments.corpus),
     )  # fmt: skip
-    use_threads(available_cores())  # Must precede the import of torch, which reads this number.
+    use_threads(available_cores())  # Before the import of torch, which reads the number.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
     from outrider.models.sources import cache_dir

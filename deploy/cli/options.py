@@ -110,7 +110,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
         "--min-p": (0.0, "sample from tokens with at least this share of the top probability"),
         "--presence-penalty": (0.0, "subtracted from logits of tokens already seen, -2 to 2"),
-        "--frequency-penalty": (0.0, "subtracted from a logit for each occurrence, -2 to 2"),
+        "--frequency-penalty": (0.0, "subtracted from a token's logit for each use of it, -2 to 2"),
         "--repetition-penalty": (1.0, "divides logits of tokens already seen, up to 10"),
         "--seed": (None, "seed of the request's random numbers"),
         "--num-draft-tokens": (None, "largest number of draft tokens in a round; 0 = no drafts"),
@@ -142,7 +142,7 @@ def request_options(max_tokens: int) -> list[Option]:
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
     """The fields of a `GenerateRequest` that the request options set. Raises `BadRequest` for wrong
-    sampling parameters, and for any rule but greedy at temperature 0."""
+    sampling parameters. At temperature 0, also raises it for a rule other than greedy."""
     from outrider.request import GenerateRequest
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
@@ -290,7 +290,7 @@ def trust_options() -> list[Option]:
 
 def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
     """TLS for calls to a deployment with these settings; None = no TLS. Without `--tls` and
-    `--ca-cert`, the certificate in the settings is trusted. Raises `ConfigError`."""
+    `--ca-cert`, trusts the certificate in the settings. Raises `ConfigError` for wrong files."""
     authority, *shown = (getattr(arguments, name) for name in TRUST_OPTIONS)
     pinned = str(settings.get("ssl_certfile") or "")
     if not (pinned or arguments.tls or authority or any(shown)):
@@ -338,7 +338,7 @@ def _connection(
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The first API key in the flag or else the variable. Raises `ConfigError` for a key's hash."""
+    """The first key of --api-key, by default of `KEY_VARIABLE`. Raises `ConfigError` for a hash."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):

@@ -67,7 +67,7 @@ class Progress:
 
     def update(self, line: str, stage: str = "") -> None:
         """Replaces the line of the current work. The new line appears at the next repetition. If
-        the current line does not begin with `stage`, first begins the work `stage`."""
+        the current line does not begin with `stage`, prints `stage` at once, as new work."""
         if not self._doing.startswith(stage):
             self(stage)
         with self._changed:
@@ -120,7 +120,7 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """`outrider`, or the path of the program beside Python if `outrider` is not on PATH."""
+    """`outrider`; if `outrider` is not on PATH, its path in the directory of this Python."""
     beside = Path(sys.executable).with_name("outrider")
     return "outrider" if shutil.which("outrider") or not beside.exists() else str(beside)
 

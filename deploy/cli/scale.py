@@ -40,7 +40,7 @@ def _wait_option(until: str) -> Option:
 async def _overview(
     reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
 ) -> Overview:
-    """Waits at most `wait_s` until `left` returns an empty text. Returns the last overview."""
+    """Returns the last overview: after `wait_s`, or as soon as `left` returns an empty text."""
     give_up_at = time.monotonic() + wait_s
     while True:
         overview: Overview = await reconciler.call("overview")
@@ -165,7 +165,7 @@ async def _upgrade(
     where: DeploymentLocation, values: dict[str, Value], wait_s: float,
     trial: tuple[float, float] | None,
 ) -> tuple[dict[str, Value], Overview]:  # fmt: skip
-    """Requests the changes, and waits at most `wait_s` until no trial runs and no replica is stale.
+    """Requests the changes. Waits at most `wait_s` until the trial and all replacements have ended.
     `trial` has a share of the sessions and a time limit in seconds; None = no trial. A share of 0
     ends the running trial. Returns the changes and the last overview."""
     progress("asking the deployment", at_once=False)

@@ -201,7 +201,7 @@ def _detach(log: LogFile) -> None:
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Ends the deployment's process. Also returns 0 if no deployment runs, and says why."""
+    """Ends the deployment's process. If no deployment runs, says why, and also returns 0."""
     state = state_directory(os.environ)
     record, holder = local_state.recorded_deployment(state), local_state.lock_holder(state)
     if holder is None:
@@ -259,10 +259,10 @@ WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 FIGURES = {
-    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} of slots",
+    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "steps {:.0%} full",
     "kv_usage": "{:.0%} of KV cache", "acceptance": "{:.0%} accepted",
-    "look_ahead_hits": "{:.0%} look-ahead hits",
-    "draft_waits": "{:.0%} wait for drafts", "queue_steps": "waits of {:.1f} steps",
+    "look_ahead_hits": "{:.0%} look-ahead hits", "draft_waits": "{:.0%} of rounds wait for drafts",
+    "queue_steps": "requests wait for {:.1f} steps",
     "loop_lag_ms": "event loop {:.0f} ms late",
 }  # fmt: skip
 PRINTS = {
@@ -346,8 +346,8 @@ async def _status(arguments: Arguments) -> Facts:
 
 
 async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str | None]:
-    """Returns the replicas' records in the deployment's Redis, by address, and an error, or None if
-    Redis answered. The passwords come from the files in `record.redis`, or from the environment."""
+    """Returns the replicas' records in the deployment's Redis by address, and an error; None = no
+    error. Redis passwords come from the files in `record.redis`, or from the environment."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}

@@ -68,8 +68,8 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """If a model drafts, chooses the number of draft replicas, at most one for each session:
-        the smallest number that loses at most `REPLICAS_LOSS_MAX` of the speed of the largest."""
+        """If a model drafts, sets the number of draft replicas: 1 on a shared device, otherwise the
+        fewest that lose at most `REPLICAS_LOSS_MAX` of the speed with a draft per session."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -116,8 +116,8 @@ def speedup_interval(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """For each category of texts, and for `all` texts: `num_tokens`, and for each rule
-    `Rounds.by_position`."""
+    """For each category of texts, and for `all` texts, an object with the keys `num_tokens` and
+    `by_position`. The latter has `Rounds.by_position` for each rule."""
     chosen: Option
     plain: Option
     options: tuple[Option, ...]
@@ -199,7 +199,7 @@ class PlanReport:
 
     @property
     def pair(self) -> Pair:
-        """The target and draft to simulate, as chosen for the first temperature."""
+        """The target and draft to simulate, with the choice for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 

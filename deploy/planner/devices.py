@@ -46,7 +46,7 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     docs/performance.md has the sources of these numbers."""
 
     sessions: _Count = 1
-    """Largest number of sessions of a target. Its memory may have room for fewer."""
+    """Largest number of sessions of a target. `seats` is the number for which memory has room."""
     context: _Count = 1024
     target: Annotated[_Model, Parts] = _Model(16.06, 32, 131.1)
     draft: Annotated[_Model, Parts] = _Model(2.47, 16, 32.8)
@@ -89,9 +89,9 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     def row(
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
-        """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
-        session fits into the memory, or if a drafter on the target's devices needs more devices
-        than the target has."""
+        """Figures of a `way` to decode, with its fastest K and look-ahead, and with `share` drafts
+        for each target. None if no session fits into the memory, or if a drafter on the target's
+        devices needs more devices than the target has."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):

@@ -101,7 +101,7 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
-    # Reversed, so that the warm-up leaves no text's prompt in the prefix caches.
+    # Reversed, because the warm-up must not put the prompt of a text into the prefix caches.
     warm_up = replace(
         texts[-1], prompt_ids=texts[-1].prompt_ids[::-1], seed=(texts[0].seed - 1) & SEED_MAX
     )

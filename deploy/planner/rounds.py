@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
     num_steps: int
     """Number of steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
-    """The result of `survival`, up to the end of the text."""
+    """The result of the function `survival` for the draft tokens within the text."""
 
 
 class Rounds(NamedTuple):
@@ -315,9 +315,9 @@ class _SharedSteps:
         """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target
         verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes as long as the slower of
         the target's step and the draft's work for all outcomes. After a miss, the proposal is
-        drafted once the outcome is known. A pass of the draft adds a token to as many outcomes as
-        fit into a step. The first of K + 1 passes predicts the bonus, and the others draft the
-        tokens after it."""
+        drafted once the outcome is known. A pass of the draft adds one token to each of at most
+        `max_num_seqs` outcomes. The first of K + 1 passes predicts the bonus, and the other
+        passes draft the tokens after the bonus."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead

@@ -1,8 +1,8 @@
 """`outrider plan --simulate` simulates fleets, and finds the smallest fleet that is fast enough.
 
-A simulated fleet has the real coordinators, targets and drafts, and a store in memory, in one event
-loop on a virtual clock. The engines are emulated: the plan's cost tables give the time of each
-step, and made-up distributions (`_rows`) determine which tokens are accepted.
+A fleet is the replicas of a deployment. The real services run with a session store in memory, in
+one event loop on a virtual clock. The engines are emulated: the plan's cost tables give the time of
+each step, and made-up distributions (`_rows`) determine which tokens are accepted.
 """
 
 import asyncio
@@ -57,13 +57,13 @@ ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """The order in which the search sets the numbers of replicas: the most expensive role first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
-"""Longest measured time of each simulation in a search. Its warm-up takes at most half of this."""
+"""Longest measured part of a simulation in a search, s. The warm-up lasts at most half as long."""
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
-"""Multiples of a role's lower bound, the number of replicas that the load keeps fully busy. While
-the search varies one role, each later role has `GENEROUS` times its lower bound. The search gives
-up at `HOPELESS` times the lower bound."""
+"""Multiples of a role's lower bound. With this number of replicas, the load keeps all of them busy
+all the time. While the search varies one role, each later role has `GENEROUS` times its own lower
+bound. The search gives up at `HOPELESS` times the lower bound of the varied role."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
@@ -72,7 +72,7 @@ Fleet = Mapping[Role, int]
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft, each on its own device, and how they decode."""
+    """A target and a draft, each on its own device, and the `way` in which they decode."""
 
     times: ServiceTimes
     way: Option
@@ -85,7 +85,7 @@ class Pair:
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Largest number of sessions in a step."""
+        """Largest number of sessions in a step of a replica with this role (`max_num_seqs`)."""
         return self.times.target_max_num_seqs if role == "target" else self.times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
@@ -103,7 +103,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fleet that serves a pair, and the load of the fleet. Either `sessions` or `rate` is set."""
+    """A fleet and its load. Either `sessions` or `rate` (requests a second) is set."""
 
     pair: Pair
     fleet: Fleet
@@ -217,7 +217,7 @@ class _Replica(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """A look-up that proposes the tokens up to K, and nothing after the token K + 1."""
+    """Proposes tokens i + 1 to K after token i < K, tokens 1 to K after token K, else nothing."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
@@ -233,7 +233,7 @@ class _Lookup(LookupDrafter):
 
 
 class _Store:
-    """The methods of `SessionStore` for sessions that never change their coordinators."""
+    """Those methods of `SessionStore` that a session needs if it stays at one coordinator."""
 
     def __init__(self) -> None:
         self._lengths: Counter[str] = Counter()
@@ -307,7 +307,7 @@ class _Request(NamedTuple):
 
     @property
     def pace(self) -> tuple[float, int] | None:
-        """Seconds per token, and number of tokens, after the first event; None = no such tokens."""
+        """Seconds per token and number of tokens after the first event; None = no such tokens."""
         num = sum(n for _, n in self.events[1:])
         return ((self.events[-1][0] - self.events[0][0]) / num, num) if num else None
 
@@ -355,7 +355,7 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends requests in turn. The first prompt is short, so the warm-up is not all prefills."""
+        """Sends requests one by one. The first is short, so that decoding begins in the warm-up."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
