@@ -78,7 +78,7 @@ class ServeOptions(PromptOptions):
     """Maximum number of draft tokens of a round, for an Outrider deployment; 0 = plain decoding;
     unset = the deployment's default."""
     goodput: tuple[Goal, ...] = ()
-    """Goals that a request must meet to count for goodput, as NAME:MS; NAME = ttft, tpot, e2el."""
+    """Goals that a request must meet for goodput, as NAME:MS; NAME is ttft, tpot or e2el."""
 
     @property
     def goals(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ from outrider.replica.process_setup import Place
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
-"""Limit of concurrent calls to one actor. Ray also counts calls of processes that have died."""
+"""Limit of concurrent calls to one actor. Ray also counts calls whose caller has died."""
 RECONCILER = "reconciler"
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"

@@ -52,7 +52,7 @@ class FleetSpec:
         return self.bounded({role: getattr(self.config, f"num_{role}s") for role in ROLES})
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """The allowed counts nearest to `counts`."""
+        """Limits each number to its allowed range. The number is 0 for a role without replicas."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES

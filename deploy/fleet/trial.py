@@ -91,7 +91,7 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
     if not least <= share <= most:
         raise ConfigError(
             f"--trial-share: {share:g} is wrong beside {num_replicas} {role} replicas; it must be "
-            f"from {least:.3g} to {most:.3g}, best {fair:.3g}, so that all have similar queues"
+            f"from {least:.3g} to {most:.3g}, best {fair:.3g}, so that loads are similar"
         )
 
 
