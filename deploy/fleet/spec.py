@@ -151,7 +151,7 @@ def plan_fleet(
             raise SettingError(key, f"{num_ranks} given, but there is no model to divide")
     num_ranks = target.tensor_parallel_size * found.num_targets
     if local and found.num_targets > 1 and runs_model and not target.num_threads:
-        # Otherwise each target would use all cores.
+        # Without a limit, each target would use all cores.
         target = replace(target, num_threads=max(1, available_cores() // num_ranks))
     default_gpus = 0.0
     if cluster_gpus > 0 and runs_model:
