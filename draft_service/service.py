@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # Coordinators would conclude from `costs` that each draft token takes a pass.
+        # From `costs`, coordinators would conclude that each draft token takes a pass.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -61,8 +61,8 @@ class DraftService(SteppedService):
         return work
 
     def _tell_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
-        """If no token is drawn yet, tells the coordinator, and prevents draws. The item's prefix
-        still runs, and then an empty proposal reports how many tokens the replica holds."""
+        """If no token is drawn yet, reports this to the coordinator, and prevents draws. The item's
+        prefix still runs. Then an empty proposal reports how many tokens the replica holds."""
         if deadline.close_undrawn():
             work.answered = True
             work.sender.send([undrawn(work.key)])

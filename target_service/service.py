@@ -147,7 +147,9 @@ class RunAhead:
         self.running: StepRequest | None = None  # the round that is queued or being computed
         self._item = item
         self.replies: list[VerdictReply] = []
-        self._digests = [_committed_digest(item.head)]  # of the prefix of `item` and of each reply
+        self._digests = [
+            _committed_digest(item.head)
+        ]  # of the tokens at `item` and after each reply
 
     @property
     def _last_round(self) -> int:
@@ -175,7 +177,7 @@ class RunAhead:
     @property
     def may_hold(self) -> bool:
         """Whether the next verdict may wait for further verdicts. The first verdict may not wait.
-        Nor may the middle verdict, because the coordinator asks for more rounds when it comes."""
+        Nor may the middle verdict, because it makes the coordinator ask for more rounds."""
         ahead = self._item.run_ahead
         return len(self.replies) not in (0, ahead - ahead // 2)
 

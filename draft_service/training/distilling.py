@@ -44,7 +44,7 @@ MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt of `--measure` once at each of these temperatures."""
 MEASURED_TOKENS_MAX = 128  # tokens of an answer to a `--measure` prompt, as in `bench acceptance`
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Most tokens of a `--measure` prompt. One pass reads the prompt and its answer. For T tokens,
+"""Limit in tokens for a `--measure` prompt. One pass reads prompt and answer. For T tokens,
 attention then holds up to three tensors [heads, T, T]. With 9 heads in half precision, each tensor
 takes 0.3 GB."""
 _TOGETHER = {"cpu": 96, "cuda": 512}  # number of conversations that are written side by side

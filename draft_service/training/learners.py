@@ -44,7 +44,7 @@ class Depth(NamedTuple):
 
 
 class Learner:
-    """A drafter of one kind in training. `load` or `make` give it a module."""
+    """A drafter of one kind in training. `load` or `make` gives it a module."""
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads

@@ -22,8 +22,8 @@ class DistillOptions:
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
     target's layers. Its files have the format of `speculators`, which other programs also load."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
-    """Minutes to write, read and train, including earlier parts of the same run. Does not limit
-    writing with `--tokens`, nor reading and training with `--steps`, nor measuring."""
+    """Minutes to write, read and train (not to measure), including earlier parts of the same run.
+    With `--tokens`, writing has no limit. With `--steps`, reading and training have no limit."""
     layers: Annotated[int | None, between(1, 256)] = None
     """Number of layers of a student; unset = 5. The layers are copies of layers of the target: the
     first ones, the last one, and the two that copy from earlier text (an induction head)."""

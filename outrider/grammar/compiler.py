@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint. A `ConfigError` of `load` refuses it."""
+        """`load` is called for the first constraint. Its `ConfigError` refuses the constraint."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic

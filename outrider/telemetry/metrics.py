@@ -30,7 +30,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
-        "Rounds, without each request's first, by the number of draft tokens asked for. This"
+        "Rounds, except the first of each request, by the number of draft tokens asked for. This"
         " number is num_draft_tokens, or a smaller number that length control chooses.",
         "num_draft_tokens",
     ),
@@ -40,7 +40,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         ("Rounds whose proposal was not ready, although the draft had looked ahead.",),
     "fallback_rounds": ("Rounds in which a draft was asked, but did not answer in time.",),
     "request_success": (
-        "Requests that got a last event.", "finished_reason",
+        "Requests that ended without an error.", "finished_reason",
         tuple(reason.value for reason in FinishReason),
     ),
     "request_failure": ("Requests that ended with an error.", "error_type"),
@@ -92,13 +92,13 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
     "target_available":
-        ("1 if a target answers; 0 if none answers, so that sessions make no progress.",),
+        ("1 if a target answers; 0 if none answers and sessions make no progress.",),
     "store_available":
-        ("1 if the session store answers; 0 if it does not answer, so that sessions pause.",),
+        ("1 if the session store answers; 0 if it does not answer and sessions pause.",),
     "replicas_wanted":
         ("Replicas that the deployment should have; the same at every coordinator.", "role"),
     "replicas_present": (
-        "Announced replicas, neither leaving nor on trial; the same at every coordinator.", "role",
+        "Announced replicas that neither leave nor run a trial; same at every coordinator.", "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),

@@ -39,7 +39,7 @@ class ObservedSteps:
         self._tracer, self._meter, self._name = tracer, meter, SPAN_OF[role]
         self._steps = ObservedCounter(meter, "steps", "Steps run.")
         self._crashes = ObservedCounter(meter, "step_crashes", "Steps that crashed.")
-        self._stale = ObservedCounter(meter, "stale_items", "Items that came after their round.")
+        self._stale = ObservedCounter(meter, "stale_items", "Items whose round was already over.")
         self._answers = ObservedCounter(
             meter, "step_answers", "Answers of steps, by kind.", "kind", _KINDS
         )

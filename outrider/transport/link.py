@@ -1,5 +1,5 @@
 """Interfaces of both ends of a stream between a coordinator and a replica. A stream carries the
-items (rounds) and answers of many sessions.
+items (rounds) and answers of many sessions, several in one frame.
 
 `outrider.transport.grpc_link` and `outrider.transport.stream_server` are the two ends over gRPC.
 `MemoryLink` connects a coordinator to a replica in the same process."""

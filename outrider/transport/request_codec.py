@@ -52,7 +52,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """A field that is None stays unset. Raises `BadRequest` for values that no message can hold."""
     given: dict[str, Any] = {}
     if request.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs", "needs HTTP: use `echo` of the completions route")
+        raise BadRequest("prompt_logprobs", "is available only by HTTP (`echo` of completions)")
     match request.constraint:
         case Constraint(ConstraintKind.JSON_SCHEMA, text):
             given["json_schema"] = text

@@ -180,7 +180,7 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
     for logprobs in (None, 0, 3):
         assert only(completion(echo=True, logprobs=logprobs)).prompt_logprobs == logprobs
         assert only(completion(logprobs=logprobs)).prompt_logprobs is None
-    with pytest.raises(BadRequest, match=r"^prompt_logprobs: needs HTTP"):
+    with pytest.raises(BadRequest, match=r"^prompt_logprobs: is available only by HTTP"):
         request_to_proto(only(completion(echo=True, logprobs=1)))
 
 
