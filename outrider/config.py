@@ -81,6 +81,8 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves to another replica."""
     role: ClassVar[Role]
+    guard: ClassVar[str] = "certificates with --internal-tls-dir"
+    """What to give so that the server authenticates its callers."""
     membership: Internal[Membership | None] = None
     """None = the replica does not announce itself in the registry."""
 
@@ -106,9 +108,9 @@ class ServerConfig:
         if not (self.insecure or self.authenticates_callers or is_loopback(self.host)):
             raise SettingError(
                 "host",
-                f"{self.host!r} is reachable from other machines, but callers need no key; bind "
-                "127.0.0.1, give keys with --api-key-file, or give --insecure if the network is "
-                "trusted",
+                f"{self.host!r} is reachable from other machines, but the {self.role} does not "
+                f"authenticate callers; bind 127.0.0.1, give {self.guard}, or give --insecure if "
+                "the network is trusted",
             )
         Destination.parse(self.telemetry)
 
@@ -313,6 +315,7 @@ class CoordinatorConfig(ServerConfig):
     """Certificate authorities, in PEM. Each caller's certificate must be signed by one of these
     authorities. Empty = callers need no certificate."""
     role = "coordinator"
+    guard = "keys with --api-key-file"
     served_model_name: str = ""
     """Name of the model in requests; empty = the target's name."""
     grpc_port: Port = 50_051

@@ -38,8 +38,11 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
     for more in ({"internal_tls_dir": "/tls"}, {"insecure": True}):
         config = load_config(keys | more, {})
         assert config.target.host == config.draft.host == EVERYWHERE
-    for refused in (keys | {"address": "ray://x"}, {"host": EVERYWHERE, "internal_tls_dir": "/t"}):
-        with pytest.raises(SettingError, match="callers need no key"):
+    for refused, remedy in (
+        (keys | {"address": "ray://x"}, "certificates with --internal-tls-dir"),
+        ({"host": EVERYWHERE, "internal_tls_dir": "/t"}, "keys with --api-key-file"),
+    ):
+        with pytest.raises(SettingError, match=f"does not authenticate callers; .*{remedy}"):
             load_config(refused, {})
     for more, is_warned in (({}, True), ({"ssl_certfile": "c", "ssl_keyfile": "k"}, False)):
         told = warnings(load_config(keys | more, {}))
