@@ -77,7 +77,7 @@ def distill(arguments: Arguments) -> int:
         DistillOptions, given, out=check_out(arguments.out), start_from=arguments.start_from,
         corpus=() if arguments.corpus is None else corpus_files(arguments.corpus),
     )  # fmt: skip
-    use_threads(available_cores())  # Before the import of torch, which reads the number.
+    use_threads(available_cores())  # Must be set before torch is imported.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
     from outrider.models.sources import cache_dir

@@ -110,7 +110,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
         "--min-p": (0.0, "sample from tokens with at least this share of the top probability"),
         "--presence-penalty": (0.0, "subtracted from logits of tokens already seen, -2 to 2"),
-        "--frequency-penalty": (0.0, "subtracted from a token's logit for each use of it, -2 to 2"),
+        "--frequency-penalty": (0.0, "subtracted from a logit for each use of its token, -2 to 2"),
         "--repetition-penalty": (1.0, "over 1 makes tokens already seen less likely; at most 10"),
         "--seed": (None, "seed of the request's random numbers"),
         "--num-draft-tokens": (None, "largest number of draft tokens in a round; 0 = no drafts"),

@@ -69,7 +69,7 @@ class Chooser:
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
         """If a model drafts, sets the number of draft replicas: 1 on a shared device, otherwise the
-        fewest that lose at most `REPLICAS_LOSS_MAX` of the speed with a draft per session."""
+        fewest that decode nearly as fast as one draft per session (`REPLICAS_LOSS_MAX`)."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -117,7 +117,7 @@ class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
     """For each category of texts, and for `all` texts, an object with the keys `num_tokens` and
-    `by_position`. The latter has `Rounds.by_position` for each rule."""
+    `by_position`. `by_position` maps each rule to `Rounds.by_position`."""
     chosen: Option
     plain: Option
     options: tuple[Option, ...]
@@ -199,7 +199,7 @@ class PlanReport:
 
     @property
     def pair(self) -> Pair:
-        """The target and draft to simulate, with the choice for the first temperature."""
+        """The target and draft to simulate, with the option for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 
@@ -282,7 +282,7 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
     rate = max(rates, default=plain)
     if rate < plain and not plan.times.shares_device:
         yield (
-            "Do not use a separate draft here if its device could run another target. With a "
-            f"separate draft a device yields {rate:.1f} tokens/s, with plain decoding {plain:.1f}. "
+            "Do not use a separate draft here if its device could run another target. A device "
+            f"yields {rate:.1f} tokens/s with a separate draft, and {plain:.1f} without drafts. "
             "`outrider plan --devices` also compares heads, and drafts that several targets share."
         )

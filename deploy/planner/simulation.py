@@ -1,6 +1,6 @@
 """`outrider plan --simulate` simulates fleets, and finds the smallest fleet that is fast enough.
 
-A fleet is the replicas of a deployment. The real services run with a session store in memory, in
+A fleet is all replicas of a deployment. The real services run with a session store in memory, in
 one event loop on a virtual clock. The engines are emulated: the plan's cost tables give the time of
 each step, and made-up distributions (`_rows`) determine which tokens are accepted.
 """
@@ -137,7 +137,7 @@ class FleetFigures:
     """Mean time for which a round with draft tokens waits for its proposal."""
     hit_rate: float
     busy: tuple[float, ...]
-    """Mean shares of the time for which a target, a draft and a coordinator were busy."""
+    """Mean share of the time for which a target, a draft and a coordinator were busy, 0 to 1."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
@@ -491,7 +491,7 @@ def simulated(
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
-    """Whether no request was refused, and 99 % of the tokens come within `tpot_ms` each."""
+    """Whether no request was refused, and 99 % of the tokens take at most `tpot_ms`."""
     return figures.tpot_ms is not None and figures.tpot_ms[1] <= tpot_ms and not figures.num_refused
 
 
@@ -540,7 +540,7 @@ def _busy_s(scenario: Scenario, role: Role) -> float:
 
 
 def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The smallest number that is enough, within `TOLERANCE`; None if `most` is not enough."""
+    """The smallest number that is `enough`, within `TOLERANCE`; None if `most` is too small."""
     low, high = least - 1, least
     while not enough(high):
         if high >= most:
