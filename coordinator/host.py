@@ -56,7 +56,7 @@ class CoordinatorHost:
         self.http: HttpServer | None = None
         self.exports: Exports | None = None
         self._open = AsyncExitStack()
-        """The parts that `stop` closes, the last one first."""
+        """The parts that `stop` closes, the newest first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
 

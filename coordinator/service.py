@@ -234,8 +234,8 @@ class CoordinatorService:
             raise errors.DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """Returns the key with its session's id, if it has a session. Raises `BadRequest` if the
-        key was used for a different request."""
+        """Returns the key, with its session's id if the key has a session. Raises `BadRequest` if
+        the key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -424,7 +424,7 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take over this coordinator's sessions. `close` comes later."""
+        """Lets other coordinators take over the sessions, which run here until taken over."""
         self._committer.hand_over()
 
     async def close(self) -> None:

@@ -5,9 +5,9 @@ A token bucket with room for `requests_per_minute` requests limits the rate of a
 For resumptions, the bucket is `RESUME_DEPTH` times as large, because the clients of a coordinator
 that ends resume all their sessions at once.
 
-Each generation holds a slot. A slot's name is the id of its session, so a session keeps its slot
-when another coordinator resumes the session. Each coordinator renews the leases of its slots. If a
-coordinator dies, its slots become free after `SLOT_LEASE_MS`.
+Each generation holds one of its caller's `concurrency` slots. A slot's name is the id of its
+session, so a session keeps its slot when another coordinator resumes the session. Each coordinator
+renews the leases of its slots. If a coordinator dies, its slots become free after `SLOT_LEASE_MS`.
 
 Redis keeps a bucket and slots for each caller, under two keys that expire. `<name>` is the caller's
 name, and the braces are literal:

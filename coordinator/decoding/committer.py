@@ -1,7 +1,7 @@
 """Commits decided tokens to the session store. Clients see only committed tokens.
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
-call. If the store does not answer, the next call also has the tokens decided since then.
+call. If a call fails, the next call repeats its tokens and adds the tokens decided meanwhile.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ async def back_off(attempt: int, random: Callable[[], float]) -> None:
 
 
 class SessionCommits:
-    """Commits the tokens of one session. If the store has refused the session, the coroutines raise
-    `Session.error`. If the session was removed, they raise `Unavailable`."""
+    """Commits the tokens of one session. If the store has refused the session, the async methods
+    raise `Session.error`. If the session was removed, they raise `Unavailable`."""
 
     def __init__(self, committer: "Committer", session: Session) -> None:
         self.session = session
@@ -35,8 +35,8 @@ class SessionCommits:
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
         self._behind_since: float | None = None
-        """When the session began to wait for the store: at its first uncommitted token, or when
-        the store last took tokens. None if all tokens are committed."""
+        """The later of two times: when the first uncommitted token was decided, and when the store
+        last took tokens. None if all tokens are committed."""
 
     @property
     def is_current(self) -> bool:
@@ -60,7 +60,7 @@ class SessionCommits:
 
     async def room(self, num_tokens: int = 1) -> None:
         """Waits while `num_tokens` more tokens would raise the number of uncommitted tokens above
-        `UNCOMMITTED_TOKENS_MAX`, or the store has taken no tokens for `UNCOMMITTED_MS_MAX`."""
+        `UNCOMMITTED_TOKENS_MAX`, or while the store takes no tokens for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -190,7 +190,7 @@ class Committer:
                 commits.remove()
 
     def hand_over(self) -> None:
-        """Ends this coordinator's lease. The sessions continue until others take them over."""
+        """Ends this coordinator's lease. The sessions run here until taken over."""
         self._leaving.set()
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Committer:
         attempt = 0
         while True:
             await self.has_work.wait()
-            # The decode loops send their next rounds first, because the target waits for them.
+            # First, the decode loops send their next rounds, because the target waits for rounds.
             await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0
@@ -222,7 +222,7 @@ class Committer:
 
     async def _append_some(self) -> bool:
         """Appends the tokens of up to `APPENDS_PER_CALL_MAX` queued sessions. Returns False if the
-        store did not answer, or neither took tokens nor refused a session."""
+        store did not answer, or if it took no tokens and refused no session."""
         batch: list[tuple[SessionCommits, Append]] = []
         for session_id in list(islice(self.dirty, limits.APPENDS_PER_CALL_MAX)):
             del self.dirty[session_id]

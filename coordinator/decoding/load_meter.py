@@ -14,7 +14,7 @@ _LAG_S_MAX = 1.0
 """Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
 _WAITED = 1.0
 """A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may only be the remaining time of a step that was already running."""
+computing time. A shorter wait may be just the rest of a step that was already running."""
 
 
 class LoadMeter:
@@ -24,7 +24,7 @@ class LoadMeter:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
-        """Number of newest measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
+        """Number of consecutive delays above `LOOP_LAG_MS_MAX` up to now."""
         self.lag_ms = 0.0
         """Mean delay of the event loop. May be read on any thread, unlike `figures`."""
 

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 COMMIT_GRACE_S = 2.0
-"""Time after the deadline in which tokens decided before the deadline can still be committed."""
+"""Time after the deadline for committing the tokens that were decided before the deadline."""
 
 
 class SessionRun:
@@ -80,7 +80,7 @@ class SessionRun:
         self._handed_over = False
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. It is sent together with
-        `Finished`: if the stream broke between the two, a resumed stream would repeat the text."""
+        `Finished`. If the stream broke between them, a resumed stream would send the text again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -95,9 +95,9 @@ class SessionRun:
             self._timeout.reschedule(self._clock())
 
     async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events after `Started`. Returns an empty sequence after the last
-        event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
-        after the session was handed over, and the error that ended the session."""
+        """Waits for the next events; `Started` is not one of them. Returns an empty sequence after
+        the last event. Raises `DeadlineExceeded` if the deadline passes before the first token,
+        `StaleEpoch` after the session was handed over, and the error that ended the session."""
         if self._is_told:
             return ()
         try:
@@ -333,7 +333,7 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""Decoding pauses while the client has this many rounds to read."""
+"""Decoding pauses while the queue holds the output of this many rounds."""
 
 
 @value(frozen=True, slots=True)
@@ -387,9 +387,9 @@ class OutputQueue:
 
     async def read(self) -> Sequence[Event]:
         """Waits until the next entry is committed. Returns the entry's report, if it has one, and
-        its tokens. Joins the tokens of committed rounds that have no reports, but not the tokens of
-        a replay. Returns an empty sequence after the last entry. Raises `TimeoutError` after the
-        time `until`, and the error with which the store ended the session."""
+        its tokens. Without reports, joins the tokens of all committed rounds. Never joins replayed
+        tokens. Returns an empty sequence after the last entry. Raises `TimeoutError` after the time
+        `until`, and the error with which the store refused the session."""
         while not self._is_ready:
             if self._closed and not self._entries:
                 return ()
@@ -417,7 +417,7 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports the rounds of one event as shown. Returns the seconds since the first outcome."""
+        """Reports rounds to the observer. Returns the seconds since the first was decided."""
         now = self._clock()
         decided_s = {entry.round_index: now - entry.decided_at for entry in entries}
         self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))

@@ -20,7 +20,7 @@ from .detokenizer import Completion
 TOKENS_PER_EVENT = 512
 """Largest number of tokens in one event of a replay, which bounds the size of the message."""
 ENTRIES_PER_EVENT = 1024
-"""Largest number of log-probabilities in one event of a replay, except for events of one token."""
+"""Largest number of log-probabilities in an event with more than one replayed token."""
 _LOGPROBS = TypeAdapter(
     tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
 )
@@ -53,7 +53,7 @@ class Replayed:
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
-    `OtherTokens` if the client has more or other tokens than the store. This is possible if a
+    `OtherTokens` if the client has more or other tokens than the store. Tokens can differ if a
     failover of the store has lost a take-over, and the former owner has stored other tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)

@@ -78,8 +78,8 @@ class KeyTaken(errors.OutriderError):
 
 class OwnedSessions:
     """The sessions of one coordinator. A session has at most one *run* (a `SessionRun`) at a time.
-    When the run ends, the store gets the session's end or its *release*, after which any
-    coordinator may resume it."""
+    When the run ends, the store gets the session's end or its *release*. After a release, any
+    coordinator may resume the session."""
 
     def __init__(
         self, store: SessionStore, owner: str, targets: ReplicaPool,
@@ -147,9 +147,9 @@ class OwnedSessions:
         scored: Sequence[int], deadline: float, audits: bool = False,
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
-        never stored. Yields parts of `scored` with their verdicts. Each part is first proposed and
-        then appended to the session, so the target computes a verdict even if its cache has the
-        part. Raises `TimeoutError` at the deadline, and the target's error."""
+        never stored. Yields parts of `scored` with their verdicts. A part is appended to the
+        session only after its verdict. Until then it is a proposal, which the target runs even if
+        its cache has the part. Raises `TimeoutError` at the deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -190,7 +190,7 @@ class OwnedSessions:
         if is_gone:
             self.wait_for_client(run.record)
         elif run.session.error is None and not self._closing.is_set():
-            # The store did not take the end, and no other coordinator has taken the session over.
+            # The end is not stored, and no other coordinator has taken the session over.
             if resumable:
                 self.wait_for_client(run.record)
             else:
@@ -234,7 +234,7 @@ class OwnedSessions:
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
         """Counts a session as being taken over. Raises `Unavailable` if `TAKE_OVERS_MAX` take-overs
-        run already, because all clients of a dead coordinator resume their sessions at once."""
+        already run. Otherwise all clients of a dead coordinator would resume at once."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise errors.Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
@@ -328,8 +328,8 @@ class OwnedSessions:
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. Failed
-        calls to the store are no longer repeated."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. Afterwards,
+        failed calls to the store are not repeated."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -340,7 +340,7 @@ class OwnedSessions:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call to the store takes
         over, releases or ends the session. Such a call may have the epoch that the new run would
-        get. If the call arrived late, it would then end the new run."""
+        get, so the call would end the new run if it reached the store late."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -367,8 +367,8 @@ class OwnedSessions:
         return session_id in self._unsettled or session_id in self._telling
 
     async def told(self, session_id: str) -> None:
-        """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
-        session (see `_take_over`)."""
+        """If the store has not yet answered a call that releases or ends the session, waits up to
+        `TAKE_OVER_RETRY_MS` for the answer (`_take_over` says why)."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 

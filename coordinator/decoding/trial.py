@@ -78,7 +78,7 @@ class TrialMeter:
 
 class SessionTrial:
     """Sums the rounds of one session. All rounds count for the drafter with which the session
-    began. A session rarely changes its drafter: only if the replica is lost."""
+    began. A session changes its drafter only if the replica is lost, which is rare."""
 
     def __init__(self, sums: list[DrafterSums], is_new: bool) -> None:
         self._sums, self._is_new = sums, is_new

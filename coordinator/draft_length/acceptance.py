@@ -26,8 +26,8 @@ class Prospects(NamedTuple):
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns an array [5, K] for a round that asked for K = `num_asked` tokens, with a column for
     each depth. `survival` has an entry for each proposed token (see `PlayedRound`). A token is
-    *due* at a depth if the round asked for it and all earlier tokens were proposed. Each row has
-    the value given here if its condition holds at a depth, and 0 if not:
+    *due* at a depth if the round asked for it and all earlier tokens were proposed. At each depth,
+    a row has the value in this table if its condition holds, otherwise 0:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -69,9 +69,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth. The first two assume that all earlier tokens were
-        accepted: that a token is proposed, and that a proposed token is accepted. The third assumes
-        that all earlier tokens were proposed: that a token is proposed."""
+        """Returns three chances for each depth: that a token is proposed, that a proposed token is
+        accepted, and again that a token is proposed. The first two assume that all earlier tokens
+        were accepted. The third assumes that all earlier tokens were proposed."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

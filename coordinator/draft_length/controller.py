@@ -89,8 +89,8 @@ class Experience:
 class Learned:
     """Round costs and acceptance, learned from all sessions. Both depend on these sessions' random
     numbers. Under the rules token and block, a session that repeats a seed has the random numbers
-    of an earlier session. Its K must not depend on these numbers (proof: docs/exactness.md), so it
-    neither reads nor extends this object."""
+    of an earlier session. Its K must not depend on these numbers (proof: docs/exactness.md), so
+    this session neither reads nor extends this object."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -119,7 +119,7 @@ class LengthControls:
         """Seed -> its first session under the rules token and block. None = the session ended."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
-        """Returns what sessions with this drafter on trial have learned; None = other sessions."""
+        """Returns what sessions of the drafter `tried` have learned; None = all other sessions."""
         if tried not in self._learned:
             self._learned[tried] = self._nothing_learned(tried, self.load)
         return self._learned[tried]
@@ -266,7 +266,7 @@ class LengthControl:
 
     def fix(self) -> None:
         """If K is not fixed yet, fixes it at the value that is best so far. The next round, and
-        plain rounds that are certain to come, keep their K. From now on, nothing is learned from
+        plain rounds that are already planned, keep their K. From now on, nothing is learned from
         this session, and its drafting has no time limit."""
         self._is_timed = False
         if self.adapts:
@@ -285,8 +285,8 @@ class LengthControl:
 
     def choose(self, num_left: int) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
-        including the correction or bonus. The last `note` does not influence this length, because a
-        target or draft that works ahead may already have drawn tokens of this round."""
+        including the correction or bonus. The last call of `note` does not influence this length,
+        because a target or draft that works ahead may already have drawn tokens of this round."""
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
@@ -372,7 +372,7 @@ class LengthControl:
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting is expected to gain more tokens than are lost while the draft reads the
-        missed tokens. If it is not, whether the trial budget covers the expected loss."""
+        missed tokens, or whether the trial budget covers the expected loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

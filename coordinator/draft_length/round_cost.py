@@ -31,9 +31,9 @@ TABLE_SPREAD = 0.5
 """A draft token's measured time, divided by its time in the draft's table, has a prior with mean 1
 and this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. Measured times per row are too low, because
-only the mean number of other sessions' rows is known. A small spread gives these measured times
-little weight."""
+"""Like `TABLE_SPREAD`, for the target's time per row. Measured times per row are too low
+(regression dilution), because the number of other sessions' rows is an estimate. A small spread
+gives these measured times little weight."""
 MEAN_SPREAD = 1.0
 """Like `TABLE_SPREAD`, for a draft without a table. The mean measured time replaces the table."""
 MESSAGES_WORK = 4.0
@@ -176,7 +176,7 @@ class RoundCosts:
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """Counts a round that asked for draft tokens. `is_typical` is false if the draft had to
-        read other tokens first. The wait for the proposal then does not count."""
+        read missed tokens first. The wait for the proposal then does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s

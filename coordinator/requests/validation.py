@@ -172,8 +172,8 @@ class PromptEncoder:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
-        """Running calls by (`id` of the prompt object, `add_special_tokens`). All generations of a
-        request share a prompt object, which a call keeps alive, so no other object has its id."""
+        """Running calls by (`id` of the prompt object, `add_special_tokens`). The call keeps the
+        object alive, so its id is unique. All generations of a request share one object."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(

@@ -83,7 +83,7 @@ class Discovery:
     async def begin(self) -> None:
         """Adds the targets that the registry lists, and then the drafts. Waits up to `LEASE_S` for
         the first target: by then, every running target has announced itself, even if the registry
-        had lost its data. Raises `Incompatible` if a role has no replica because none fitted."""
+        had lost its data. Raises `Incompatible` if no replica of a role fits its pool."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -126,7 +126,7 @@ class Discovery:
         """Updates the pools from all current records of the registry."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # Replicas could not announce themselves meanwhile, so their `LEASE_S` starts anew.
+            # Replicas could not announce themselves until now, so their `LEASE_S` starts anew.
             self._heard.update({name: (now, one[1]) for name, one in self._heard.items()})
         self._away = False
         for role, records in found.items():

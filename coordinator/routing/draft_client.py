@@ -41,7 +41,7 @@ lengthen the draft's cached prefix, the session sends nothing to the draft for `
 
 class PushedProposals:
     """Proposals that the draft drafts ahead for the next round, one for each predicted outcome of
-    this round. The next round uses the proposal for the actual outcome if it has arrived."""
+    this round. If the proposal for the actual outcome has arrived, the next round uses it."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -123,7 +123,7 @@ class _ModelDrafts(Drafts):
 
 
 class DraftClient(_ModelDrafts):
-    """Asks a draft replica for proposals. While the replica is silent, a look-up proposes."""
+    """Asks a draft replica for proposals. While the replica does not answer, a look-up proposes."""
 
     def __init__(
         self, pool: ReplicaPool, context: SessionContext, lookup: LookupDrafter,
@@ -402,7 +402,7 @@ class DraftClient(_ModelDrafts):
             self._brought = None  # The new draft may need other hidden states.
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a silent draft again, at most once per `RETRY_S`. Does not wait for the answer."""
+        """Asks a failed draft again, at most once per `RETRY_S`. Does not wait for the answer."""
         now = self._clock()
         if now < self._ask_again_at:
             return

@@ -88,8 +88,8 @@ class Drafts:
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Makes the draft prefill while the first round runs, without waiting for it. The second
-        round may ask for up to `num_draft_tokens` tokens."""
+        """Makes the draft prefill while the first round runs. Does not wait for the prefill. The
+        second round may ask for up to `num_draft_tokens` tokens."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
@@ -122,8 +122,8 @@ class NoDrafts(Drafts):
 
 
 WATCH_ROUNDS_MIN, WATCH_ROUNDS_MAX = 8, 64
-"""Bounds of the number of rounds between two look-ups of a `LookupProbe`. A look-up takes up to 0.1
-ms of CPU time. If the first token of a look-up is wrong, this number doubles."""
+"""Bounds of the number of rounds between two look-ups of a `LookupProbe`. The number doubles if the
+first token of a look-up is wrong. A look-up takes up to 0.1 ms of CPU time."""
 
 
 class LookupProbe:

@@ -222,8 +222,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self) -> bool:
-        """Whether any replica answers. Asks one replica, if possible a present one. If it does not
-        answer, asks all others at once."""
+        """Whether any replica answers. Asks one replica, if possible a present one. If this
+        replica does not answer, asks all others at once."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers() for replica in some))):
@@ -331,8 +331,8 @@ class SessionRoute(Generic[Item, Answer]):
     to a replica that it has left, so its replicas get this message only when the session ends."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
-        """The session begins at the replica that its record names. Without a name, or if this
-        replica is not present, `_find` chooses one."""
+        """The session begins at the replica that its record names. If the record names no replica,
+        or the named replica is not present, `_find` chooses a replica."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
@@ -383,7 +383,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target drafts for itself (without one, the pool's first target)."""
+        """Whether the session's target (without one, the pool's first target) has a head."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -526,7 +526,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def move(self) -> bool:
         """Moves to another replica that fits, and returns True. If none fits, returns False, and
-        leaves the replica if it is a leaving draft. Open requests get no answer after a move."""
+        leaves the current replica if it is a leaving draft. A move drops all open requests."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":
@@ -553,7 +553,7 @@ class SessionRoute(Generic[Item, Answer]):
     def _find(self, preferred: str = "") -> ReplicaConnection | None:
         """Chooses another replica for the session; None if no replica fits. A leaving draft does
         not fit, because a look-up can replace it. If no fitting replica is present, a session
-        without a replica gets one that is away or leaving.
+        without a replica gets a fitting replica that is away or leaving.
 
         - The replica named `preferred` ranks first.
         - Replicas with the `numerics` of the route's first replica rank next, whatever their load.

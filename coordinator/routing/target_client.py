@@ -61,7 +61,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:  # fmt: skip
-        """Returns the verdict of a round, with what is `wanted` for the next round, and sets
+        """Returns the verdict of a round, with the data `wanted` for the next round, and sets
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
         current target cannot be reached, is leaving, or twice does not answer in time. Raises the
         error with which the target refuses the session, and `Unavailable` if no target can be
@@ -75,7 +75,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
-        # The target may already run this round, and at least half of the next `run_ahead` rounds.
+        # Whether an earlier request covers this round, and at least half of the next `run_ahead`.
         is_covered = self._asked_until - number >= run_ahead // 2
         ask = len(proposal) > 0 or self.was_lost or not is_covered
         self.was_asked = False
