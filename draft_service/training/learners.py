@@ -49,7 +49,7 @@ class Learner:
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads
     num_depths: int | None = None
-    """Number of tokens of a chain that `draft` returns. None = chains of one token; acceptance is
+    """Number of tokens of a chain that `draft` returns. None = chains of one token. Acceptance is
     then measured as if consecutive tokens of the text were a chain."""
     stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any

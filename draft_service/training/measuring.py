@@ -23,7 +23,7 @@ _TOKENS_OF_A_PASS = 4096
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Acceptance in held-out answers. `greedy` is measured in answers at temperature 0, and
-    `sampled` in answers at temperature 1. If there are no such answers, all texts are used."""
+    `sampled` in answers at temperature 1. If a temperature has no answers, all texts are used."""
 
     measured_tokens: int
     greedy: float  # share of positions where p and q have the same likeliest token

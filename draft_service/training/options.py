@@ -25,8 +25,8 @@ class DistillOptions:
     """Minutes to write, read and train (not to measure), including earlier parts of the same run.
     With `--tokens`, writing has no limit. With `--steps`, reading and training have no limit."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Number of layers of a student; unset = 5. The layers are copies of layers of the target: the
-    first ones, the last one, and the two that copy from earlier text (an induction head)."""
+    """Number of layers of a student; unset = 5. They are copies of the target's first layers, its
+    last layer, and two layers that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[str | None] = None

@@ -235,7 +235,7 @@ class Batch:
 
 
 class Dataset:
-    """Documents with the target's answers, for one drafter. Documents are named by their index."""
+    """Documents with the target's answers, for one drafter. An index stands for a document."""
 
     def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
         """`token_ids` [N], ascending, are the tokens of the columns of the drafter's head."""

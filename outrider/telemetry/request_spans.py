@@ -143,7 +143,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.response.id": session_id,
             "gen_ai.response.model": self._genai["gen_ai.request.model"],
             "gen_ai.conversation.id": session_id,
-            # An attribute's number has 64 bits with sign, so a larger seed becomes a text.
+            # A number in an attribute is a signed 64-bit integer, so a larger seed becomes a text.
             "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
             "gen_ai.usage.input_tokens": num_prompt_tokens,
         })  # fmt: skip
