@@ -3,7 +3,7 @@ prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
 rehearse  the services run short sessions, whose times correct the computed times of steps
-choose    the time of the answers' rounds is computed for every rule and K; the fastest wins
+choose    the plan computes the speed of every rule and K on the answers, and takes the fastest
 simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """
 

@@ -137,7 +137,7 @@ class FleetFigures:
     """Mean time for which a round with draft tokens waits for its proposal."""
     hit_rate: float
     busy: tuple[float, ...]
-    """Mean share of the time for which a target, a draft and a coordinator were busy, 0 to 1."""
+    """How busy a target, a draft and a coordinator were on average, 0 to 1."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
