@@ -97,7 +97,7 @@ def given_keys(text: str) -> dict[str, Caller]:
                     "64 hexadecimal digits in lower case"
                 )
             word = key_hash(word)
-        # Names are shown and must not reveal the key's hash, so a name has a hash of that hash.
+        # Names are shown, and must not reveal `word`. So a name has a hash of `word`.
         name = f"key-{hashlib.sha256(word.encode()).hexdigest()[:12]}"
         found[word] = Caller(name, name)
     return found
@@ -143,7 +143,7 @@ def _read(path: Path) -> dict[str, _StoredKey]:
 
     try:
         data = read_file(path)
-        stored = _FILE.validate_json(data)  # Of fields with the same name, pydantic keeps the last.
+        stored = _FILE.validate_json(data)  # pydantic accepts repeated names.
         json.loads(data, object_pairs_hook=check_names)
         return stored
     except ValidationError as error:

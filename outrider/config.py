@@ -258,8 +258,8 @@ class DraftConfig(ModelServerConfig):
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. All tenants together have room for four times this number."""
     hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = 0.6
-    """If the look-up of a hybrid drafter expects at least this number of accepted tokens, the
-    hybrid uses the look-up. Otherwise it uses its model or head."""
+    """If the look-up (`suffix` or `ngram`) of a hybrid drafter expects at least this number of
+    accepted tokens, the hybrid uses the look-up, otherwise its model or head."""
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = 1
     """Largest number of tokens that a hybrid drafter's model or head drafts in a round."""
     target: Internal[str] = ""
@@ -302,8 +302,8 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys or their hashes, in several flags or separated by commas. Callers must send a
-    key. Prefer the environment variable, because other users of the machine can see flags."""
+    """API keys or their hashes, in several flags or separated by commas. If set, callers must send
+    a key. Prefer the environment variable, because other users of the machine can see flags."""
     api_key_file: str = ""
     """File of API keys, tenants and limits (see `outrider keys`). A changed file is read again."""
     ssl_certfile: str = ""
@@ -350,7 +350,7 @@ class CoordinatorConfig(ServerConfig):
     possible outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a
     device, otherwise 0."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
-    """Largest number of plain rounds that a target may run without waiting for the coordinator."""
+    """Largest number of rounds without drafts that a target may run ahead of the coordinator."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = 4096
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
@@ -393,7 +393,7 @@ class CoordinatorConfig(ServerConfig):
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig] = DraftConfig(model="model")
     """Settings of the look-up in the coordinator. If `lookup.model` is neither a look-up nor a
-    hybrid, the look-up is `ngram`, and only replaces missing proposals."""
+    hybrid, the coordinator uses `ngram`, but only in place of missing proposals."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -483,7 +483,7 @@ class DeploymentConfig:
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of target replicas at the start. `outrider scale` changes the number later."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Number of draft replicas at the start. Look-ups and heads on the target need no draft."""
+    """Number of draft replicas at the start. Look-ups and heads on the target need no replica."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Number of coordinators at the start. On one machine, their port numbers are consecutive."""
     target_resources: str = ""

@@ -17,8 +17,8 @@ class DecayedSums:
         """Adds each amount to the sum of the same name. `now`, in seconds, must never decrease."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # `_sums` are the sums at the earlier time `_at`. It is faster to scale the new amounts up
-        # by the decay since then than to decay all sums to `now`.
+        # `_sums` holds the sums as of the time `_at`. Scaling the new amounts up is faster than
+        # decaying all sums to `now`.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
@@ -34,8 +34,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """Returns the amount of `name` per second: its decayed sum, divided by the decayed sum
-        that an amount of 1 per second since the start would have."""
+        """Returns the decayed mean of the amount of `name` per second. Divides the sum `name` by
+        the sum that adding 1 per second since the start would give."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

@@ -83,7 +83,7 @@ class Unavailable(_Retryable, grpc_code=14, http_status=503):
 
 
 class StreamBroken(Unavailable):
-    """No coordinator answers, or a stream broke. The request was not refused."""
+    """No coordinator answers, or a stream broke. No coordinator refused the request."""
 
 
 class EngineLost(Unavailable):
@@ -120,7 +120,7 @@ class SettingError(ConfigError):
 
 
 class StepUndone(OutriderError):
-    """A draft step failed. The sequences of the step have given back the slots that they took."""
+    """A draft step failed. Its sequences have freed the cache slots that they took for the step."""
 
 
 class InvariantError(OutriderError):

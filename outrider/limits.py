@@ -19,7 +19,7 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
-SILENT_DRAFT_S = 5.0  # a draft that does not answer this long after its time limit counts as lost
+SILENT_DRAFT_S = 5.0  # a draft counts as lost if it is this much later than its time limit
 UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
@@ -33,16 +33,16 @@ LIST_ALTERNATIVE = 4
 """An alternative that may be a list counts as this many alternatives."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
 MASK_S_MAX = 0.25  # time for a token's mask; a constraint that takes longer twice is refused
-FOLLOWED_AT_ONCE = 64  # to read this many committed tokens, a matcher may take MASK_S_MAX
+FOLLOWED_AT_ONCE = 64  # a constraint's matcher may read this many tokens in MASK_S_MAX
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
-COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to the tokenizer's
+COMPILE_BYTES_MAX = 2**30  # of memory for compiling a constraint, not counting the tokenizer
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
-LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that reaches the limit is compiled again
+LEXER_STATES_MAX = 2**15  # of a constraint, 1 to 2 KB each; at the limit, it is compiled again
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
@@ -59,7 +59,7 @@ SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
 STUCK_WRITE_MS = 1_000  # a full stream is cut if its client reads nothing for this time
-SEQUENCES_PER_REPLICA_MAX = 4096  # in a replica; the least recently used sequence is evicted first
+SEQUENCES_PER_REPLICA_MAX = 4096  # the least recently used sequence is evicted first
 RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
 FEATURES_MAX = 512  # committed tokens whose features (hidden states) one message may have
@@ -90,12 +90,12 @@ KV_CACHE_BYTES_DEFAULT = 2**30  # of keys and values on CPU (`--kv-cache-memory-
 BATCHED_TOKENS_DEFAULT = 512  # tokens of a step, without `--max-num-batched-tokens`
 BATCHED_TOKENS_VLLM = 2048  # the same with vLLM; `vllm serve` has this default, too
 BATCHED_TOKENS_MIN = 64  # enough for a round and a part of a prefix
-DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by default
-DRAFT_SUPPORT_ENTRIES_MAX = 4096  # entries of a draft distribution that a peer may send
+DRAFT_SUPPORT_ENTRIES = 64  # tokens that a draft keeps of its distribution q, the likeliest first
+DRAFT_SUPPORT_ENTRIES_MAX = 4096  # tokens that a distribution q in a message may have
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
 STREAM_INTERVAL_MS = 40  # between messages with plain rounds, by default (`--stream-interval-ms`)
-LOOP_LAG_MS_MAX = 500  # if its event loop is delayed by more, a coordinator refuses requests
-LOOP_LAG_LOOKS = 4  # number of such delays in a row, 0.25 s apart, that make it refuse requests
+LOOP_LAG_MS_MAX = 500  # a longer delay of a coordinator's event loop counts as overload
+LOOP_LAG_LOOKS = 4  # after this many overloads in a row, checked every 0.25 s, requests are refused
 MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
@@ -107,10 +107,10 @@ HTTP_VALUES_MAX = 2**19  # values and keys of a body, such as the token ids of a
 HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # fields of one object in a body, known or unknown
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Connections of a coordinator, at most half of its file descriptors. At the limit, a new
-connection replaces the connection that has been idle longest. If no connection is idle, the
+"""Connections of a coordinator, or half of its file descriptors if that is less. At the limit, a
+new connection replaces the connection that has been idle longest. If no connection is idle, the
 coordinator refuses the new connection."""
-HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
+HTTP_HEADERS_S = 10  # for the TLS handshake and the headers of a request
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # how long a stopping server still takes requests on open connections
 HTTP_STUCK_WRITE_S = 30  # a client that reads nothing for this time is disconnected
@@ -132,7 +132,7 @@ SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
 `resume_grace_ms` (at most 600 s), and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
 TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is not possible yet
-LEASE_WAIT_SPREAD_MS = 250  # longest random delay, so that clients retry at different times
+LEASE_WAIT_SPREAD_MS = 250  # longest random delay of a retry; it spreads the clients' retries
 FINISHED_TTL_S = 600  # time that a finished session is kept
 UNCOMMITTED_TOKENS_MAX = 256  # a session with more decided but uncommitted tokens waits for Redis
 UNCOMMITTED_MS_MAX = 10_000  # a session whose tokens are uncommitted for longer waits for Redis
@@ -147,10 +147,10 @@ KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_MS = 2_000
 LINK_BACKOFF_MS_MIN = 50
-LINK_BACKOFF_MS_MAX = 2_000  # between attempts to reopen a stream; the wait doubles up to this
+LINK_BACKOFF_MS_MAX = 2_000  # the wait between attempts to reopen a stream doubles up to this
 RELEASES_IN_FLIGHT_MAX = 1024  # further releases are dropped; the replica evicts their sessions
 SILENT_SESSION_MS = 2_000  # a session that is silent for longer may lose its pages to others
-LOST_REPLICA_GRACE_S = 5  # for a replica that has lost its engine to send its answers
+LOST_REPLICA_GRACE_S = 5  # after the loss of its engine, a replica has this time to send answers
 STEP_CRASHES_UNHEALTHY = 3  # crashed steps in a row that make a replica unhealthy
 STEP_S_MAX = 300  # a step that takes longer counts as hung, and the replica as lost
 
@@ -162,15 +162,15 @@ RECORD_INLINE_BYTES = 16 * 2**10  # of a session's record; a longer record is de
 LOAD_TRIES_MAX = 3  # tries to read a session's record while its tokens change
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replayed on a thread
-SLOTS_PER_SCRIPT_MAX = 256  # slots of API keys that one run of a script in Redis renews or frees
+SLOTS_PER_SCRIPT_MAX = 256  # slots (running requests of keys) that one script renews or frees
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
-UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ends of sessions that wait to be stored
-ABANDON_TRIES_MAX = 20  # tries to store a session's end, if more than UNTOLD_SESSIONS_MAX wait
+UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
+ABANDON_TRIES_MAX = 20  # tries to store a session's end while more than UNTOLD_SESSIONS_MAX wait
 CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
 COMMIT_RETRY_MS_MIN = 20
-COMMIT_RETRY_MS_MAX = 500  # between tries to reach the store; the wait doubles up to this
+COMMIT_RETRY_MS_MAX = 500  # the wait between tries to reach the store doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
-REDIS_TIMEOUT_SLICES = 9  # parts of the timeout, timed in turn; a pause of the process uses up one
+REDIS_TIMEOUT_SLICES = 9  # parts of the timeout; a pause of the process uses up only one part
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
 REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas

@@ -36,7 +36,7 @@ class RoundHead:
     epoch: int
     round: int
     base_length: int
-    """Length of the stated prefix, in tokens. The replica must hold this prefix already."""
+    """Length, in tokens, of the *stated prefix*, which the replica must hold already."""
     prefix_digest: int
     append: tuple[int, ...]
     """Committed tokens that follow the stated prefix."""
@@ -184,14 +184,14 @@ class VerdictReply:
     next_base_length: int = 0
     """Number of committed tokens that `next_proposal` extends."""
     next_draft_ms: float = 0.0
-    """The part of `compute_ms` in which the step drafted for all sessions."""
+    """The part of `compute_ms` in which the target drafted for all sessions of the step."""
     next_work_ms: float = 0.0
     """This session's share of `next_draft_ms`."""
     next_out_of_time: bool = False
     """Whether a time limit has shortened `next_proposal`."""
     features: Features | None = None
-    """Features of the tokens from `VerifyItem.features_from` on, up to a message's limit. The
-    last token that this verdict commits has no features yet, because the target has not run it."""
+    """Features of the tokens from `VerifyItem.features_from` on, up to a message's limit. They end
+    before the last token that this verdict commits, because the target has not run that token."""
     audit: AuditSums | None = None
     """None if the item did not ask for an audit."""
 
@@ -278,5 +278,5 @@ class ReplicaDescription:
 
     @property
     def weights(self) -> str:
-        """Weights, dtype, length limit. Sessions move only between targets with the same value."""
+        """Weights, dtype, length limit. A session moves only to targets with an equal value."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

@@ -104,7 +104,7 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
 
 
 def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]:
-    """Returns N numbers. The n-th: the probability that a round accepts n draft tokens or more."""
+    """Returns N numbers. The n-th is the probability that at least n draft tokens are accepted."""
     keys = (*_RATES, "num_speculative_tokens")
     given: list[Any] = [values.get(key) for key in keys]
     rates, length, count = given

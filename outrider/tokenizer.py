@@ -21,7 +21,7 @@ _HELD_TOKENS_MAX = 8
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 _UNKNOWN_BYTES_MAX = 256
-"""Largest number of bytes of text that one token for unknown words is assumed to replace."""
+"""A token for an unknown word is assumed to stand for at most this many bytes of text."""
 
 
 class TokenizerText:
@@ -50,7 +50,7 @@ class TokenizerText:
         self._special_ids = {self.spell(token_id).decode(): token_id for token_id in self._special}
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, _UNKNOWN_BYTES_MAX)
-        """Largest number of bytes of text that one token replaces."""
+        """Largest number of bytes of text that one token stands for."""
 
     @classmethod
     def load(
@@ -203,8 +203,8 @@ class _ByteStream:
 
 class _WindowStream:
     """Converts tokens of any tokenizer. The first token of a decoded text may lose its leading
-    space. So `_pending` tokens are decoded together with the tokens before them, the `_context`,
-    whose text is `_shown`."""
+    space. So the tokens in `_pending` are decoded together with the tokens before them, `_context`.
+    `_shown` is the text of `_context`."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text

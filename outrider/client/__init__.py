@@ -5,7 +5,7 @@
             if isinstance(event, Tokens):
                 print(event.text_delta, end="")
 
-A `Client` belongs to one event loop. The calls of a `SyncClient` block, in any thread.
+A `Client` belongs to one event loop. A `SyncClient` blocks, and any thread may call it.
 `Client(InProcessTransport(c))` calls the coordinator `c` in this process.
 
     trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS

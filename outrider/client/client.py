@@ -83,7 +83,7 @@ class Client:
         again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
         session is still open, that stream ends with `StaleEpoch`. Raises `NotFound` for an
         unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while
-        another coordinator owns the session. A coordinator that dies owns it for about 2 s more."""
+        another coordinator owns the session. A dead coordinator owns it for about 2 s more."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
@@ -107,7 +107,7 @@ class Client:
         return cast(transport.SessionView, await self._call("get_session", timeout_s, session_id))
 
     async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> transport.CoordinatorDescription:
-        """Describes the served model. Also returns the number of running sessions."""
+        """Returns facts about the model, and the number of running sessions."""
         return cast(transport.CoordinatorDescription, await self._call("describe", timeout_s))
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
@@ -184,7 +184,7 @@ class SyncClient:
         self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """Takes the parameters of `Client`. `address` is a `server` other than a transport."""
+        """Takes the parameters of `Client`, but `address` (`server`) cannot be a transport."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)

@@ -35,7 +35,7 @@ serve now. Coordinators, drafts and targets restart within this time."""
 LOOK_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""A pool keeps at most this many endpoints that `server` no longer names, as calls may use them."""
+"""At most this many endpoints that `server` no longer names are kept, for calls that use them."""
 AVOIDED_S = 5.0
 """If a coordinator does not answer, new calls avoid it for this time. If it answers that it cannot
 serve now, new calls avoid it for the `retry_after_ms` of its error."""
@@ -289,8 +289,8 @@ class Tries:
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
         over. If all coordinators have failed to begin the call, raises `error` unless a later try
-        may succeed. It may succeed if a function names the coordinators and `tried` did not answer,
-        or if the call is a stream and at least one coordinator answered."""
+        may succeed. A try may succeed if a function names the coordinators and `tried` did not
+        answer, or if the call is a stream and at least one coordinator answered."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

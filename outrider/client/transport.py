@@ -265,7 +265,7 @@ class BlockingGrpcTransport(GrpcTransport):
 
 
 def call_error(error: Any, address: str) -> errors.OutriderError:
-    """Converts a call's error to the coordinator's error; without an answer, to `StreamBroken`."""
+    """Returns the error that the coordinator raised, or `StreamBroken` if it did not answer."""
     meant = status_to_error(error)
     answered = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, errors.Unavailable):

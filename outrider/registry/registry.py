@@ -46,7 +46,7 @@ class Figures:
     """Share of the KV cache's pages that running requests need, 0 to 1."""
     # Only coordinators have the following figures.
     draft_waits: _Figure = None
-    """Share of the draft service's proposals whose requests queued longer than drafting took."""
+    """Share of the draft service's proposals whose time in the queue exceeded the drafting time."""
     acceptance: _Figure = None
     look_ahead_hits: _Figure = None
     """Share of the draft service's proposals that were ready when their rounds began."""
@@ -103,8 +103,8 @@ class Membership:
     deployment: str
     name: str
     slot: int = 0
-    """Added to port numbers: the replica's index among the replicas of its role if all replicas run
-    on one machine, otherwise 0."""
+    """A number to add to port numbers: 0 unless all replicas run on one machine. On one machine, it
+    is the replica's index among the replicas of its role."""
     plan: str = ""
     """Hash of the settings with which the replica was started."""
     trial_share: float = 0.0
@@ -112,7 +112,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Engagement:
-    """What a running replica reports to a reconciler that takes the replica over."""
+    """What a running replica reports to a new reconciler (the actor that manages replicas)."""
 
     address: str = ""
     """HOST:PORT of the replica's gRPC server; empty until the replica serves."""

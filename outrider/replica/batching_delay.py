@@ -1,9 +1,9 @@
 """Decides whether a step waits for sessions that will soon need a step, too.
 
-Without a delay, sessions that arrive out of phase never share a step: an item that arrives during a
-step waits for the step's end, and then the item's own step delays the other sessions. If one step
-for all sessions takes less time than two steps, sharing a step is faster for all sessions. A cycle,
-in which each session has one round, takes:
+Without a delay, sessions that arrive out of phase never share a step. An item that arrives during a
+step waits for the step's end. Then the item's own step delays the other sessions. If one step for
+all sessions takes less time than two steps, sharing a step is faster for all sessions. A cycle, in
+which each session has one round, takes:
 
     together    wait + step(all)
     in turns    step(waiting) + step(others)
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
-GAIN = 0.9  # a step waits only if the cycle then takes less than GAIN times the cycle in turns
+GAIN = 0.9  # a step waits only if the cycle together is below GAIN times the cycle in turns
 MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust
 SPREAD = 2.5  # a session is late if its gap exceeds mean + SPREAD * mean deviation + SPREAD_S
 SPREAD_S = 0.0005  # time that allows for jitter of event loops and networks, s

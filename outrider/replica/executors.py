@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _FRAME_SLOTS = 2**16 + 1
-"""Size of the frame of `with_frame_room`, in pointers of 8 bytes: just over 512 KiB. CPython rounds
-the frame's chunk up to 1 MiB, so nearly 512 KiB are left for other frames."""
+"""Size of the frame of `with_frame_room`, in pointers of 8 bytes: just over 512 KiB. CPython
+allocates 1 MiB for such a frame, so nearly 512 KiB are left for other frames."""
 
 
 def with_frame_room(task: Callable[[], T]) -> T:

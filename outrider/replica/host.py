@@ -108,7 +108,7 @@ class ReplicaHost(process_setup.PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Returns address and membership, for a reconciler that takes this replica over."""
+        """Returns the address and the membership, for a new reconciler."""
         return self._engagement
 
     async def traffic(self) -> int:
@@ -125,7 +125,7 @@ class ReplicaHost(process_setup.PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses further calls and items. Closes when no item waits for a step and all answers are
+        """Refuses further calls and items. Closes the server when no item waits and all answers are
         sent, at the latest after `grace_s` seconds. Concurrent callers wait for the same stop."""
         if self._stopping is None:
             self._grace_s = grace_s

@@ -49,11 +49,11 @@ default, which makes threads check for some milliseconds."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
-demo target on two cores, a token took 34 to 43 ms. With libgomp, a token took 40 to 52 ms."""
+demo target on two cores, a token took 34 to 43 ms, and 40 to 52 ms with libgomp."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helper threads. Because this
-number is larger than that for steps (`outrider.engine.threads.NICENESS`), a replica that loads
-leaves the cores to the steps of other replicas."""
+"""Added to the niceness of the thread that loads a model, and of its helper threads. The number
+for steps (`outrider.engine.threads.NICENESS`) is smaller, so a replica that loads leaves the cores
+to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 _ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
@@ -87,7 +87,7 @@ def available_cores() -> int:
 
 def cores_for(role: str) -> int:
     """Returns the number of threads for a model: half of the cores for a draft, and all cores for a
-    target, because it waits while drafts run."""
+    target, because a target waits while drafts run."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 

@@ -65,8 +65,8 @@ class _Step(NamedTuple):
 
 
 STARVED_REST_S = 0.1
-"""If no item of a step finds pages, the next step begins after at most this time. By then, pages of
-expired or silent sessions may be free."""
+"""If a step finds no pages of keys and values for any item, the next step begins at most this much
+later. By then, pages of expired or silent sessions may be free."""
 
 
 class SteppedService(ReplicaService):
@@ -387,7 +387,7 @@ class SteppedService(ReplicaService):
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            # With `is_timed`, the executor sleeps for the time of both steps after the second step.
+            # With `is_timed`, `now` is too early: the executor sleeps only after the second step.
             if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))

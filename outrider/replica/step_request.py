@@ -36,7 +36,7 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the session's next item replaces it."""
+    """Whether the caller waits for later answers. If not, a newer item replaces this item."""
 
 
 class StepFigures:
@@ -105,7 +105,7 @@ class StepRequest:
     held_s: float = 0.0  # how long the answer may wait, to share a message with others, s
     started_at: float | None = None  # when the first step that worked on the item began
     unfinished: Unfinished | None = None  # why the last step left the item unfinished
-    runs_alone: bool = False  # because an earlier step with this item crashed
+    runs_alone: bool = False  # whether an earlier step with this item crashed
     answered: bool = False  # whether no caller waits for the item's later answers
     timer: TimerHandle | None = None  # cancelled when the request ends
 
@@ -179,10 +179,10 @@ class RequestQueue:
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes three lists of requests out of the queue, each in order of arrival:
 
-        1. For a step: the oldest request of each session, at most `max_batch` each of new requests,
-           of requests that an earlier step began, and of requests that found no pages. So neither
-           long prompts nor requests without pages keep rounds out of a step. If the oldest of
-           these requests `runs_alone`, the step has only this request.
+        1. For a step: the oldest request of each session. `max_batch` limits the number of new
+           requests, of requests that an earlier step began, and of requests that found no pages,
+           each on its own. So neither long prompts nor requests without pages keep rounds out of a
+           step. If the oldest of these requests `runs_alone`, the step has only this request.
         2. Unwanted: the connection is closed, or the request was answered and its session has a
            newer request.
         3. Expired."""

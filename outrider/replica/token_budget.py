@@ -5,12 +5,12 @@
     a prefix (more tokens)    a chunk that fills the remaining room, in order of arrival
 
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
-too. Let n be the number of waiting prefixes. The step, together with earlier steps since the last
-rounds, may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long
-prompt does not stall sessions that decode, and many prompts are prefilled soon. With each step, n
-falls at most to WAITING_DECAY times its value, so that the last of many prompts is prefilled as
-fast as the first. If two prefixes or more wait, and n is at least the number of sessions that
-decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
+too. Let n be the number of waiting prefixes. The step and the earlier steps since the last rounds
+together may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long
+prompt does not stall sessions that decode, and many prompts are prefilled soon. When prompts are
+done, n falls slowly, by the factor WAITING_DECAY in each step, so that the last of many prompts is
+prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
+sessions that decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
 PREFIX_TOKENS_MIN tokens, so rounds cannot starve prefixes.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured
@@ -28,13 +28,13 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""A round has at most this many tokens before its last `num_last` tokens, because the round before
-committed no more. A demand with more is a prefix, even at the end of a long prompt. The tokens at
-the end take longer than others, because each of them reads the whole context."""
+"""A round has at most this many tokens before its last `num_last` tokens, because the previous
+round committed at most this many. A demand with more tokens is a prefix and runs in chunks, even at
+the end of a long prompt, where a token takes longer because it reads more context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
-"""With this value, one waiting prompt at most triples the gap between two tokens: some steps take
-1.5 times their predicted time, and a gap also includes time outside steps."""
+"""With this value, one waiting prompt at most triples the gap between two tokens, although some
+steps take 1.5 times their predicted time."""
 WAITING_DECAY = 0.95  # with each step, n falls at most to this share of its value
 CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1

@@ -40,7 +40,7 @@ class SlotDemand(NamedTuple):
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # tokens, from the last committed token on, that must run in one step
-    reach: int | None = None  # number of committed tokens that can run; None = all, and extra slots
+    reach: int | None = None  # committed tokens that can run; None = all, and the extra slots, too
 
 
 class Admitted(NamedTuple):
