@@ -37,7 +37,7 @@ class Auditor:
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
         """Seeds of chosen sessions. Of the sessions with one seed, only the first is audited,
-        because all use the same random numbers."""
+        because they all use the same random numbers."""
         self._num_chosen = 0
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()

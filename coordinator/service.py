@@ -213,8 +213,8 @@ class CoordinatorService:
         self, tenant: str, asked: GenerationParameters, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
-        them. A second session proposes these tokens to the target. Raises `DeadlineExceeded`, and
-        the target's error."""
+        their log-probabilities. A second session proposes these tokens to the target. Raises
+        `DeadlineExceeded`, and the target's error."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)

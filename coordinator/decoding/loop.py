@@ -80,7 +80,7 @@ class SessionRun:
         self._handed_over = False
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. It is sent together with
-        `Finished`. If the stream broke between them, a resumed stream would send the text again."""
+        `Finished`. If the stream broke in between, a resumed stream would send the text again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -95,8 +95,8 @@ class SessionRun:
             self._timeout.reschedule(self._clock())
 
     async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events; `Started` is not one of them. Returns an empty sequence after
-        the last event. Raises `DeadlineExceeded` if the deadline passes before the first token,
+        """Waits for the next events other than `Started`. Returns an empty sequence after the last
+        event. Raises `DeadlineExceeded` if the deadline passes before the first token,
         `StaleEpoch` after the session was handed over, and the error that ended the session."""
         if self._is_told:
             return ()
@@ -338,7 +338,7 @@ ENTRIES_UNREAD_MAX = 256
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round. The client gets it when `end_length` tokens are committed."""
+    """The output of a round. The client gets the output when `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens

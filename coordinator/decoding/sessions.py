@@ -218,9 +218,9 @@ class OwnedSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
 
     def wait_for_client(self, record: SessionRecord) -> None:
-        """Releases a session, so that any coordinator can resume it. Cancels it if no client
-        resumes it within `resume_grace_ms`. If this coordinator closes earlier, the session stays
-        unfinished until its record expires."""
+        """Releases a session, so that any coordinator can resume it. Cancels the session if no
+        client resumes it within `resume_grace_ms`. If this coordinator closes earlier, the session
+        stays unfinished until its record expires."""
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:

@@ -7,8 +7,8 @@ numbers, and sampling stays exact under every rule (proof: docs/exactness.md).
 
 While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Trials of
 drafting, of the largest K and of plain decoding test whether the expected speeds are right. A trial
-runs only if the trial budget covers the tokens that it is expected to lose. The budget grows by
-`TRIAL_SHARE` of the tokens that all sessions commit.
+runs only if the trial budget covers the tokens that the trial is expected to lose. The budget grows
+by `TRIAL_SHARE` of the tokens that all sessions commit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A child process in which a coordinator compiles constraints, one at a time. The compiler has no
 time limit, and may need minutes for a schema of 50 bytes. If a constraint takes too much time, a
-timer's signal kills the process. If it takes too much memory, the compiler aborts the process.
+timer's signal kills the process. If a constraint takes too much memory, the compiler aborts.
 
-The process reads lines of JSON from standard input until it is closed: first the tokenizer, then
-the constraints. For each constraint, it writes one line to standard output.
+The process reads lines of JSON from standard input until the input is closed: first the tokenizer,
+then the constraints. For each constraint, it writes one line to standard output.
 
     <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}

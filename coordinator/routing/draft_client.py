@@ -150,7 +150,7 @@ class DraftClient(_ModelDrafts):
         self._is_late = False
         """Whether this round's proposal did not arrive within its time limit."""
         self._held: ProposalReply | None = None
-        """The reply with this round's proposal; None if there is none."""
+        """The reply with this round's proposal; None = no proposal."""
         self._looked_for = 0
         """K of the newest message to the draft. Each proposal drafted ahead has up to K tokens."""
         self._ask_again_at = 0.0

@@ -1,4 +1,4 @@
-"""A session's client of its target. The client asks for verdicts, repeats requests that get no
+"""A session's client for its target. The client asks for verdicts, repeats requests that get no
 answer, and moves to another target if the current target is away."""
 
 import asyncio
