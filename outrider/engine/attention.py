@@ -22,7 +22,7 @@ PAGED = "outrider_paged"
 _FINDING = "outrider_finding"
 """A module with this attention also builds masks, from which `find_layers` learns the windows."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""Arguments of attention functions that change the result, but that paged attention lacks."""
+"""Arguments of transformers' attention functions that paged attention does not support."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask function of transformers: the indices of batch, head, query and key -> whether the query
 sees the key."""

@@ -46,14 +46,14 @@ _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
 """A group computes at most this many attention scores (tokens * context) for each head, to limit
-the memory of a step. Only a group of one segment of the smallest size may compute more."""
+the memory of a step. Only a group of one segment may compute more."""
 _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this many slots
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on the number of
-masked slots at the end. Therefore draft tokens do not change any bit of earlier logits in bfloat16,
-if matrix products use the same kernel with and without the rows of the draft tokens. An Intel Xeon
-with AMX uses one kernel for up to 32 rows."""
+masked slots at the end. Therefore draft tokens change no bit of earlier tokens' logits in bfloat16, if
+matrix products use the same kernel for all rows as for the rows of the earlier tokens alone. An
+Intel Xeon with AMX uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -67,7 +67,7 @@ class HeldSequence:
 
 
 def slots_at(pages: Sequence[int], places: _Ints, page_size: int) -> _Ints:
-    """Returns the slots of the tokens at indices `places` of a sequence with page table `pages`."""
+    """Returns the slots of a sequence's tokens at indices `places`. `pages` is the page table."""
     return np.array(pages)[places // page_size] * page_size + places % page_size
 
 
@@ -117,7 +117,7 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """Returns [heads * N * L]: each head's `slots`, as rows of [heads * num_slots, width]."""
+        """Returns [heads * N * L]: the rows of `slots` in a tensor [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)

@@ -2,12 +2,12 @@
 
 The head reads pairs. Pair j consists of token j and the feature g_{j-1}, which the head makes from
 the model's hidden states at token j - 1. Slot j of a sequence holds the model's keys and values of
-token j, g_j, and the head's key and value of pair j. So the head's state is shared, copied and
-freed together with the slots.
+token j, the feature g_j, and the head's key and value of pair j. So the head's state is shared,
+copied and freed together with the slots.
 
-A step of the model also writes g and a pair for each new token. The head's attention runs only when
-the head drafts. Pair j then attends to slots 1..j, because slot 0 has no pair. The rotary position
-of pair j is j - 1."""
+A step of the model also writes g and the pair of each new token. The head's attention runs only
+when the head drafts. Pair j then attends to slots 1..j, because slot 0 has no pair. The rotary
+position of pair j is j - 1."""
 
 from collections.abc import Sequence
 
@@ -33,8 +33,8 @@ def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> Lay
 def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
-    """Returns the shapes of the `layers` of a `DraftLayer`: of g, which is stored as a key without
-    a value, and of a pair. A head that drafts on draft replicas (`drafts_apart`) needs only g."""
+    """Returns the shapes of a `DraftLayer`'s `layers`: one for g, stored as a key without a value,
+    and one for pairs, unless the head drafts on draft replicas (`drafts_apart`)."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -78,7 +78,7 @@ class PairLayer:
 
 
 class DraftLayer:
-    """A head on the pages of an engine. It makes features from the inputs of the model's layers."""
+    """A head on the pages of an engine. The head makes g from the inputs of the model's layers."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
         """`layers` are caches with the shapes of `draft_shapes`."""

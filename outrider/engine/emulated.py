@@ -29,7 +29,7 @@ from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32  # fills up a prefix of fewer than `order` tokens
 _STRIDE = np.uint64(1_048_583)
-"""The distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
+"""The step between ids of a support: a prime above `VOCAB_SIZE_MAX`, so that the ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
@@ -56,7 +56,7 @@ class EmulatedEngine:
         """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """The acceptance probability at each place in a round if all earlier ones are accepted."""
+        """The acceptance probability at each place in a round if earlier tokens are accepted."""
         self.info = ModelInfo(
             name=SCHEME, vocab_size=spec.vocab_size,
             max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE), dtype="float32",
@@ -78,7 +78,7 @@ class EmulatedEngine:
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """Returns for each row of logits the `order` tokens before the token that it predicts."""
+        """Returns for each row of logits the last `order` tokens before the predicted token."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         held = self.tokens(step.sequence_id).since(max(0, num_held - order), num_held)

@@ -25,12 +25,12 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     """Describes an emulated target and its draft, which must have the same specification."""
 
     vocab_size: int = Field(default=32_000, ge=2, le=VOCAB_SIZE_MAX)
-    support: int = Field(default=64, ge=1)  # token ids with a probability above zero
+    support: int = Field(default=64, ge=1)  # number of token ids with a probability above zero
     exponent: float = Field(default=1.706, ge=0, le=100)
     """The Zipf exponent. The id of rank r (from 1) has weight r ** -exponent. 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
     """The standard deviation of log q - log p, where q is not normalised. 0 = a perfect draft."""
-    order: int = Field(default=3, ge=1, le=64)  # last tokens that determine a distribution
+    order: int = Field(default=3, ge=1, le=64)  # number of last tokens that set a distribution
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
     """A target step of n new tokens takes verify_ms * ceil(n / verify_tokens)."""
     verify_tokens: int = Field(default=16, ge=1)
@@ -45,7 +45,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
     """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
-    setting. No round accepts more tokens than there are rates. Empty = the distributions decide."""
+    setting. No round accepts more tokens than there are rates. Empty = no fixed rates."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

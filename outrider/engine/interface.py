@@ -36,7 +36,7 @@ class SequenceStep(NamedTuple):
 
     sequence_id: str
     token_ids: tuple[int, ...]  # at least one
-    num_logits: int  # the engine returns logits at this many of the last tokens, 0..len(token_ids)
+    num_logits: int  # the engine returns logits for this many last tokens, 0..len(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PageCounts:
     num_pages: int
     num_free: int
     num_evictable: int  # cached pages that no sequence holds
-    prefix_queries: int  # tokens that `attach` looked up, for sequences that have run a step
+    prefix_queries: int  # tokens that `attach` looked up, counted at the sequence's first step
     prefix_hits: int  # how many of these tokens were in cached pages
     page_size: int = PAGE_SIZE
 
@@ -74,7 +74,7 @@ class Engine(Protocol):
 
     stated_seconds: float
     """The time that an emulated engine states for its steps since the last `take_stated_seconds`.
-    If the steps were faster, the caller waits for the rest. Always 0 in other engines."""
+    If the steps took less time, the caller waits for the rest. Always 0 in other engines."""
 
     @property
     def info(self) -> ModelInfo:
@@ -99,8 +99,8 @@ class Engine(Protocol):
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids` and were
-        written under the same `salt`. Never includes the last of `token_ids`, which `forward` must
-        run for its logits. Returns the number of slots that the sequence holds. Evicts nothing."""
+        written under the same `salt`. Leaves out the last token, because `forward` must run it to
+        get logits. Returns the number of slots that the sequence holds. Evicts nothing."""
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the new sequence `branch_id` with the slots of `sequence_id`. The two sequences

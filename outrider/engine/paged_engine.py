@@ -56,7 +56,7 @@ class PagedEngine(PagedSequences):
         drafts_apart: bool = False, kernels: PaceKernels | None = None,
     ) -> None:  # fmt: skip
         """A step has at most `max_num_seqs` sequences. The pages take at most
-        `kv_cache_memory_bytes`, and there are at most as many as `max_num_seqs` sequences of full
+        `kv_cache_memory_bytes`. There are no more pages than `max_num_seqs` sequences of full
         length need. If all pages together hold fewer than `max_model_len` tokens, the engine lowers
         this limit. A *trial* compares the engine's logits with those of the unchanged module.
 
@@ -152,7 +152,7 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """Returns a fused decoder, and sets the length of its spans. Returns None if the kernels
+        """Returns a fused decoder, and sets `_span_tokens` for it. Returns None if the kernels
         cannot run the model, or if the engine must be deterministic and the kernels are not."""
         kernels = self._kernels
         if kernels is None:

@@ -16,7 +16,7 @@ from outrider.models.draft_head import LoadedDraftHead
 
 
 class PageStore(Protocol):
-    """Tensors of an engine's pages."""
+    """The tensors that store an engine's pages."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -31,7 +31,7 @@ class PagedSequences:
     info: ModelInfo
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
-    _draft: DraftLayer | None = None  # `draft_layer` on the pages
+    _draft: DraftLayer | None = None  # runs `draft_layer` on the pages
     _pairs: PairLayer | None = None  # the part of `_draft` that `forward_draft` runs
     _features: Sequence[Tensor] = ()
 
@@ -51,8 +51,8 @@ class PagedSequences:
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        """Runs the steps with `run`. Returns the wanted rows, and the number of wanted rows of each
-        step. `whole` states whether `run` runs the whole model."""
+        """Runs the steps with `run`. Returns `run`'s rows without padding, and the number of rows
+        of each step. `whole` states whether `run` runs the whole model, or only the draft layer."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         with self._appended(steps, whole) as step, torch.inference_mode():
             rows = run(step)

@@ -21,7 +21,7 @@ class StepCosts:
     `base` is interpolated linearly between measured numbers of rows. Above the greatest measured
     number, `base` is extrapolated from the last two numbers."""
 
-    rows: tuple[int, ...]  # the measured numbers of rows, at least one, in ascending order
+    rows: tuple[int, ...]  # the measured numbers of rows, ascending; not empty
     seconds: tuple[float, ...]
     """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
@@ -29,7 +29,7 @@ class StepCosts:
     row_slot_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check(len(self.rows) == len(self.seconds) > 0, "each number of rows has one time")
+        check(len(self.rows) == len(self.seconds) > 0, "each number of rows needs one time")
         check(all(a < b for a, b in pairwise((0, *self.rows))), "numbers of rows must ascend")
         times = (*self.seconds, self.session_s, self.slot_s, self.row_slot_s)
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
@@ -61,11 +61,10 @@ MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
 SHORT_CONTEXT = 16
 """The cost of a slot is computed from the times of two steps: one with contexts of this length, one
-with contexts of `MEASURED_CONTEXT`. Several sessions share these steps, because the times for one
-session differ too little. On two cores, a slot of the demo target takes 2 us, and a step 16 ms."""
+with contexts of `MEASURED_CONTEXT`. Both steps have several sessions, because the steps of one session
+would differ too little. On two cores, a slot of the demo target takes 2 us, and a step 16 ms."""
 CONTEXT_ROWS = 64
-"""A step over a context is measured with one row for each session, and again with this many rows of
-one session."""
+"""`row_slot_s` is computed from a step of one session with a long context and this many rows."""
 CONTEXTS_SHARE = 0.3
 """After this share of the time limit, the measurement of contexts adds no more sessions."""
 TRIES = 3
@@ -106,8 +105,8 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Returns the costs of the first `len(seconds)` of `rows`. If a step took longer than a step
-    with more rows, other processes have delayed it. Then the shorter time is used for both."""
+    """Returns the costs of the first `len(seconds)` of `rows`. If fewer rows took longer than
+    more rows, other processes have delayed the step. The shorter time then counts for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
@@ -164,8 +163,8 @@ class _Bench:
         )  # fmt: skip
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
-        """Returns the least time of a call of `forward` with these steps. Each sequence must hold
-        `length` slots, and holds as many afterwards."""
+        """Returns the shortest time of several calls of `forward` with these steps. Each sequence
+        must hold `length` slots, and holds as many afterwards."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s

@@ -25,7 +25,7 @@ def on_threads(num: int) -> Iterator[None]:
 
 NICENESS = 5
 """Added to the niceness of a step's worker threads, so that the operating system preempts them
-earlier for an incoming message. On two cores, this shortened the time until a message is queued
+earlier for an incoming message. On two cores, this cut the delay before a message is queued
 from 4.7 to 3.7 ms (99th percentile), and steps were not slower. The thread that calls the engine
 keeps its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
@@ -55,12 +55,12 @@ def _thread_ids() -> set[int]:
 
 SLOW = 3.0  # a step is slow if it takes this many times its usual time
 SLOW_STEPS = 2  # this many slow steps in a row start a trial
-TRIAL_STEPS = 3  # a trial alternates between fewer and all threads, with this many steps of each
+TRIAL_STEPS = 3  # a trial runs this many steps on fewer threads and as many on all, in turn
 GAIN = 2.0
-"""If a trial's steps are at least this many times as fast on fewer threads as on all, steps run on
-fewer threads for the next `RETREAT_S` seconds."""
+"""If fewer threads make a trial's steps at least this many times as fast, steps run on fewer
+threads for the next `RETREAT_S` seconds."""
 RETREAT_S = 30.0
-_WEIGHT = 1 / 16  # of the newest step in the moving average of times, the usual time
+_WEIGHT = 1 / 16  # the weight of the newest time in the moving average of times
 
 
 class ContendedThreads:
@@ -76,7 +76,7 @@ class ContendedThreads:
         self._num_slow = 0
         self._until = 0.0
         self._trial: Hashable = None  # the kind of the trial's steps; None = no trial runs
-        self._times: list[float] = []  # of the trial's steps, on fewer and all threads in turn
+        self._times: list[float] = []  # of a trial's steps: on fewer threads, on all, on fewer, ...
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:

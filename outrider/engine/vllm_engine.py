@@ -5,7 +5,7 @@ not its scheduler, block manager or engine core. A page is one block of every la
 with a sliding window. So a sequence has one page table for all layers.
 
 vLLM's modules move between releases, so this file has all imports of vLLM, and supports one minor
-version at a time. `tests/vllm` compares every use of vLLM with the next release."""
+version at a time. `tests/vllm` checks every use of vLLM against the next release."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head. Ranks other than 0 pass None, but also pass `draft_check`.
+        Only rank 0 passes a drafting head, `draft_layer`. All ranks pass the head's test, `draft_check`.
         If `draft_reads_output`, the head reads the model's output, otherwise the inputs of layers.
         Raises `ConfigError` if vLLM or this engine cannot run the model or the head."""
         self._device, self._ranks = use_device(**options), ranks
@@ -278,7 +278,7 @@ class VllmEngine(PagedSequences):
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """For each input that the head reads, its index among those that the model returns."""
+            """The index of each input that the head reads, in the list that the model returns."""
             self._draft = DraftLayer(head, self._draft_cache.layers)
             self._pairs = self._draft.pairs
 

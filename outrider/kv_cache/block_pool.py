@@ -7,10 +7,10 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     remembered         none                      yes             least recently used first
     held               at least one              yes or no       never
 
-The *prefix* of a page is all tokens up to the end of the page. Only these tokens determine the keys
-and values. Once the prefix of a full page is known, new sequences with this prefix share the page.
-Before a sequence writes to a page that other sequences hold too, it gets a copy of the page. Before
-it writes to a page that no other sequence holds, the pool forgets the page's prefix."""
+The *prefix* of a page is all tokens up to the end of the page. These tokens alone determine the
+page's keys and values. Once the prefix of a full page is known, new sequences with this prefix
+share the page. Before a sequence writes to a page that other sequences hold too, it gets a copy of
+the page. Before it writes to a page that only it holds, the pool forgets the page's prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _PagedSequence:
         self.pages: list[int] = []
         """The page table, with exactly the pages that the slots of `tokens` need."""
         self.keys = [blake2b(salt.encode()).digest()]
-        """`keys[i]` is the key of the prefix of i full and written pages."""
+        """`keys[i]` is a hash of the prefix of i full and written pages (`_next_key`)."""
 
     def branch(self) -> _PagedSequence:
         self.check_written()
@@ -101,7 +101,7 @@ class BlockPool:
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""
-        check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
+        check(self.length(sequence_id) == 0, f"{sequence_id} already holds slots")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = _PagedSequence(salt)
         size = self.page_size
@@ -124,7 +124,7 @@ class BlockPool:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
-        check(branch_id not in self._sequences, f"{branch_id} is held already")
+        check(branch_id not in self._sequences, f"{branch_id} already exists")
         branch = self._sequences[branch_id] = sequence.branch()
         for page in branch.pages:
             self._holders[page] += 1
@@ -163,7 +163,7 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """Makes the prefix of each full page of these steps known."""
+        """Makes the prefix of each full page of the steps' sequences known."""
         size = self.page_size
         for step in steps:
             sequence = self._sequences[step.sequence_id]
@@ -223,7 +223,7 @@ class BlockPool:
 
     def _num_needed(self, steps: Sequence[SequenceStep], leaving: Counter[int]) -> int:
         """The largest number of pages that the steps may take. `leaving` has, for each page, the
-        number of sequences that let go of it before the steps."""
+        number of sequences that stop holding it before the steps."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequence(step.sequence_id)
@@ -244,8 +244,8 @@ class BlockPool:
             self._free.append(page)
 
     def _know(self, key: bytes, page: int) -> int:
-        """Makes `page` the known last page of the prefix of `key`, unless a page is known already.
-        Returns the known page. Until `_forget`, no sequence may write to the known page."""
+        """Makes `page` the shared page for `key`, unless `key` already has a page. Returns the page
+        of `key`. Until `_forget`, no sequence may write to this page."""
         known = self._page_of.setdefault(key, page)
         self._key_of[known] = key
         return known

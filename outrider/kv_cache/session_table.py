@@ -19,7 +19,7 @@ class Aligned(NamedTuple):
 
     sequence: TokenSequence  # the tokens that the engine holds (`Engine.tokens`)
     new_tokens: tuple[int, ...]
-    """The committed tokens that are not held. Has at least the last committed token."""
+    """The committed tokens that are not held. Contains at least the last committed token."""
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -35,8 +35,8 @@ class _Entry:
 
 
 class SessionTable:
-    """The sessions that an engine knows, by id. A session is the engine's sequence with this id. If
-    there are `sequences_max` sessions, a new session replaces the least recently used one. So a
+    """The sessions that an engine knows. A session and its sequence in the engine have the same id.
+    If there are `sequences_max` sessions, a new session replaces the least recently used one. So a
     step must not align more than `sequences_max` sessions. Not thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
@@ -63,7 +63,7 @@ class SessionTable:
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
             held = min(entry.confirmed_length, len(sequence))
-            # If enough tokens are held, at least one of them differs, but it is unknown which.
+            # If enough tokens are held, they differ from the stated prefix at an unknown place.
             length = held if held < head.base_length else 0
             return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length
@@ -80,7 +80,7 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def age_rank(self, session_id: str) -> float:
-        """A sort key. Sessions come in the order of their first `align`, and unknown ones last."""
+        """A sort key. Known sessions sort by their first `align`. Unknown sessions come last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 

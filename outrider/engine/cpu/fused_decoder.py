@@ -4,8 +4,8 @@
 computation is known. Layers have two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3).
 
 `FusedDecoder` runs the model once with placeholders instead of layers, to learn the input of the
-first layer, the rotation of each layer, and the use of the last layer's output. If any of the three
-differs from a Llama's, the code of transformers runs the model.
+first layer, the rotation of each layer, and how logits follow from the last layer's output. If any
+of the three differs from a Llama's, the code of transformers runs the model.
 
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
 Up to a maximum length, the length of a span does not change any bit of a token's attention."""
@@ -73,7 +73,7 @@ class FusedDecoder:
         try:
             observed = _observe(module, blocks, max_model_len)
         except PROBE_ERRORS as error:
-            raise CannotFuse(f"its decoder cannot be observed ({error})") from error
+            raise CannotFuse(f"its decoder fails on trial tokens ({error})") from error
         self.kernels = kernels
         self.rotations: list[_Rotation] = []
         self.windows = list(dict.fromkeys(layer.window for layer in layers))
@@ -159,7 +159,7 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """Returns the factors of a norm, in the kernels' dtype if this dtype is exact for them."""
+    """Returns the factors of a norm, in the kernels' dtype unless this would round a factor."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of the class {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
@@ -248,8 +248,8 @@ class FusedSteps(Steps):
         span_tokens: int = SPAN_TOKENS_MAX, has_logits: bool = True, is_scripted: bool = True,
         taps: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Runs the first layers, one for each of the `caches`. If `has_logits` is false, `run`
-        returns the last layer's output instead of logits. Keeps the inputs of layers `taps`."""
+        """Runs the first `len(caches)` layers. If `has_logits` is false, `run` returns the output
+        of the last of these layers instead of logits. Keeps the inputs of the layers in `taps`."""
         self._decoder, self._span_tokens, self._has_logits = decoder, span_tokens, has_logits
         self._taps = sorted(taps)
         self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in `taps`
@@ -305,7 +305,7 @@ class FusedSteps(Steps):
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
-_NUM_PAGES = 257  # of the trial's cache; longer contexts use some of them several times
+_NUM_PAGES = 257  # of the trial's cache; longer contexts use some pages several times
 
 
 @torch.inference_mode()
@@ -314,8 +314,8 @@ def find_span_tokens(
 ) -> int | None:
     """Returns the greatest `span_tokens` of `FusedSteps` with which no bit of a row depends on the
     number of rows of its step. Returns None if rows differ even in spans of one token. The trial
-    runs the last tokens of short and of long sequences, with each of the `thread_counts`. It leaves
-    out the last layers if earlier layers have the same `kind` and so compute alike."""
+    runs the last tokens of short and of long sequences, with each of the `thread_counts`. The
+    trial leaves out the last layers if earlier layers have the same `kind` and so compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs a step of `count` of the last `num` tokens for each of `counts`. Returns whether all
-        rows equal those of a step of `num` tokens in spans of 1 on `thread_counts[0]` threads."""
+        """Runs a step of the last `num` tokens in spans of 1 on `thread_counts[0]` threads. Returns
+        whether steps of only `count` of these tokens have the same rows, for each of the `counts`."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

@@ -162,7 +162,7 @@ class FusedLayers(nn.Module):
         self, layer: LayerWeights, query: Tensor, keys: Tensor, values: Tensor, output: Tensor,
         spans: Attention,
     ) -> None:  # fmt: skip
-        """Writes the causal attention of queries [Q, heads, width] to `output`."""
+        """Writes the causal attention of queries [T, heads, width] to `output`."""
         torch.ops.pace.paged_attention_with_kv_cache(
             query, keys, values, output, spans.starts, spans.ends, layer.scaling, True, None,
             layer.window, 0, spans.pages, layer.softcap,

@@ -38,8 +38,8 @@ class RankGroup(Ranks):
         store_socket: socket.socket | None = None,
     ) -> None:  # fmt: skip
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
-        load, and `step_timeout_s` for each collective. Sums through `Links` are added in the order
-        of the ranks. If `in_order`, all other sums are too. All ranks must pass the same
+        load, and `step_timeout_s` for each collective. `Links` adds tensors in the order of the
+        ranks. If `in_order`, all other sums also have this order. All ranks must pass the same
         `in_order`. Only the leader passes the `store_socket`, from `open_rendezvous`. Raises
         `Unavailable` if a rank does not join in time."""
         self.rank = rank
@@ -67,7 +67,7 @@ class RankGroup(Ranks):
         self._through_cpu = backend == "gloo" and device.type != "cpu"
 
     def wait_for_all(self, loaded: str = "") -> None:
-        """See `Ranks`. Raises `ConfigError` if a rank has `loaded` something else than rank 0."""
+        """See `Ranks`. Raises `ConfigError` if the models that the ranks have `loaded` differ."""
         self._num_waits += 1
         names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
@@ -127,7 +127,7 @@ def _store(
     rendezvous: rank_rpc.Rendezvous, timeout_s: float, listening: socket.socket | None = None
 ) -> Any:
     """The table of the ranks' addresses, which the leader serves on the socket `listening`. Any
-    process can connect to this socket, so every key begins with the rendezvous' secret token."""
+    process can connect to this socket, so every key begins with the secret token."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,

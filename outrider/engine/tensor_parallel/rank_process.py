@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class RankLeader:
-    """The leader's socket, which followers use to join, and their time limit."""
+    """The leader's socket, which followers use to join, and the followers' time limit."""
 
     def __init__(self, num_ranks: int, is_alone: bool, timeout_s: float) -> None:
-        """Listens for followers, on loopback only if all ranks are on this machine (`is_alone`).
-        The followers have `timeout_s` to join, and then `timeout_s` to load."""
+        """Listens for followers: on loopback if all ranks are on this machine (`is_alone`), else on
+        the machine's address. Followers have `timeout_s` to join, then `timeout_s` to load."""
         host = LOOPBACK if is_alone else machine_address()
         self.rendezvous, self.store_socket = open_rendezvous(host, num_ranks)
         self.timeout_s = timeout_s
@@ -74,7 +74,7 @@ def _load_share(
 def engine_of_a_replica(
     config: ReplicaConfig, num_threads: int, leadership: RankLeader | None
 ) -> Engine:
-    """Builds the engine of a configuration, in this process alone or on all ranks of `leadership`.
+    """Builds a replica's engine, in this process alone or together with followers (`leadership`).
     Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a rank ends or does not
     join in time.
 

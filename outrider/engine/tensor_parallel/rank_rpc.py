@@ -25,7 +25,7 @@ _KEEPALIVE_PROBES = 3
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address of the leader's `TCPStore`, in which the ranks find each other. A process that
+    """The address of the leader's `TCPStore`, a table of the ranks' addresses. A process that
     knows the token may join."""
 
     host: str

@@ -29,7 +29,7 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Ignored styles. One is for gradients, one for the embedding, which is always divided."""
+"""Ignored styles of a plan, for gradients and for the embedding, which is always divided."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """Returns the least of the numbers that the ranks pass, exchanged on `device`."""
+    """Returns the least number that a rank passes. The ranks exchange numbers on `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
