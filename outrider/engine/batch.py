@@ -51,9 +51,9 @@ _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this 
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on the number of
-masked slots at the end. Therefore draft tokens change no bit of earlier tokens' logits in bfloat16, if
-matrix products use the same kernel for all rows as for the rows of the earlier tokens alone. An
-Intel Xeon with AMX uses one kernel for up to 32 rows."""
+masked slots at the end. Therefore draft tokens change no bit of earlier tokens' bfloat16 logits, if
+matrix products use the same kernel with and without the draft tokens' rows. An Intel Xeon with AMX
+uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 

@@ -343,7 +343,7 @@ def find_span_tokens(
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
         """Runs a step of the last `num` tokens in spans of 1 on `thread_counts[0]` threads. Returns
-        whether steps of only `count` of these tokens have the same rows, for each of the `counts`."""
+        whether steps of only `count` of these tokens have the same rows, for all `counts`."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)
