@@ -101,7 +101,7 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head on rank 0, and None elsewhere. All ranks pass `draft_check`.
+        `draft_layer` is a drafting head on rank 0, None elsewhere. All ranks pass `draft_check`.
         If `draft_reads_output`, the head reads the model's output, otherwise the inputs of layers.
         Raises `ConfigError` if vLLM or this engine cannot run the model or the head."""
         self._device, self._ranks = use_device(**options), ranks
