@@ -1,7 +1,7 @@
 """API keys, their hashes, and the callers that they identify.
 
-    or-<secret>        a key made by `outrider keys new`. The secret has 43 characters, for 256
-                       random bits.
+    or-<secret>        a key made by `outrider keys new`. The secret consists of 256 random bits,
+                       written as 43 characters.
     sha256:<digest>    the hash of a key: its SHA-256, in hexadecimal digits. The hash has no salt,
                        because keys are random.
 

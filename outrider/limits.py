@@ -19,7 +19,7 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
-SILENT_DRAFT_S = 5.0  # a draft counts as lost if it is this much later than its time limit
+SILENT_DRAFT_S = 5.0  # a draft is lost if it has not answered this long after its time limit
 UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
@@ -93,7 +93,7 @@ BATCHED_TOKENS_MIN = 64  # enough for a round and a part of a prefix
 DRAFT_SUPPORT_ENTRIES = 64  # tokens that a draft keeps of its distribution q, the likeliest first
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # tokens that a distribution q in a message may have
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
-STREAM_INTERVAL_MS = 40  # between messages with plain rounds, by default (`--stream-interval-ms`)
+STREAM_INTERVAL_MS = 40  # between messages in plain decoding, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # a longer delay of a coordinator's event loop counts as overload
 LOOP_LAG_LOOKS = 4  # after this many overloads in a row, checked every 0.25 s, requests are refused
 MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session

@@ -176,7 +176,7 @@ class VerdictReply:
     cached_length: int
     """Number of tokens of prefix and proposal that the replica now holds."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """[2K+1]: of the K draft tokens, then of the K+1 corrections. Empty if not asked for."""
+    """[2K+1]: of the K draft tokens, then of the K+1 corrections; empty if not requested."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED

@@ -1,1 +1,1 @@
-"""The registry of a deployment's replicas, with what they announce of themselves."""
+"""The registry of a deployment's replicas, with what they announce about themselves."""

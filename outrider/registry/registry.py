@@ -59,7 +59,7 @@ NO_FIGURES = Figures()
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """What a replica announces of itself."""
+    """What a replica announces about itself."""
 
     __pydantic_config__: ClassVar = _STRICT
 

@@ -35,7 +35,7 @@ class _Rhythm:
 
 
 class BatchingDelay:
-    """Tracks a replica's sessions and step times. All times are in seconds, on one clock."""
+    """Tracks the gaps of a replica's sessions. All times are in seconds, on one clock."""
 
     def __init__(self, seconds: Callable[[int, int], float], max_batch: int) -> None:
         """`seconds(rows, sessions)` is the expected time of a step with `rows` tokens, s. If this

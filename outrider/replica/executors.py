@@ -65,7 +65,7 @@ class InlineExecutor:
 
     def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
         """See `ThreadExecutor`. A simulation may set `is_timed` to False although its steps take
-        time. If two steps run in one `run`, their time then passes after the second step."""
+        time. If two steps run in one `run`, the time of both passes after the second step."""
         self.is_timed = is_timed
         self._step_seconds = step_seconds
 

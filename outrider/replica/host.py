@@ -45,7 +45,7 @@ class ReplicaHost(process_setup.PlacedActor):
         self._open = AsyncExitStack()  # what `stop` closes, the last entry first
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
-        self.leadership: RankLeader | None = None  # if the model has several ranks
+        self.leadership: RankLeader | None = None  # set if the model has several ranks
         self._num_neighbours = 1  # ranks of the model on this machine, including this rank
 
     async def open_rendezvous(

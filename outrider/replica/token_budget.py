@@ -28,14 +28,14 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""A round has at most this many tokens before its last `num_last` tokens, because the previous
-round committed at most this many. A demand with more tokens is a prefix and runs in chunks, even at
-the end of a long prompt, where a token takes longer because it reads more context."""
+"""At most this many of a round's tokens come before its last `num_last` tokens (`TokenDemand`),
+because the previous round committed at most this many. A demand with more tokens is a prefix and
+runs in chunks, even at the end of a long prompt, where each token reads the most context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens, although some
 steps take 1.5 times their predicted time."""
-WAITING_DECAY = 0.95  # with each step, n falls at most to this share of its value
+WAITING_DECAY = 0.95  # n falls at most by this factor in each step
 CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1
 """Each new correction is clipped to this factor above or below the average, because other processes
