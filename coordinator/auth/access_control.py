@@ -74,7 +74,7 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request and its slots. If the caller's `concurrency` is 0, there are no slots."""
+    """An admitted request and its slots. Without a limit (`concurrency` 0), there are no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)

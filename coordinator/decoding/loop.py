@@ -106,7 +106,7 @@ class SessionRun:
             if self._first_token_at is None:
                 raise self._late() from None
             raise StoreUnavailable(
-                "the session store did not commit in time; tokens are held back"
+                "the session store did not commit the last tokens in time, so they are not sent"
             ) from None
         except OutriderError:
             self._check_here()

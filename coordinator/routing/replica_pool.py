@@ -92,7 +92,7 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Proposals for other outcomes, and a draft's answers to prefills, do not count as stale.
+        # Proposals drafted ahead, and a draft's answers to prefills, do not count as stale.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
