@@ -51,7 +51,7 @@ PROMPT_SIZES = (128, 512, 2048)
 PLAIN_TRIED_BELOW = 1.5
 """Plain decoding is tried only if drafting is expected to be at most this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
-"""Number of rounds of a trial of plain decoding. The time of the first round is not measured."""
+"""Rounds of a trial of plain decoding. The first is not measured (see `_follows_plain`)."""
 PLAIN_KNOWN_ROUNDS = 2.0
 """Plain decoding is not tried if the measured plain rounds have at least this total weight."""
 DRAFT_BUDGET_MIN_S = 0.02

@@ -82,8 +82,8 @@ class Discovery:
 
     async def begin(self) -> None:
         """Adds the targets that the registry lists, and then the drafts. Waits up to `LEASE_S` for
-        the first target: by then, every running target has announced itself, even if the registry
-        had lost its data. Raises `Incompatible` if no replica of a role fits its pool."""
+        the first target. Within this time, every running target announces itself, even if the
+        registry had lost its data. Raises `Incompatible` if no replica fits an empty pool."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:

@@ -208,7 +208,7 @@ class DraftClient(_ModelDrafts):
         lacks hidden states, or had no time for a first token.
 
         The replica itself stops drawing at the time limit. The coordinator never drops a late
-        proposal: delays may depend on the drawn tokens, so dropping would bias the output."""
+        proposal. Delays may depend on the drawn tokens, so dropping would bias the output."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
