@@ -29,8 +29,8 @@ from outrider.engine.interface import SequenceStep
 SPLIT_SLOTS = 128  # with fixed shapes, the slots of a segment are divided into splits of this size
 STEP_ROWS_MIN = 8  # the least number of rows of a step with fixed shapes
 FIXED_SEGMENT_TOKENS_MIN = 4
-"""With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
-use other kernels in float32 and float64."""
+"""With fixed shapes, a segment is padded to at least this many tokens, because matrix products of
+fewer rows use other kernels in float32 and float64."""
 _ROWS_UNIT = 64
 
 

@@ -112,8 +112,8 @@ def _places(positions: _Ints) -> _Ints:
 
 
 def _slots_before(step: HeldStep) -> _Ints:
-    """Returns [T]: the slot of the token before each new token. For a sequence's first token, this
-    is the token's own slot, because the token's pair is never read."""
+    """Returns [T]: the slot of the token before each new token. For a sequence's first token,
+    whose pair is never read, this is the token's own slot."""
     found = []
     for held in step.sequences:
         positions = np.arange(held.length, held.length + len(held.step.token_ids))

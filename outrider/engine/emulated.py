@@ -29,7 +29,7 @@ from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32  # fills up a prefix of fewer than `order` tokens
 _STRIDE = np.uint64(1_048_583)
-"""The step between ids of a support: a prime above `VOCAB_SIZE_MAX`, so that the ids differ."""
+"""The distance between ids of a support: a prime above `VOCAB_SIZE_MAX`, so that ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]

@@ -41,7 +41,7 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
 
     `index_select` divides only the first dimension among threads. So with several threads, heads
     and slots are merged into one dimension. For 16 sequences of 320 slots, this shortens the call
-    from 120 to 76 us on two threads. On one thread, it would lengthen it from 125 to 155 us."""
+    from 120 to 76 us on two threads. On one thread, the call would grow from 125 to 155 us."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape

@@ -70,7 +70,7 @@ class Engine(Protocol):
 
     An engine's state depends on its calls alone, so two engines that get the same calls hold the
     same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, each
-    sequence of the call has its former state, or is forgotten. Other sequences are unchanged."""
+    sequence of the call is unchanged or forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
     """The time that an emulated engine states for its steps since the last `take_stated_seconds`.
@@ -150,9 +150,9 @@ class FeatureKeeper(Engine, Protocol):
         """The width D of a feature, or 0 if the engine keeps no features. Constant."""
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """Returns the features [n, D] of all slots in these ranges (sequence id, first slot, end),
-        in the model's dtype and on its device. The sequences must hold all of these slots. Call
-        this only if `feature_width` is not 0."""
+        """Returns the features [n, D] of all slots in these ranges (sequence id, start, exclusive
+        end), in the model's dtype and on its device. The sequences must hold all of these slots.
+        Call this only if `feature_width` is not 0."""
 
 
 def take_stated_seconds(engine: Engine) -> float:

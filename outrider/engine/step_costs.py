@@ -70,7 +70,7 @@ CONTEXTS_SHARE = 0.3
 TRIES = 3
 """Each measurement runs up to this many times. The shortest time counts, because other processes
 can only make steps slower."""
-TRIES_SHARE = 0.05  # after this share of the time limit, a measurement is no longer repeated
+TRIES_SHARE = 0.05  # a measurement is repeated for at most this share of the time limit
 MANY_ROWS = 64  # steps of more rows are measured after contexts
 _TOKEN_ID = 0
 

@@ -68,7 +68,7 @@ class BlockPool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._sequences: dict[str, _PagedSequence] = {}
         self._holders = [0] * num_pages  # the number of sequences that hold each page
-        self._page_of: dict[bytes, int] = {}  # the last page of each known prefix, by its key
+        self._page_of: dict[bytes, int] = {}  # the last page of each known prefix, by key
         self._key_of: dict[int, bytes] = {}  # the inverse of `_page_of`
         self._remembered: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._prefix_queries = 0

@@ -305,17 +305,17 @@ class FusedSteps(Steps):
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
-_NUM_PAGES = 257  # of the trial's cache; longer contexts use some pages several times
+_NUM_PAGES = 257  # pages of the trial's cache; longer contexts use some pages several times
 
 
 @torch.inference_mode()
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """Returns the greatest `span_tokens` of `FusedSteps` with which no bit of a row depends on the
-    number of rows of its step. Returns None if rows differ even in spans of one token. The trial
-    runs the last tokens of short and of long sequences, with each of the `thread_counts`. The
-    trial leaves out the last layers if earlier layers have the same `kind` and so compute alike."""
+    """Returns the greatest `span_tokens` of `FusedSteps` with which a token's output has the same
+    bits in steps of any size. Returns None if even spans of one token fail. The trial runs the last
+    tokens of short and of long sequences, with each of the `thread_counts`. The trial leaves out
+    the last layers if earlier layers have the same `kind` and so compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -343,7 +343,7 @@ def find_span_tokens(
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
         """Runs a step of the last `num` tokens in spans of 1 on `thread_counts[0]` threads. Returns
-        whether steps of only `count` of these tokens have the same rows, for all `counts`."""
+        whether steps of only `count` of these tokens have the same rows, for each of `counts`."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)
