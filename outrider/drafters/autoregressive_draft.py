@@ -26,8 +26,8 @@ class AutoregressiveDraft:
     """A proposal whose tokens are being drawn."""
 
     carried: Tensor
-    """[D]: the output of a head's last pass, which its next pass reads in place of a feature that
-    the target has not computed yet. Unset if no head drafts."""
+    """[D]: the output of a head's last pass. The head's next pass reads this output in place of a
+    hidden state that the target has not computed yet. Unset if no head drafts."""
 
     def __init__(
         self, request: DraftRequest, num_wanted: int | None = None, unseen: tuple[int, ...] = ()

@@ -1,13 +1,13 @@
 """The request that a drafter answers with a proposal: a `DraftRequest` with a `DraftDeadline`.
 
 A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
-finished sessions of the same tenant. It must not depend on tokens that were drafted but not
-committed, in this round or another. Before each draw, a drafter may decide by the time, and by the
-tokens drawn so far, whether to continue.
+finished sessions of the same tenant. It must not depend on draft tokens that were not committed.
+Before each draw, a drafter may decide by the time, and by the tokens drawn so far, whether to
+continue.
 
-Draft tokens and their number must be independent of the random numbers that test them. So under the
-rules token and block, a proposal must not depend on answers of other sessions with the same seed.
-Under coupled and greedy, it may depend on them: committed tokens do not depend on drafts."""
+Draft tokens and their number must be independent of the random numbers that test the tokens. So
+under the rules token and block, a proposal must not depend on answers of other sessions with the
+same seed. Under coupled and greedy, committed tokens never depend on proposals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DraftDeadline:
     def after(
         cls, budget_us: int, clock: Callable[[], float], now: float | None = None
     ) -> DraftDeadline:
-        """A limit `budget_us` microseconds after `now` (None = the current time). 0 = no limit."""
+        """A limit `budget_us` microseconds (0 = no limit) after `now` (None = the current time)."""
         if budget_us == 0:
             return NO_DEADLINE
         return cls((clock() if now is None else now) + budget_us / 1e6, clock)
@@ -91,7 +91,7 @@ class DraftRequest:
     features: Features | None = None
     """New hidden states of committed tokens, for a head."""
     allowed: Allowed | None = None
-    """The tokens that may follow. None = all tokens, or this process does not know."""
+    """The tokens that may follow. None = all tokens, or unknown in this process."""
     digests: TokenSequence | None = None
     """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix. Like
     `token_ids`, it may change after the drafter's answer."""

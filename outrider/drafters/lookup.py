@@ -89,8 +89,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text. Nothing may have been cut from the text.
-        Takes O(1) if `digests` is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. Takes O(1)
+        if `digests` is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -154,7 +154,7 @@ class NgramDrafter(LookupDrafter):
     tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max)."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """Ignores matches under `ngram_min` tokens. Does not prefer matches over `ngram_max`."""
+        """Ignores matches under `ngram_min` tokens. Ranks matches over `ngram_max` as equal."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 

@@ -1,5 +1,5 @@
-"""Suffix decoding: drafts what most often followed the last tokens, in the session and in earlier
-answers to the same tenant.
+"""Suffix decoding: drafts tokens that most often followed the last tokens, in the session and in
+earlier answers to the same tenant.
 
 The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
 occurrence of the last tokens. The *share* of a token is the fraction of the matches that the token
@@ -66,10 +66,10 @@ class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
     Under the rules token and block, only the tenant's first session with a seed reads the history
-    (`drafter.py` says why). Later sessions do not even read the outputs of other seeds, because the
-    length of the first session's output may decide which outputs are kept. Only the first session
-    with a seed adds its output to the history, when it ends. If the drafter forgets the seed, it
-    also forgets this output.
+    (`drafter.py` says why). Later sessions with the seed do not even read outputs of other seeds,
+    because the length of the first session's output may decide which outputs are kept. Only the
+    first session with a seed adds its output to the history, when this session ends. A drafter that
+    forgets the seed also forgets this output.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
     """
@@ -110,8 +110,8 @@ class SuffixDrafter(LookupDrafter):
         return best
 
     def release(self, session_id: str) -> None:
-        """If the session is the first with its seed, adds the last tokens of its prompt, and the
-        output that `guess` has seen, to the history."""
+        """If the session is the first with its seed, adds to the history the last tokens of the
+        prompt, and the output that `guess` has seen."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -178,7 +178,7 @@ class History:
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
         """Adds an output, or its last tokens if it is longer than a history may be. To make room,
-        drops old outputs, first of this tenant. The tenant must have no output of this seed yet."""
+        drops old outputs, first those of this tenant. The tenant must have no output of `seed`."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return

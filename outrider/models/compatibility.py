@@ -1,10 +1,10 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-The model must keep only one key and one value for a token in each layer. The logits of a sequence
-must not depend on the other sequences of a step. The trial runs the same tokens as two sequences:
-the first in one step, the second in two steps. Up to rounding, both sequences must have the logits
-of the module's own dense attention. A deterministic engine also compares steps of several sizes
-with each other (`dependent_at`)."""
+For each token, a layer of the model must keep one key and one value and nothing else. The logits of
+a sequence must not depend on the other sequences of a step. The trial runs the same tokens as two
+sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
+the logits of the module's own dense attention. A deterministic engine also compares steps of
+several sizes with each other (`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def check_features(engine: DraftingEngine, expected: Tensor) -> None:
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Compares the norm over all rows, because in 16 bits a single row may differ much."""
+    """Compares norms over all rows together, because in 16 bits a single row may differ much."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)

@@ -29,8 +29,8 @@ class Pairs(NamedTuple):
 
 class DraftHead(nn.Module):
     """A draft head of width D. Its input is a *pair*: the feature g of one token, and the id of the
-    next token. The feature is computed from the *taps*, the inputs of some of the target's layers
-    at the first token. The output for a pair is the hidden state h."""
+    next token. The feature of a token is computed from the *taps*, which are the inputs of some of
+    the target's layers at this token. The output for a pair is the hidden state h."""
 
     width: int
     num_kv_heads: int
@@ -39,13 +39,13 @@ class DraftHead(nn.Module):
     scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
     """The target's layers whose inputs are the taps, counted from 0. An id equal to the number of
-    layers means the input of the norm after the last layer. `OUTPUT` must be the only entry."""
+    layers means the input of the norm after the last layer. No other id may be beside `OUTPUT`."""
     rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any
     carries_normed = True
-    """Where the target has not run yet, a pair's feature is norm(h) of the previous pair, or h if
-    this is False."""
+    """If the target has not run the first token of a pair yet, norm(h) of the previous pair is used
+    in place of the feature. If `carries_normed` is False, h itself is used."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Returns the ways in which this head may have been trained to read a target of
@@ -109,10 +109,10 @@ class DraftHead(nn.Module):
         return logits
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """Runs a chain of `num_depths` pairs from each of L places of B texts. Yields h [B, L, D]
-        of each depth, with gradients. `features` [B, L, D] are those at the places, and `token_ids`
-        [B, L + num_depths - 1] are the tokens after the places. A pair attends to the text's pairs
-        up to the chain's start, and to the chain's pairs up to itself."""
+        """Runs a chain of `num_depths` pairs from each of L places of B texts. For each depth,
+        yields h [B, L, D], with gradients. `features` [B, L, D] are the features at the places, and
+        `token_ids` [B, L + num_depths - 1] the tokens after the places. A pair attends to the
+        text's pairs up to the chain's start, and to the chain's pairs up to itself."""
         num_pairs = features.shape[1]
         read: list[tuple[Tensor, Tensor]] = []
 

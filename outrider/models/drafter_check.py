@@ -4,9 +4,9 @@ A head's files may number the target's layers differently, or not state the laye
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
 For each of `DraftHead.ways`, the head then predicts tokens at each place of the text: the next
 token, and the token after it. The *agreement* is the share of predictions that are the target's
-likeliest token. In the stated way, the check also pairs each token with its own feature instead of
-the previous token's ("pairs one off"). That agreement is only reported, because in use the target
-has not computed a token's own feature yet when the head drafts the next token."""
+likeliest token. For the stated way, the check also measures the agreement of "pairs one off", where
+the feature and the id of a pair belong to the same token. This agreement is only reported, because
+in use the target computes a token's feature only after the head has drafted the next token."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""The check warns if the agreement is below this share. Published heads have 0.6 or more, but only
-0.1 if they read a wrong layer."""
+"""The check warns if the agreement is below this share. The agreement of published heads is 0.6 or
+more, but only 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
 """A way replaces the stated way only if its agreement is larger by at least this number."""
 _DEPTHS = 2
@@ -56,9 +56,9 @@ def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
     """Chooses the way in which the head reads the target, and returns the head set to this way. If
-    this is not the stated way, or the agreement is too small, the result has a `note` that warns of
-    the head `name`. All ranks must run the target for the leader's `Reading`, so a rank without a
-    head passes None for `loaded`."""
+    this is not the stated way, or the agreement is too small, the `note` of the result is a warning
+    about the head `name`. All ranks must run the target for the leader's `Reading`, so a rank
+    without a head passes None for `loaded`."""
     note = ""
     try:
         with torch.inference_mode():

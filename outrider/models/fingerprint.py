@@ -137,7 +137,7 @@ def compare_tokenizers(
     if target == draft:
         return
     if target is None or draft is None:
-        reason = f"{target_name if target is None else draft_name} has none"
+        reason = f"{target_name if target is None else draft_name} has no tokenizer"
     else:
         key = next(key for key in target | draft if target.get(key) != draft.get(key))
         ours, theirs = (repr(each[key]) if key in each else "missing" for each in (target, draft))

@@ -111,8 +111,8 @@ class DirectLayer(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention with rotary positions. Computes queries, keys and values in one product. Attention
-    functions read attributes of the attention module, so this module has those of `block`."""
+    """Attention with rotary positions. Computes queries, keys and values in one product. Has the
+    attributes of `block`, because attention functions read attributes of the attention module."""
 
     config: Any
 

@@ -120,7 +120,7 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """Finds the GGUF file. An import of its package would load an inference library."""
+    """Does not import the package of the file, because it would load an inference library."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(DEMO_DISTRIBUTION) or []:
             located = Path(str(file.locate()))

@@ -1,5 +1,5 @@
 """A student is a small model that was trained for one target, and uses the target's embeddings and
-head.
+output head (below: head).
 
 file                what it holds
 `config.json`       the student's architecture, with the target's vocabulary

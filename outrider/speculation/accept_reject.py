@@ -35,9 +35,9 @@ class Outcome:
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
-    """The number of accepted draft tokens, by the result of each token's own test. Block accepts
-    the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm 2). The other rules
-    accept the tokens before the first that fails."""
+    """The number of accepted draft tokens. `passes` says whether each token passes its own test.
+    Block accepts the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm 2).
+    The other rules accept the tokens before the first token that fails."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     return sum(takewhile(bool, passes))
@@ -54,7 +54,7 @@ def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ..
 def decide(
     verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Iterable[float]
 ) -> Outcome:
-    """Accepts or rejects draft tokens, and adds the token that follows the accepted ones. Draft
+    """Accepts or rejects draft tokens, and adds the target's token after the accepted tokens. Draft
     token i passes iff uniforms[i] <= verdict.accept_probability[i]. Raises `InvariantError` if the
     lengths of verdict and proposal do not match."""
     num, accept = len(proposal_ids), verdict.accept_probability
@@ -69,10 +69,10 @@ def decide(
 
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
-    """A verdict that commits the draft tokens 0..`index`, and nothing more. It replaces `verdict`
-    if an outcome accepts draft token `index`, but no token can be drawn after it. The distribution
-    of the committed tokens is unchanged, because under every rule the probability of accepting the
-    tokens 0..`index` does not depend on later rows."""
+    """A verdict that commits the draft tokens 0..`index`, and no other token. It replaces `verdict`
+    if an outcome accepts draft token `index`, but no token can be drawn after that draft token. The
+    committed tokens keep their distribution, because under every rule the probability of accepting
+    the tokens 0..`index` does not depend on what may follow them."""
     accept = [float(i < index) for i in range(len(proposal_ids))]
     correction = list(verdict.correction)
     correction[index] = proposal_ids[index]

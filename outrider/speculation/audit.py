@@ -6,8 +6,8 @@ entropy is a martingale, even though the tokens decide where a session ends. For
 sum divided by the square root of the summed variances of -log p_i is approximately standard normal.
 The quotient drifts away from 0 if the tokens' distribution has another mean surprise.
 
-Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts.
-So it detects wrong noise, acceptance or residuals, but not a wrong transform."""
+Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts,
+so it detects wrong noise, acceptance or corrections, but not a wrong transform."""
 
 from collections.abc import Sequence
 

@@ -11,9 +11,9 @@ class AuditSums:
     num_impossible: int = 0
     """Tokens with p = 0. Surprise, entropy and variance leave these tokens out."""
     num_unlikely: int = 0
-    """Greedy tokens that are neither the likeliest token nor a near tie."""
+    """Greedy tokens that are clearly less likely than the likeliest token."""
     num_near_ties: int = 0
-    """Greedy tokens that are a near tie of the likeliest token."""
+    """Greedy tokens that are only slightly less likely than the likeliest (`audit.NEAR_TIE`)."""
     surprise: float = 0.0  # sum of -log p(x), in nats, without greedy tokens
     entropy: float = 0.0  # expected value of `surprise`
     variance: float = 0.0

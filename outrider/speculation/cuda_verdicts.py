@@ -82,13 +82,13 @@ def send_rows(
     logits: Tensor, transforms: Sequence[Transforms], sizes: IntArray, drafted: IntArray | int,
     extra: IntArray, vocabulary: DraftVocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sends the kernels' arguments for each row of `logits` to the device. `logits` are [R, V], or
-    [R, N] with a `vocabulary`, in float32 or narrower. For each session, `transforms` says how its
-    logits change, and `sizes` how many rows it has. `drafted` has the draft token after each row,
-    or -1.
+    """Sends the kernels' arguments to the device. `logits` are [R, V], or [R, N] for a `vocabulary`
+    of N tokens, in float32 or narrower. Each session has an entry in `transforms`, and its number
+    of rows in `sizes`. `drafted` has the draft token after each row, or -1. `extra` [R, E] has
+    further arguments of the rows.
 
-    Returns the arguments [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and the
-    logits after masks, biases and penalties (`change_rows`)."""
+    Returns the arguments [R, `ROW_WORDS`] and `extra` on the device, and the logits after masks,
+    biases and penalties (`change_rows`)."""
     num_rows, width = logits.shape
     words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
     kept = np.array([filters(sampling) for sampling, _, _ in transforms])

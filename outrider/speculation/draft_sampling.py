@@ -2,9 +2,9 @@
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
 from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
-The cumulative distribution is multiplied by `COUNT_TOTAL` and rounded; its differences are the
-counts. A draw takes one uniform u, and returns the first token at which the running sum of counts
-exceeds u * `COUNT_TOTAL`.
+Counts are the differences of the cumulative distribution, after it was multiplied by `COUNT_TOTAL`
+and rounded. A draw takes one uniform u, and returns the first token at which the running sum of
+counts exceeds u * `COUNT_TOTAL`.
 
 Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`)."""
 
@@ -86,8 +86,8 @@ def draw_from_logits(
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:  # fmt: skip
     """Draws the next token for each of B sessions. Session b draws token `indices[b]` (from 0) of
-    its round, from row b of `logits`: [B, V], or [B, N] with a `vocabulary`. All other arguments
-    and results use the target's ids. Only penalties need `histories`.
+    its round, from row b of `logits`: [B, V], or [B, N] for a `vocabulary` of N tokens. Results
+    have the target's token ids, also with a `vocabulary`. Only penalties need `histories`.
 
     Also returns the likely tokens of each row, or None under greedy. Waits for the device once.
     Raises `InvariantError` for rows that `target_probabilities` refuses."""
@@ -120,7 +120,7 @@ def likely_tokens(
     logits: Tensor, params: Sequence[SamplingParams], vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
-    [R, N] with a `vocabulary`. A row with greedy `params` has the masses of temperature 1. Raises
+    [R, N] for a `vocabulary` of N tokens. Greedy `params` count as temperature 1. Raises
     `InvariantError` for penalties, and for rows that `target_probabilities` refuses."""
     check(not any(each.penalised for each in params), "likely tokens do not support penalties")
     params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
@@ -246,8 +246,8 @@ def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArra
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
-    """Runs a race among the tokens of each row. Returns the tokens, highest score first, and log
-    mass + Gumbel noise of each: [R, M]. Tokens without mass come last, as -1 with -inf."""
+    """Runs a race among the tokens of each row. Returns the tokens [R, M], highest score first, and
+    their log mass + Gumbel noise [R, M]. Tokens without mass come last, as -1 and -inf."""
     found = scores(rows.mass, rows.ids, keys)
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)

@@ -5,11 +5,11 @@ two 64-bit keys. From the keys and an index i, SplitMix64's finaliser (Steele, L
 Splittable Pseudorandom Number Generators, OOPSLA 2014) computes 64 random bits: number i of the
 row. The second key is applied by XOR between the finaliser's two multiplications.
 
-*Races*: a race draws the token v with the highest score w_v / t_v. The waits t_v are independent
-Exp(1), so v wins with probability w_v / sum w. This is the Gumbel-max trick over log w. If a draft
-and a target race with the same keys, they usually draw the same token.
+*Races*: token v has a weight w_v and a random wait t_v. The token with the highest score w_v / t_v
+is drawn. The waits are independent Exp(1), so v is drawn with probability w_v / sum w. This is the
+Gumbel-max trick over log w. A draft and a target with the same keys usually draw the same token.
 
-*Waits* have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
+*Waits* have two levels, so that a race over a large vocabulary computes only a few waits. Tokens
 128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and every token
 of the block is equally likely to have it. Exp(1) is memoryless, so every other wait is the shortest
 wait plus an independent Exp(1). The upper 52 bits of number i are a uniform u, and E_i = -log u is
@@ -33,7 +33,7 @@ from outrider.speculation.random_streams import RowKeys, row_words
 BLOCK = 128
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""Number `_BLOCK_NUMBERS` + b gives the shortest wait of block b. All token ids are smaller."""
+"""Number `_BLOCK_NUMBERS` + b gives the shortest wait of block b. Token ids are smaller numbers."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -125,7 +125,7 @@ def _pruned_race(
     later = _exponentials(numbers((low[row, 0], high[row, 0]), token_ids))
     later[offset == inner[block]] = 0.0
     score = blocks[block, offset] / (least[block] + later)
-    for place in np.flatnonzero(score > best[row]).tolist():  # Few places for each row.
+    for place in np.flatnonzero(score > best[row]).tolist():  # A row has few such places.
         if score[place] > best[row[place]]:
             best[row[place]], winners[row[place]] = score[place], token_ids[place]
     return winners

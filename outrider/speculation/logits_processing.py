@@ -52,8 +52,8 @@ def target_probabilities(
 
 def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> None:
     """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
-    [R, W], float32 or float64. `logits` have biases and penalties applied. Columns beyond V become
-    0. A row without a distribution becomes NaN, for which `check_weights` raises an error."""
+    [R, W], float32 or float64. Biases and penalties must already be applied to `logits`. Columns
+    beyond V become 0. A row without a distribution becomes NaN, and `check_weights` refuses it."""
     width = logits.shape[1]
     weights[:, width:] = float("-inf")
     weights[:, :width] = logits
@@ -321,7 +321,7 @@ class RowMasks(NamedTuple):
 
     masks: list[TokenMask | None]
     """[K + 1]: element n has the tokens that may follow n draft tokens. None after a forbidden
-    draft token, which the target rejects, so no outcome uses this row."""
+    draft token. The target rejects that token, so no outcome uses the rows after it."""
     untold: int | None
     """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
     An outcome that reaches this row ends with that draft token (`ending_at`)."""
@@ -329,7 +329,7 @@ class RowMasks(NamedTuple):
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. Later masks may be missing, so that no draft makes a session fail."""
+    tokens cannot be computed. A later mask becomes None, so that no draft makes a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):

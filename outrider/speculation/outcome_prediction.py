@@ -1,16 +1,16 @@
 """Predicts the outcome of a round before the target's verdict.
 
 A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft tokens are accepted, and
-a correction follows (for n = K, the bonus). The correction is drawn by a race (`gumbel_max.py`)
-from the target's distribution, or from the residual after a rejection. The draft knows the noise of
-this race, and runs the race over its own distribution q. Its guesses are the tokens with the
-highest log q + Gumbel noise. Acceptance is also predicted from noise. Under coupled and greedy, it
-is likelier if the draft token leads the race by more. Under token and block, it is likelier if the
-uniform u that tests the token is smaller.
+a correction follows (for n = K, the bonus). The target draws the correction by a race
+(`gumbel_max.py`). The draft knows the noise of this race, and runs the race over its own
+distribution q. Its guesses are the tokens with the highest log q + Gumbel noise. Acceptance is also
+predicted from noise. Under coupled and greedy, acceptance is likelier if the draft token leads the
+race by more. Under token and block, acceptance is likelier if the uniform u that tests the token is
+smaller.
 
-Predictions do not bias the output. Under token and block, tokens drafted for an outcome have the
-next round's noise, which is independent of the noise that predictions use. Under coupled and
-greedy, draft tokens never change which tokens are committed."""
+Predictions do not bias the output. Under token and block, tokens that are drafted for an outcome
+use the next round's noise, which is independent of the noise that predictions use. Under coupled
+and greedy, draft tokens never change which tokens are committed."""
 
 import math
 from collections.abc import Sequence
@@ -185,9 +185,9 @@ class OutcomeModel:
 
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature. Under token
-    and block, sessions with the same seed have the same noise. If they shared a model, it would
-    predict outcomes of a later session from noise that the later session has yet to use. So only
-    the first session with a seed uses a shared model, and each later session has its own."""
+    and block, sessions with the same seed have the same noise. A shared model would learn from this
+    noise in the first session, before a later session uses the noise. So only the first session
+    with a seed uses a shared model, and each later session has its own model."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
         """After `seeds_max` seeds, forgets all seeds, and the shared models of token and block."""

@@ -30,7 +30,7 @@ class JudgedRows:
 
 
 class ProposalRows:
-    """R rows: those of the first proposal, then those of the second, and so on."""
+    """R rows: the rows of the first proposal, then the rows of the second, and so on."""
 
     def __init__(self, asked: Sequence[tuple[Proposal, RoundNoise]]) -> None:
         self._noises = [noise for _, noise in asked]
@@ -46,8 +46,8 @@ class ProposalRows:
         is_judged = np.array([rule.needs_q for rule in rules]).repeat(self.sizes)
         is_judged[self.ends - 1] = False
         self.num_before: IntArray = np.where(is_judged, index, -1)
-        """[R]: the number of draft tokens before each row that judges a draft token; -1 for other
-        rows: a proposal's last row, and all rows under rules without q."""
+        """[R]: the number of draft tokens before each row that judges a draft token. -1 for all
+        other rows (a proposal's last row, and all rows under coupled and greedy)."""
         self.is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(self.sizes)
         self.q = [entry for proposal, each in asked if each.rule.needs_q for entry in proposal.q]
         """The distribution of each judged draft token, or None if its draw was certain."""

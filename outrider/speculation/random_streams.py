@@ -1,4 +1,4 @@
-"""The keys of every random number of a session: a place, a stream, and a token id.
+"""The keys of every random number of a session: its seed, a place, a stream and a token id.
 
 | rule           | draft's draw     | accept or not | correction n < K | correction K (bonus) |
 | -------------- | ---------------- | ------------- | ---------------- | -------------------- |
@@ -13,9 +13,9 @@ A *position* is absolute: the committed length at the round's start plus the ind
 keeps the committed length and the index apart, so every round of a session has new index places.
 
 The rules token and block must not use positions. After a rejection, the next round would draw the
-token at the same position with the rejected token's noise. But block verification and the choice of
-K may already depend on the rejected token. Coupled may use positions, because its draw at a
-position is the target's own draw, whatever was drafted there."""
+token at the same position with the rejected token's noise. This would bias the draw, because block
+verification and the choice of K may depend on the rejected token. Coupled may use positions,
+because its draw at a position is the target's own draw, whatever was drafted there."""
 
 from __future__ import annotations
 

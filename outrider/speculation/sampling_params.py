@@ -60,7 +60,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p drops unlikely tokens."""
+        """Whether top-k, top-p or min-p may drop unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:

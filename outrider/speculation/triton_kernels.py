@@ -47,8 +47,8 @@ MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range
     MAXIMUM    the largest logit; NaN if any logit is NaN
     TOTAL      the sum of the weights
     DRAFTED    p of the draft token
-    ACCEPTED   the draft token's acceptance, or, under block, pi after the draft token; NaN if the
-               draft token is outside its q
+    ACCEPTED   min(1, p / q) of the draft token, or, under block, pi after the draft token; NaN if
+               the draft token is outside its q
     LEFT       Z of block verification
     DRAWN      the drawn token
 """

@@ -173,7 +173,7 @@ def table(*tokens: str, merges: tuple[str, ...] = ()) -> fingerprint.TokenizerTa
         (table("a", "b"), table("a", "c"), "id 1 is 'b' in the target, 'c' in the draft"),
         (table("a", merges=("x y",)), table("a", merges=("x y", "z z")),
          "merge 1 is missing in the target, 'z z' in the draft"),
-        (table("a"), None, "D has none"),
+        (table("a"), None, "D has no tokenizer"),
     ],
 )  # fmt: skip
 def test_the_first_difference_between_tokenizers_is_named(

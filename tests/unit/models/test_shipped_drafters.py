@@ -39,7 +39,7 @@ def test_the_model_is_for_its_target() -> None:
     card = (directory / "README.md").read_text()
     [tokens] = re.findall(r" proposes only ([\d,]+) of ", card)
     assert f"{len(info.logit_token_ids):,}" == tokens
-    [layers] = re.findall(r" in (\d+) layers, begun", card)
+    [layers] = re.findall(r" in (\d+) layers\.", card)
     assert module.config.num_hidden_layers == int(layers)
 
 
