@@ -134,7 +134,7 @@ def _values(raw: object, source: str) -> dict[str, Any]:
     for name, value in found.items():
         key = str(name).replace("-", "_")
         if key not in _KEYS:
-            hint = did_you_mean(key, _KEYS) or f"; known are {', '.join(_KEYS)}"
+            hint = did_you_mean(key, _KEYS) or f"; known keys are {', '.join(_KEYS)}"
             raise ConfigError(f"{source}: {key}: {value!r} given, but this key is unknown{hint}")
         if value is None or value is False:
             continue

@@ -406,7 +406,7 @@ class OwnedSessions:
                 except errors.StoreUnavailable as error:
                     is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
                     if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
-                        _log.warning("the end of session %s was not stored: %r", session_id, error)
+                        _log.warning("release or end of %s was not stored: %r", session_id, error)
                         return error
                 except errors.OutriderError as error:
                     return error

@@ -74,7 +74,10 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
     ("said", "error"),
     [
         ({"methode": 1}, "methode: 1 given, but this key is unknown; did you mean method?"),
-        ({"revision": "main"}, "revision: 'main' given, but this key is unknown; known are method"),
+        (
+            {"revision": "main"},
+            "revision: 'main' given, but this key is unknown; known keys are method",
+        ),
         ({"method": "suffix", "revision": None}, "revision: None given, but this key is unknown"),
         ({"method": "medusa", "model": "a/b"}, 'method: \'medusa\' is wrong; it must be one of "'),
         ({"method": "mtp", "model": "ngram"}, "model: 'ngram' given, but mtp takes no model"),
