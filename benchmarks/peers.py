@@ -169,7 +169,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
-        "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)
+        "prompts, answers of at most {max_tokens} tokens, {threads} threads".format(**setup)
     ]
     for level in levels:
         rows = [{"side": name} | figures for name, figures in level["sides"].items()]

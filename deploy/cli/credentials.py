@@ -52,7 +52,7 @@ def new(arguments: Arguments) -> int:
     )  # fmt: skip
     with _writing(path):
         key = add_key(path, caller)
-    note(f"{path} now holds the hash of this key. The key itself is not shown again:")
+    note(f"{path} now holds the hash of this key. The key is shown only this once:")
     return tell(Report({"name": caller.name, "key": key}, [key]), arguments.json)
 
 

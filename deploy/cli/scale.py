@@ -40,7 +40,7 @@ def _wait_option(until: str) -> Option:
 async def _overview(
     reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
 ) -> Overview:
-    """Returns the last overview: after `wait_s`, or as soon as `left` returns an empty text."""
+    """Polls for at most `wait_s`, until `left` names no more work. Returns the last overview."""
     give_up_at = time.monotonic() + wait_s
     while True:
         overview: Overview = await reconciler.call("overview")

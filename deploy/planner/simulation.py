@@ -61,9 +61,9 @@ SEARCH_S = 5.0
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
-"""Multiples of a role's lower bound. With this number of replicas, the load keeps all of them busy
-all the time. While the search varies one role, each later role has `GENEROUS` times its own lower
-bound. The search gives up at `HOPELESS` times the lower bound of the varied role."""
+"""Multiples of a role's lower bound, the number of replicas that the load keeps busy all the time.
+While the search varies one role, each later role has `GENEROUS` times its own lower bound. The
+search gives up at `HOPELESS` times the lower bound of the varied role."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
@@ -355,7 +355,7 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends requests one by one. The first is short, so that decoding begins in the warm-up."""
+        """Sends requests one by one. A short first prompt lets decoding begin in the warm-up."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
