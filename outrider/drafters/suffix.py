@@ -131,7 +131,7 @@ class SuffixDrafter(LookupDrafter):
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """Drafts the token that follows most of the occurrences (of equally frequent tokens, the lowest
+    """Drafts the token that follows the most occurrences (of equally frequent tokens, the lowest
     id). Each later token comes from the occurrences that continued with all drafted tokens."""
     drafted: list[int] = []
     score, product = 0.0, 1.0

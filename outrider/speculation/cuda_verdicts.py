@@ -29,7 +29,7 @@ _ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""A session's parameters, history and row masks (None = all tokens; empty = no row has a mask)."""
+"""A session's parameters, history and masks: () or one for each row, where None = all tokens."""
 _FAILED: set[torch.device] = set()
 
 

@@ -233,7 +233,7 @@ def _keep_from(row: Tensor, least: float) -> None:
 
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest weights of each row of `weights` [R, V], largest first, and their
-    indices: [R, count] each. Which of equal weights at the boundary are included is undefined."""
+    indices: [R, count] each. Of equal weights at the boundary, any may be included."""
     num_rows, width = weights.shape
     count = min(count, width)
     if weights.device.type != "cpu" or width < 4 * _BLOCK * count:

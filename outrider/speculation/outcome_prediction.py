@@ -90,7 +90,7 @@ def guess_outcomes(
 
 _FADE = 1 - 1 / 500  # each new outcome multiplies the weight of earlier outcomes by this
 _PRIOR_INFORMATION = 5.0
-"""Initial information about each coefficient. About twenty outcomes give as much."""
+"""Initial Fisher information of each coefficient. About twenty outcomes give as much."""
 _WEIGHT_MAX, _OFFSET_MAX = 8.0, 6.0
 _STEP_MAX = 0.5  # largest change of a coefficient by one outcome
 RANKS_MAX = 16  # largest number of guesses of one correction
@@ -132,7 +132,7 @@ class _Corrections(_Coefficient):
         return weights
 
     def note(self, scores: RealArray, rank: int) -> None:
-        """Learns that guess `rank` was right, of the guesses with these `scores` [R]."""
+        """Learns that, of the guesses with these `scores` [R], guess `rank` was right."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]
         chances = self.chances(known[None])[0]
@@ -193,7 +193,7 @@ class OutcomeModels:
         """After `seeds_max` seeds, forgets all seeds, and the shared models of token and block."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
-        self._first: dict[int, str] = {}  # by seed: its first session
+        self._first: dict[int, str] = {}  # maps a seed to its first session
         self._alone: dict[str, OutcomeModel] = {}
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:

@@ -26,7 +26,7 @@ class JudgedRows:
     left: RealArray
     """Z of block verification."""
     drawn: IntArray
-    """The token drawn from the row, or from the residual if the row judges a draft token."""
+    """The token drawn from the row, or, if the row judges a draft token, the drawn correction."""
 
 
 class ProposalRows:

@@ -165,7 +165,7 @@ def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
 def subtract_drafts(
     weights: Tensor, sums: RealArray, rows: ProposalRows
 ) -> tuple[RealArray, RealArray]:
-    """Replaces each row of `weights` [R, V] that judges a draft token by the weights of the
+    """In `weights` [R, V], each row that judges a draft token becomes the weights of the
     correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
 
     If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
