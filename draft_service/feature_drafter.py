@@ -29,8 +29,8 @@ class HeadEngine(PagedSequences):
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
     ) -> None:
-        """Allocates pages for at most `max_num_seqs` sequences of full length, in at most
-        `kv_cache_memory_bytes`."""
+        """Allocates pages for `max_num_seqs` sequences of maximal length. If these pages would take
+        more than `kv_cache_memory_bytes`, allocates fewer."""
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)

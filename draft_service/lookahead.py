@@ -10,11 +10,11 @@ Let C be the committed tokens of a session, and x_1..x_K the proposal of its new
 A round begins when its `DraftItem` arrives. If the coordinator already has a proposal, the item
 contains this proposal. Otherwise the coordinator waits for a draft. If a draft for the actual
 outcome of the previous round is running, it continues. Otherwise a new draft begins. A pass adds a
-token to every draft that a coordinator waits for, and to the drafts of likely outcomes that fit.
+token to all drafts that coordinators wait for and, if there is room, to drafts of likely outcomes.
 
 The draft of x_1..x_K has often run all tokens but x_K. If it has also kept the distributions of all
-x_i, they predict the outcomes that end with a correction. The drafts of such outcomes then begin
-before the round is read."""
+x_i, these distributions predict the outcomes that end with a correction. The drafts of these
+outcomes then begin before the round is read."""
 
 import logging
 from collections.abc import Sequence
@@ -53,17 +53,17 @@ class RoundAhead:
     ) -> None:
         self.item = item
         self.committed = committed
-        self.unseen = unseen  # the last committed tokens, not run in the session's own sequence
+        self.unseen = unseen  # last committed tokens, which the session's own sequence has not run
         self.bytes_left = LOOK_AHEAD_BYTES_MAX  # bytes of proposals that may still be pushed
         self.drafted: tuple[int, ...] = ()  # x_1..x_K, once they are known
-        self.wanted: AutoregressiveDraft | None = None  # unfinished; the coordinator waits for it
+        self.wanted: AutoregressiveDraft | None = None  # the draft that the coordinator waits for
         self.basis: AutoregressiveDraft | None = None
         """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and the
         distributions of all x_i were kept."""
         self.is_read = False  # whether the round was read, or cannot be read
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}  # the probability of each outcome that is drafted
-        self.outcomes: dict[Outcome, AutoregressiveDraft] = {}  # unfinished drafts
+        self.outcomes: dict[Outcome, AutoregressiveDraft] = {}  # the unfinished drafts
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
         """Finished drafts whose sequences still exist. One of them may be the next `basis`."""
@@ -118,14 +118,14 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """Says whether more answers to the item will follow. Needs `works_on(item)`."""
+        """Returns no new answers. Says whether more will follow. `works_on(item)` must be true."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
-        """Ends the session's previous round and begins the round of `item`. The session's sequence
-        must hold all `committed` tokens but the last ones, `unseen`. Returns the known answers."""
+        """Ends the session's previous round and begins that of `item`. Returns the answers that are
+        known. The session's sequence must hold all `committed` tokens except the last, `unseen`."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -362,7 +362,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Else, no pass has run this draft.
+        elif branch.token_ids or not branch.deadline.has_cut:  # If false, no pass ran this draft.
             length = len(now.committed) - 1
             is_held = self._engine.keep(now.session_id, length) == length
             now.unseen = now.committed[-1:] if is_held else ()
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After any other error, if no `wanted` draft has tokens,
-        returns False. Otherwise, all `wanted` drafts end."""
+        without tokens runs again alone. After any other error, all `wanted` drafts end, if one of
+        them has tokens. If none has tokens, returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -41,9 +41,9 @@ class ModelDrafter:
         finished draft is over, because this draft is sent only after the step. The next call
         continues the other drafts.
 
-        The engine must hold all committed and drafted tokens of each draft except `unseen`. If some
-        are lost, a draft that has draft tokens ends. A draft that wants no tokens still runs its
-        prefix. If the first pass fails and no draft has draft tokens, raises the error."""
+        The engine must hold all committed and drafted tokens of each draft except `unseen`. A draft
+        with draft tokens ends if the engine has lost a token. A draft that wants no tokens still
+        runs its prefix. If the first pass fails and no draft has draft tokens, raises the error."""
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
                 branch.stop()

@@ -83,9 +83,9 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # With `follow`, the executor runs the next round right after this one. A third round must
-        # be allowed, so that the coordinator can ask for further rounds while it runs. Emulated
-        # rounds get no `follow`, because the executor would sleep only once, after both rounds.
+        # With `follow`, the executor runs the next round right after this round. The round after
+        # these two must be allowed too, so that the coordinator can ask for more during that round.
+        # Emulated rounds get no `follow`, because the executor would sleep once for both rounds.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round

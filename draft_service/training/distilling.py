@@ -81,7 +81,7 @@ class _Run:
         check_head(module)
         use_plain_attention(module)
         self._learner = LEARNERS[options.kind](options, module)
-        self._start = ""  # the fingerprint of the drafter that is trained further
+        self._start = ""  # fingerprint of the drafter that is trained further; "" = none
         if options.start_from is not None:
             with blaming("start_from"):
                 trust = target.config.trust_remote_code
@@ -213,7 +213,7 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Drops documents with only one token to learn. An EAGLE-3 head may be unable to draft it."""
+    """Drops documents with one token to learn, because EAGLE-3 heads may be unable to draft it."""
     return [document for document in documents if document.num_learned >= 2]
 
 

@@ -32,8 +32,8 @@ factor. Without the factor, predictions are far too confident, because the targe
 for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
-"""Initial standard deviation of the weights `_QUIET`, so that a new head passes on its input
-almost unchanged. An identity is added to `fc`."""
+"""Initial standard deviation of the weights `_QUIET`. It is small, so a new head passes on
+its input almost unchanged. An identity is added to `fc`."""
 
 
 class Depth(NamedTuple):
@@ -54,7 +54,7 @@ class Learner:
     stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any
     weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and head
-    token_ids: Array  # [N], ascending: the tokens of the columns of the drafter's logits
+    token_ids: Array  # [N], ascending: the token of each column of the drafter's logits
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         """Raises `SettingError` if the options do not fit the target's module `target`."""
@@ -95,8 +95,8 @@ class Learner:
 
 
 class Eagle3(Learner):
-    """One layer, which reads the inputs of three layers of the target. For a draft token, the
-    target has not computed these inputs, so the head reads its own previous output instead."""
+    """One layer, which reads the inputs of three layers of the target. The target has not run the
+    draft tokens. So for a draft token, the head reads its own previous output instead."""
 
     kind = EAGLE3
     stored_form = (

@@ -36,8 +36,8 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Drafts along the held-out documents. Measures only answers, because user turns were drawn
-    with other parameters. `greedy` and `sampled` use only the first draft token of each chain."""
+    """Drafts along the held-out documents. In conversations, measures only answers, because user
+    turns were drawn with other parameters. `greedy` and `sampled` use only first draft tokens."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -106,18 +106,18 @@ def render_card(
     if options.start_from is not None:
         start = (
             f"\n- Training began with the drafter `{options.start_from}`. "
-            "The texts that it was trained with are not listed here. They may contain texts that "
-            "are held out here."
+            "The texts that this drafter was trained with are not listed here. Some of them may be "
+            "held out here."
         )
     num_own = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {target}
 
 Made by `outrider distill` for speculative decoding of the target {target} with tensors
-`{fingerprint}`, and for no other. Serve it with
+`{fingerprint}`. The drafter fits no other target. Serve it with
 `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 
-- It is of the kind `{options.kind}`, and has {num_own / 1e6:.1f} million parameters of its own. It
-  can propose {len(learner.token_ids):,} different tokens.
+- The drafter is of the kind `{options.kind}`. It has {num_own / 1e6:.1f} million parameters of its
+  own, and can propose {len(learner.token_ids):,} different tokens.
 - {learner.stored_form}
 - {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included. Seed {options.seed};
   {times}.{start}

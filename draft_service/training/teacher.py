@@ -1,4 +1,4 @@
-"""Runs the target over documents, and keeps its distribution for every learned token on disk.
+"""Runs the target over documents, and stores the target's distribution for every learned token.
 
 In this module, the target's *answers* about a document with R learned tokens are these arrays:
 

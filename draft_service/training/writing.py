@@ -61,10 +61,10 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """Returns the written conversations. With `tokens`, returns the first of them, until their
-        answers have this many tokens together. A hash of the prompt decides whether a conversation
-        is held out, because answers to the same prompt are alike. All texts without a user's turn
-        have the same prompt, so their hash includes the beginning of the answer."""
+        """Returns the written conversations. With `tokens`, returns only the first conversations
+        whose answers together have this many tokens. A hash of the prompt decides whether a
+        conversation is held out, because answers to the same prompt are alike. All texts without a
+        user's turn have the same prompt, so their hash includes the answer's beginning."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -142,7 +142,7 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """An unfinished conversation. A drawn user's turn becomes part of the prompt."""
+    """An unfinished conversation. When a user's turn is drawn, it joins the prompt."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.name = f"conversation-{index}"

@@ -1,2 +1,2 @@
 """Constraints on a completion: a JSON schema, any JSON object, a regular expression, or choices.
-Nothing here imports torch."""
+This package does not import torch."""

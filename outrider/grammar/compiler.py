@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint. Its `ConfigError` refuses the constraint."""
+        """`load` is called for the first constraint. It raises `ConfigError` to refuse this one."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -180,8 +180,8 @@ class Grammars:
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A grammar in place of `used_up`, which can compute no more masks. If no other session has
-        compiled one meanwhile, compiles it on this thread, while all sessions wait. Raises
-        `BadRequest` in place of compiling if the first compilation took over `MASK_S_MAX`."""
+        compiled the constraint again, compiles it on this thread, while all sessions wait. Does not
+        compile, and raises `BadRequest`, if the first compilation took over `MASK_S_MAX`."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -306,8 +306,8 @@ class _Document:
         self.num_alternatives = sum(map(self._own, schemas))
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The larger of two numbers: the alternatives that a schema itself lists, and the ways to
-        combine alternatives of parts that apply together."""
+        """The larger of two numbers: how many alternatives a schema itself lists, and how many ways
+        there are to combine the alternatives of parts that apply together."""
         at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
         counts = [self._reach(part) for part in at_once]
         counts.append(self._reach_by(schema.get("$ref")))

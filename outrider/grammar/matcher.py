@@ -132,7 +132,7 @@ class PrefixMatcher:
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Reports the grammar to `Grammars` if it took too long, because the whole step had to
+        """Tells `Grammars` if the grammar took too long, because the whole step had to
         wait. Raises `Incompatible` if `Grammars` now refuses the constraint."""
         allowed = limits.MASK_S_MAX * -(-num_tokens // limits.FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
@@ -155,7 +155,7 @@ class PrefixMatcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Followed:
-    """Implements `Allowed` by a grammar."""
+    """Implements `Allowed` with a grammar."""
 
     matcher: PrefixMatcher
     length: int

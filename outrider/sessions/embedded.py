@@ -73,8 +73,8 @@ class EmbeddedRedis:
     by two threads at the same time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Puts the socket into `directory`, or into the temporary directory if the first path is
-        too long. Raises `ConfigError` if both paths are too long."""
+        """Puts the socket into `directory`. If this makes the socket's path too long, puts the
+        socket into the temporary directory. Raises `ConfigError` if both paths are too long."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:

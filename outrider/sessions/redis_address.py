@@ -42,7 +42,7 @@ class RedisAddress:
     """Password for the session store. A password in the URL overrides it. Prefer the environment
     variable, because other users of the machine can see flags."""
     password_file: str = ""
-    """File with the password, at the same path on each machine. Each connection reads it."""
+    """File with the password, at the same path on each machine. Each process reads the file."""
     ca_file: str = ""
     """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
     the authorities of the operating system."""
@@ -82,7 +82,7 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
 
 
 def with_password(address: RedisAddress) -> RedisAddress:
-    """Adds the passwords that Redis needs. Raises `SettingError` if one is not on this machine."""
+    """Adds the passwords that Redis needs. Raises `SettingError` if this machine lacks one."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"

@@ -6,13 +6,13 @@
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
-                                      rewrite ('1' while the owner sends all tokens again after
-                                      Redis lost its take-over; pending_... has their ranges)
+                                      rewrite ('1' while the owner sends all tokens again, because
+                                      Redis lost its take-over); pending_... (these tokens' ranges)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte
                                       logprobs_start to logprobs_end (excluded)
-    <prefix>key:{<key>}               string: value of `claim_key`; expires
+    <prefix>key:{<key>}               string: value stored by `claim_key`; expires
     <prefix>replicated                string: written before each WAIT for replicas
 
 The braces are part of the keys. Each change is one run of a Lua script (`lua/`). Redis does not

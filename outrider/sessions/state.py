@@ -6,7 +6,7 @@ how many are stored, and how many may be shown to the client.
 
 The owner decides tokens, sends `next_append()` to the store, and passes the store's answer to
 `acknowledge()`. If the store has lost the session's last tokens, the answer is a smaller length,
-and the owner sends the lost tokens again. Lost tokens stay showable: the client may have them."""
+and the owner sends the lost tokens again. They stay showable, because the client may have them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -64,8 +64,8 @@ class Append:
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
     """Whether the next append, too, repeats tokens that the store has already acknowledged. An
-    owner repeats all tokens if the store has lost the owner's take-over. Meanwhile, readers get the
-    old tokens, until an append with `more_follow` false."""
+    owner repeats all tokens if the store has lost the owner's take-over. Readers get the old tokens
+    until an append with `more_follow` false is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class SessionStore(Protocol):
     ) -> SessionRecord:  # fmt: skip
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
         returned. Returns a finished session unchanged. Raises `NotFound` or `DataLoss`, and raises
-        `Unavailable` if the session's epoch or owner has changed since `load`. If another owner
-        holds its lease, raises `Unavailable` with the lease's remaining time. The next `hold_lease`
+        `Unavailable` if the session's epoch or owner has changed since `load`. While the lease of
+        another owner lasts, raises `Unavailable` with the remaining time. The next `hold_lease`
         then reports the request to that owner. With `cancels`, the request asks the owner to
         cancel the session.
 

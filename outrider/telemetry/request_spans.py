@@ -167,8 +167,8 @@ class ObservedRequest(RequestObserver):
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
         """A proposal or verdict came, `seconds` after the request for it. The times in ms come from
-        the replica. If `asked` is false, the replica ran the round in advance. The histograms omit
-        the round's times, because no request waited for the round."""
+        the replica. If `asked` is false, the replica ran the round in advance. The histograms then
+        omit the round's times, because no request waited for the round."""
         wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
         times = {"wire": wire_ms / 1e3, "queue": queue_ms / 1e3, "verify": compute_ms / 1e3}
         self._count_times({"draft": seconds} if side == "draft" else times, asked)
@@ -181,7 +181,7 @@ class ObservedRequest(RequestObserver):
     def decided(
         self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
     ) -> None:
-        """The round has added `num_tokens` tokens to the session, which now has `length`."""
+        """The round has added `num_tokens` tokens. The session now has `length` tokens."""
         self._shared.counters["num_rounds"].add(1)
         if proposal:
             self._shared.speculation.add(length, len(proposal), num_accepted)

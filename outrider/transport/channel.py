@@ -28,7 +28,7 @@ def server_options(
     and the kernel gives each new connection to one of them."""
     return [
         *_BOTH_ENDS,
-        # Half of the clients' interval between pings, because a ping may arrive early.
+        # This is half of the clients' interval between pings, because a ping may arrive early.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),

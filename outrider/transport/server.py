@@ -64,7 +64,7 @@ class ServerOptions:
     takes_over: bool = False  # whether to share the port of a server with `shares_port`
     connection_age_ms: int | None = None
     """A connection of this age takes no new calls, so that the client connects again, perhaps to
-    another server."""
+    another server. None = no limit."""
     guard: Guard | None = None  # checks each call; None = all callers may call every method
 
 
@@ -150,7 +150,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
             await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # Outside `try`, because gRPC raises here if the call has ended.
+        if not is_known:  # Not inside `try`, because gRPC raises here if the call has ended.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
     async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:

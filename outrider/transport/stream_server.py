@@ -109,7 +109,7 @@ class _Stream:
                 self.connection.receive(items)
 
     def answer(self, answers: Sequence[Any]) -> None:
-        """Queues answers. If the queue is full, the caller does not read, so the stream ends."""
+        """Queues answers. A full queue ends the stream, because the caller does not read."""
         try:
             for answer in answers:
                 if not self.outbox.put(self._codec.answer_frame(answer)):
@@ -175,8 +175,8 @@ class SendQueue:
         self._changed.clear()
 
     def gather(self) -> bytes:
-        """Joins queued frames into one of at most `FRAME_BYTES_MAX` bytes. A longer frame is taken
-        alone. Returns no bytes if the queue is empty."""
+        """Joins queued frames into a frame of at most `FRAME_BYTES_MAX` bytes. A longer frame is
+        taken alone. Returns no bytes if the queue is empty."""
         taken, room = list[bytes](), limits.FRAME_BYTES_MAX
         while self._waiting and (not taken or len(self._waiting[0]) <= room):
             taken.append(self._waiting.popleft())

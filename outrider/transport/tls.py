@@ -109,7 +109,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` if the key is of another certificate, or the certificate has expired."""
+    """Raises `ConfigError` if the key is not the certificate's, or the certificate has expired."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")

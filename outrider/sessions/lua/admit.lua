@@ -1,4 +1,4 @@
--- Prepended to the scripts of an owner's writes (append.lua, finish.lua, release.lua).
+-- This file begins the scripts of an owner's writes: append.lua, finish.lua and release.lua.
 
 -- Whether a write under (epoch, owner) comes from a former owner of the session. Two owners may
 -- have the same epoch if Redis lost a take-over. In this case, only the stored owner may write.

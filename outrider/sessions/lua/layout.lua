@@ -1,4 +1,4 @@
--- This file begins every script that reads or writes a session. KEYS: session, tokens, logprobs.
+-- This file begins the scripts that change or load a session. KEYS: session, tokens, logprobs.
 --
 -- The hash has the byte ranges of the session in the two strings: tokens_start .. tokens_end and
 -- logprobs_start .. logprobs_end (offsets; the end is excluded). A script first writes bytes after
@@ -24,8 +24,8 @@ local function put(key, at, bytes, ttl_ms)
   end
 end
 
--- Ensures that the session lives for at least ttl_ms. If not, sets a time to live that is a
--- sixtieth longer, so that the next appends need not set it again.
+-- Ensures that the session lives for at least ttl_ms. If its time to live is shorter, sets it to a
+-- sixtieth more than ttl_ms, so that the next appends need not set it again.
 local function prolong(ttl_ms)
   if redis.call('PTTL', KEYS[1]) < tonumber(ttl_ms) then
     local longer_ms = string.format('%.0f', ttl_ms * 61 / 60)

@@ -1,9 +1,9 @@
 -- Counts a request of a caller (an API key), and takes a slot for each generation of the request.
 -- If this would exceed one of the caller's limits, does neither.
 -- KEYS: the caller's token bucket for requests (the time when it will be full again, ms), the
---   caller's slots (sorted set of slot names, by the end of the slot's lease)
--- ARGV: requests_per_minute, depth of the bucket in minutes, concurrency, lease_ms, then the slots;
---   0 = no limit. Slots that are taken already stay taken.
+--   caller's slots (set of slot names, sorted by the end of each slot's lease)
+-- ARGV: requests_per_minute (0 = no limit), depth of the bucket in minutes, concurrency (0 = no
+--   limit), lease_ms, then the slots. Slots that are taken already stay taken.
 -- Returns {'taken', 0}, or {'rate', ms until the next request is allowed}, or {'slots', 0}.
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + time[2] / 1000
