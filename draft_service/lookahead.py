@@ -10,7 +10,7 @@ Let C be the committed tokens of a session, and x_1..x_K the proposal of its new
 A round begins when its `DraftItem` arrives. If the coordinator already has a proposal, the item
 contains this proposal. Otherwise the coordinator waits for a draft. If a draft for the actual
 outcome of the previous round is running, it continues. Otherwise a new draft begins. A pass adds a
-token to all drafts that coordinators wait for and, if there is room, to drafts of likely outcomes.
+token to each awaited draft and, if the pass has room for more, to the drafts of likely outcomes.
 
 The draft of x_1..x_K has often run all tokens but x_K. If it has also kept the distributions of all
 x_i, these distributions predict the outcomes that end with a correction. The drafts of these
@@ -101,7 +101,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The newest rounds of a draft replica's sessions. For the executor's thread only."""
+    """The newest rounds of a draft replica's sessions. Only the executor's thread may use it."""
 
     def __init__(self, drafter: ModelDrafter, max_num_seqs: int) -> None:
         self._engine = drafter.engine

@@ -1,5 +1,5 @@
-"""Drafts with a model, in K passes, each for all sessions that still want a token. PARD models draw
-several tokens from one pass (arXiv 2504.18583)."""
+"""Drafts with a model, in K passes. Each pass draws a token for each session that still wants one.
+PARD models draw several tokens from one pass (arXiv 2504.18583)."""
 
 import logging
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ class ModelDrafter:
     def can_advance(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep]
     ) -> bool:
-        """Whether there are pages for the pass of `advance`."""
+        """Whether there are enough pages for the pass that `advance` would run."""
         return self.engine.can_hold([*beside, *map(self._step, branches)])
 
     def _pass(
@@ -127,7 +127,7 @@ class ModelDrafter:
     def _draw(
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws a token for each branch from logits [1, V]. Returns branches that got a token."""
+        """Draws a token for each branch from logits [1, V]. Returns those that got a token."""
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:

@@ -112,7 +112,7 @@ class Proposer(StepWorker):
         super().__init__(drafter.engine, budget, grammars)
         self._drafter = drafter
         self._look_ahead = LookAhead(drafter, budget.max_steps)
-        self._unfinished: dict[str, _Drafting] = {}  # by session; continued by a later step
+        self._unfinished: dict[str, _Drafting] = {}  # by session; a later step continues them
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether look-ahead drafts for the item's session. Any thread may call this."""

@@ -127,7 +127,7 @@ class TargetService(SteppedService):
         self, session_id: str, tell: Callable[[StepRequest], None] = lambda work: None
     ) -> None:
         """Ends a session's run-ahead. If a round waits or runs, drops its verdict, and calls `tell`
-        with its request. `tell` is not needed if a newer item of the session has come."""
+        with its request. A caller that has a newer item of the session needs no `tell`."""
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and (work := ahead.running) is not None:
             tell(work)
@@ -147,9 +147,8 @@ class RunAhead:
         self.running: StepRequest | None = None  # the round that is queued or being computed
         self._item = item
         self.replies: list[VerdictReply] = []
-        self._digests = [
-            _committed_digest(item.head)
-        ]  # of the tokens at `item` and after each reply
+        # Digests of the tokens before the first round, and after each reply.
+        self._digests = [_committed_digest(item.head)]
 
     @property
     def _last_round(self) -> int:

@@ -45,8 +45,8 @@ from outrider.speculation.verification import Question, verdicts_from_logits
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT = 0
-"""Runs in place of a draft token outside the target's vocabulary. Such a draft token has p = 0, so
-it is never accepted, and the logits after it are never used."""
+"""The token that runs in place of a draft token outside the target's vocabulary. Such a draft token
+has p = 0, so it is never accepted, and the logits after it are never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
 """Largest number of rows of logits from which verdicts are computed together, by type of device.

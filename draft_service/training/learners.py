@@ -2,7 +2,7 @@
 
 A student drafts one token after every position of a text. An EAGLE-3 head drafts `NUM_DEPTHS`
 tokens after every position but the first. In place of its earlier draft tokens, it reads the text's
-tokens (teacher forcing). A draft token is compared with the target's distribution at its place."""
+tokens (teacher forcing). A draft token is compared with the target's distribution at this place."""
 
 import copy
 from pathlib import Path

@@ -28,8 +28,8 @@ class Measured:
     measured_tokens: int
     greedy: float  # share of positions where p and q have the same likeliest token
     sampled: float
-    """Mean of sum min(p, q) at temperature 1, over the target's 64 likeliest tokens, with q
-    truncated as in a proposal."""
+    """Mean of sum min(p, q) at temperature 1. The sum is over the target's 64 likeliest tokens, and
+    q is truncated as in a proposal."""
     by_position: tuple[float | None, ...]
     """The probability at temperature 1 that each draft token is accepted, given that all earlier
     draft tokens were accepted."""

@@ -90,7 +90,7 @@ class TeacherCache:
         ]
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
-        """Divides documents into batches of similar length. A batch has at most `size` tokens,
+        """Puts documents of similar length into the same batch. A batch has at most `size` tokens,
         padding included, or a single longer document."""
         found: list[list[int]] = []
         for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
@@ -149,7 +149,7 @@ def _fingerprint(documents: Sequence[Document]) -> str:
 
 
 def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, list[Array]]:
-    """Runs the target over `documents`. Maps each array's name to one array for each document."""
+    """Runs the target over `documents`. Returns, by array name, an array for each document."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), watched_layers(module, taps) as watched:

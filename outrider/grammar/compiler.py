@@ -62,7 +62,7 @@ class Grammar:
 class _Refusal:
     kind: str
     reason: str
-    until_s: float = math.inf  # a time of `Grammars.now`
+    until_s: float = math.inf  # on the clock `Grammars.now`
     """Refusals of slow constraints end, because a constraint may be slow by chance."""
 
     def error(self) -> BadRequest:
@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint. It raises `ConfigError` to refuse this one."""
+        """Calls `load` for the first constraint. Refuses it if `load` raises `ConfigError`."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names. A missing part counts as recursive."""
+        """`_reach` of the part that a reference names. If the part is missing, all alternatives."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

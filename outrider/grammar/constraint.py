@@ -49,7 +49,7 @@ class Constraint:
         for _ in range(SCHEMA_DEPTH_MAX):
             level = [inner for outer in level for inner in containers_in(outer)]
         if level:
-            raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep")
+            raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} levels deep")
         text = _dumped(schema, field)
         _check_size(text, CONSTRAINT_BYTES_MAX, field)
         return cls(ConstraintKind.JSON_SCHEMA, text)
@@ -120,7 +120,7 @@ def _loaded(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep") from None
+        raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} levels deep") from None
     except ValueError as error:
         raise BadRequest(field, f"is not valid JSON: {error}") from None
 

@@ -33,7 +33,7 @@ class PrefixMatcher:
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False  # whether the grammar's matcher has failed and must be rebuilt
-        self._is_ahead = False  # whether the position is after draft tokens
+        self._is_ahead = False  # whether `_tokens` has draft tokens
         self._tokens: list[int] = []  # the tokens up to the current state, all of which are allowed
         self._num_fed = 0
         """The number of `_tokens` that the grammar has consumed: those before an end token."""

@@ -2,7 +2,7 @@
 
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
 the pipe closes and the shell stops the server. (Linux's PDEATHSIG would stop the server as soon as
-the thread that started the server ends.) Server and shell have their own process group. So a Ctrl-C
+the thread that started the server ends.) Server and shell form their own process group. So a Ctrl-C
 in the terminal does not stop the server before the coordinator has stored the last tokens."""
 
 import importlib.util

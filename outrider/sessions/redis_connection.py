@@ -295,7 +295,7 @@ class ScriptRunner:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """Runs a script. Runs that are requested during a round trip share the next round trip."""
+        """Runs a script. All calls during a round trip share the next round trip."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -379,7 +379,7 @@ class ScriptRunner:
                     if isinstance(answer, Exception):
                         raise answer
                 if found < num_replicas:
-                    reason = f"{found} of {num_replicas} replicas have a write"
+                    reason = f"{found} of {num_replicas} replicas have received a write"
                     raise NotReplicated(f"{reason} after {limits.REDIS_WAIT_MS} ms")
         return answers[1:] if load else answers
 

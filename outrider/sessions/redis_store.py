@@ -284,4 +284,4 @@ def decode_record(
         )
     elif TokenSequence(token_ids).digest() == record.prefix_digest:
         return record
-    raise errors.DataLoss(f"{reason}; it cannot be continued")
+    raise errors.DataLoss(f"{reason}; the session cannot be continued")

@@ -78,7 +78,7 @@ class Session:
 
     def next_append(self) -> store.Append | None:
         """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks, or None if
-        it lacks none. All appends before the next `acknowledge` begin with the same token."""
+        it has all tokens. All appends before the next `acknowledge` begin with the same token."""
         if not self.has_news:
             return None
         start = self.acknowledged_length

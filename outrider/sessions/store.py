@@ -149,7 +149,7 @@ class SessionStore(Protocol):
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
         length is not expected_length + len(token_ids), nothing was appended. After a smaller
         length, the owner sends the missing tokens again. A larger length shows that the store has
-        the tokens already. An append without tokens asks for the length."""
+        the tokens already. An append without tokens only asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session

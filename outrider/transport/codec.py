@@ -119,7 +119,7 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """Builds a dataclass `kind` from a message. Takes values in `others` as they are, and all other
     values from the message. Unset fields get their defaults. An enum's member 0 becomes None if the
     dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
-    unknown enum member, or a value that the dataclass refuses. `path` is the message's path."""
+    unknown enum member, or a value that the dataclass refuses. Its field begins with `path`."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -141,8 +141,8 @@ Decode = Callable[[Any, str], Any]  # converts a field's value; the string is it
 
 @cache
 def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], Any] | None]]:
-    """Returns each shared field: its name, whether it can be unset, and its encoder (None = the
-    value is used as it is)."""
+    """For each field that message and dataclass share, returns its name, whether it can be unset,
+    and its encoder (None = the value is used as it is)."""
     return [
         (field.name, field.has_presence, _encoder(field)) for field, _ in _shared(message, kind)
     ]
@@ -152,7 +152,7 @@ def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], 
 def _decoders(
     message: Any, kind: Any
 ) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
-    """Returns three dictionaries about the shared fields, by name:
+    """Returns three dictionaries, by name of the fields that message and dataclass share:
 
     - The decoder of a set field; None = the value is used as it is.
     - The value of an unset field.

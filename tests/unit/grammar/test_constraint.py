@@ -54,7 +54,7 @@ def test_anchors_around_an_expression_say_nothing() -> None:
         (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: cannot be written"),
         (lambda: Constraint.of_schema('{"a": 1e999}'), "json_schema: cannot be written"),
         (lambda: Constraint.of_schema(r'{"a": "\ud800"}'), "json_schema: is not Unicode"),
-        (lambda: Constraint.of_schema(DEEP), "json_schema: is nested more than 32 deep"),
+        (lambda: Constraint.of_schema(DEEP), "json_schema: is nested more than 32 levels deep"),
         (lambda: Constraint.of_schema(" " * 65_537), "json_schema: has 65537 bytes; at most 65536"),
         (lambda: Constraint.of_regex(""), "regex: is empty"),
         (lambda: Constraint.of_regex("a" * 16_385), "regex: has 16385 bytes"),

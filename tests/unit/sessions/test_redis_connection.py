@@ -116,7 +116,7 @@ SCRIPT = "Error running script (call to f_0): @user_script:3: "
         (ResponseError(f"{SCRIPT}-OOM command not allowed"), StoreUnavailable),
         (ResponseError(f"{SCRIPT}The user executing the script can't run this command"),
          StoreUnavailable),
-        (redis_connection.NotReplicated("0 of 1 replicas have a write"), StoreUnavailable),
+        (redis_connection.NotReplicated("0 of 1 replicas have received a write"), StoreUnavailable),
         (ResponseError("wrong number of arguments"), InvariantError),
         (ResponseError("WRONGTYPE Operation against a key"), DataLoss),
     ],
