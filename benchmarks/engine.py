@@ -12,11 +12,11 @@ steps
     verify_step_ms           a step of 5 new tokens after 256 cached tokens of one session
     transformers_forward_ms  the same step in transformers
 
-All figures are medians. Prompts are random tokens. In the part `sessions`, each session has its own
-prompt of 256 tokens and decodes 128 tokens greedily, ignoring EOS. The time runs from the first
-request to the last token, so it includes prefill. A gap is the time between two successive tokens
-of a session at the client. A message of n tokens counts as n gaps, each 1/n of the time until the
-next message."""
+Each figure is a median over repetitions. Prompts are random tokens. In the part `sessions`, each
+session has its own prompt of 256 tokens and decodes 128 tokens greedily, ignoring EOS. The time
+runs from the first request to the last token, so it includes prefill. A gap is the time between two
+successive tokens of a session at the client. A message of n tokens counts as n gaps, each 1/n of
+the time until the next message."""
 
 import asyncio
 import time

@@ -82,7 +82,7 @@ class ServerConfig:
     """Log level; `debug` adds a line for each session that ends or moves to another replica."""
     role: ClassVar[Role]
     guard: ClassVar[str] = "certificates with --internal-tls-dir"
-    """What to give so that the server authenticates its callers."""
+    """Part of an error text: the setting that makes the server authenticate its callers."""
     membership: Internal[Membership | None] = None
     """None = the replica does not announce itself in the registry."""
 
@@ -185,8 +185,8 @@ class ModelServerConfig(ServerConfig):
     share of the cluster's GPUs, at most one GPU, for each rank of a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
-    for a draft. With 0, small steps of a target use one thread fewer while other processes slow the
-    target down."""
+    for a draft. With 0, a target runs small steps on one thread fewer while other processes slow it
+    down."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
@@ -243,8 +243,8 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs: on targets or on draft replicas. To a head on draft replicas, the
-    target sends one row of hidden states for each token."""
+    """Where an EAGLE-3 head runs: on targets or on draft replicas. If it runs on draft replicas,
+    the target sends them one row of hidden states for each token."""
     ngram_min: Annotated[int, between(1, NGRAM_MAX)] = 1
     """Shortest match of prompt lookup, in tokens."""
     ngram_max: Annotated[int, between(1, NGRAM_MAX)] = 16
@@ -408,7 +408,7 @@ class CoordinatorConfig(ServerConfig):
         return not self.asks_for_keys
 
     def reaching(self, redis: RedisAddress) -> Self:
-        """A copy with another address of the Redis that has the sessions and the registry."""
+        """A copy that uses the address `redis` for the sessions and the registry."""
         member = self.membership and replace(self.membership, redis=redis)
         return replace(self, redis=redis, membership=member)
 
@@ -448,11 +448,11 @@ class AutoscaleConfig:
     autoscale_coordinators: _Bounds = ""
     """Smallest and largest number of coordinators, in the format of `autoscale_targets`."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """Add targets if rounds and prompts wait in the queue for longer than this number of steps."""
+    """Add targets if the mean wait in the queue exceeds this number of step durations."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica if one replica fewer was enough for all of this time, s."""
+    """Remove a replica if one fewer would have been enough throughout this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -466,8 +466,8 @@ class AutoscaleConfig:
                 continue
             least, most = map(int, text.split(":"))
             if not LEAST[role] <= least <= most <= limits.REPLICAS_MAX:
-                within = f"{LEAST[role]}:{limits.REPLICAS_MAX}, the smaller first"
-                raise SettingError(key, f"{text!r} is wrong; it must be LEAST:MOST within {within}")
+                bounds = f"{LEAST[role]} <= LEAST <= MOST <= {limits.REPLICAS_MAX}"
+                raise SettingError(key, f"{text!r} is wrong; it must be LEAST:MOST with {bounds}")
             found[role] = least, most
         return found
 
@@ -512,7 +512,7 @@ class DeploymentConfig:
         on_vllm = self.target.engine == VLLM
         look_ahead = self.coordinator.look_ahead
         apart = drafter.runs_on == "draft" and drafter.kind
-        # These heads need a target with one rank. All others run on the target's leading rank.
+        # Heads on draft replicas, and MTP without vLLM, need a target with one rank.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
         reads = f"{self.draft.model} reads the target's hidden states"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
@@ -594,7 +594,7 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # Drops the synthetic acceptance rates of an earlier layer.
+            # In `found`, this key has synthetic acceptance rates. Drops those of earlier layers.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):

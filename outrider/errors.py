@@ -83,7 +83,7 @@ class Unavailable(_Retryable, grpc_code=14, http_status=503):
 
 
 class StreamBroken(Unavailable):
-    """No coordinator answers, or a stream broke. No coordinator refused the request."""
+    """No coordinator answers, or a stream broke without an error from the coordinator."""
 
 
 class EngineLost(Unavailable):

@@ -78,7 +78,7 @@ class ResumeRequest:
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Events end after these numbers of tokens. If set, all tokens are sent again. Not in gRPC."""
+    """Token counts at which an event must end. If set, all tokens are sent again. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

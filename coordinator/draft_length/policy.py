@@ -21,15 +21,15 @@ class RoundLength:
     """Time limit of this round's proposal. The configured limit of drafting also applies."""
     is_timed: bool = True
     """Whether a time limit may stop drafting for this round, or a head's drafting for the next
-    round. False if another session uses or has used the same seed. Times may then depend on the
-    random numbers of this round, so a time limit could bias the output."""
+    round. False if another session uses or has used the same seed. The two sessions use
+    the same random numbers, so times may depend on them, and a limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):
-    """A target's drafting for the next round, in the step that gives a verdict."""
+    """How a target drafted for a round, in the step that gave the previous verdict."""
 
     num_tokens: int
-    """Number of drafted tokens. The next round may use fewer."""
+    """Number of drafted tokens. The round may use fewer."""
     seconds: float
     work_s: float
     """This session's share of `seconds`."""

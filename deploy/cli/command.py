@@ -79,7 +79,7 @@ class Command(click.Command):
             Option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
             Option(
                 "--quiet", "-q", is_flag=True,
-                help="write no progress reports or figures to standard error (implied by --json)",
+                help="write neither progress nor statistics to standard error (implied by --json)",
             ),
             _help_option(),
         ]  # fmt: skip

@@ -135,7 +135,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
         "gRPC": record.grpc_address.split(","),
         "OpenAI": [f"{one}/v1" for one in by_http],
         "window": [f"{one}/" for one in by_http],
-        "access": [f"callers must {' and '.join(needed)}; your commands here do"] if needed else [],
+        "access": [f"callers must {' and '.join(needed)}; local commands do so"] if needed else [],
         "try": [f"{shell_command()} generate {words}"],
         "stop": [f"{shell_command()} stop"],
     }
@@ -262,7 +262,7 @@ FIGURES = {
     "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "steps {:.0%} full",
     "kv_usage": "{:.0%} of KV cache", "acceptance": "{:.0%} accepted",
     "look_ahead_hits": "{:.0%} look-ahead hits", "draft_waits": "{:.0%} of rounds wait for drafts",
-    "queue_steps": "requests wait for {:.1f} steps",
+    "queue_steps": "mean wait in the queue {:.1f} steps",
     "loop_lag_ms": "event loop {:.0f} ms late",
 }  # fmt: skip
 PRINTS = {
@@ -346,8 +346,8 @@ async def _status(arguments: Arguments) -> Facts:
 
 
 async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str | None]:
-    """Returns the replicas' records in the deployment's Redis by address, and an error; None = no
-    error. Redis passwords come from the files in `record.redis`, or from the environment."""
+    """Reads the replicas' records from the deployment's Redis. Returns them by address, and an
+    error or None. Passwords come from files that `record.redis` names, or from the environment."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -442,14 +442,14 @@ def _lines(facts: Facts) -> Iterator[str]:
     elif "num_running" in facts:
         num = facts["num_running"]
         running = f"{num} session{'s' * (num != 1)} running"
-        yield f"{facts['model']}, {running}, {facts['max_model_len']} tokens at most"
+        yield f"{facts['model']}, {running}, max_model_len {facts['max_model_len']}"
     else:
         prints = [f"{name} {facts[key][:12]}" for key, name in PRINTS.items() if facts[key]]
         yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
         yield facts["draft_note"]
     if "lease_age_s" in facts:
         age = f"last seen {facts['lease_age_s']:.1f} s ago"
-        trial = f"on trial for {facts['trial_share']:.0%}" if facts["trial_share"] else ""
+        trial = f"trial share {facts['trial_share']:.0%}" if facts["trial_share"] else ""
         on = (facts["host"], f"pid {facts['pid']}", facts["device"], age, trial)
         yield ", ".join(filter(None, on))
         figures = facts["figures"]

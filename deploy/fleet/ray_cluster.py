@@ -236,7 +236,7 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
     return (
         f"{what} for {len(homeless)} of the actors: {asked}. All actors together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
-        f"{_amounts(ray.available_resources())} are free (lower {', '.join(flags)})"
+        f"{_amounts(ray.available_resources())} are free; lower {', '.join(flags)}"
     )
 
 

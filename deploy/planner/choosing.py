@@ -215,7 +215,7 @@ class PlanReport:
         link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
         for plan in self.plans:
             yield self._acceptance(plan)
-            title = f"Expected at temperature {plan.temperature:g}, {self.concurrency} at a time"
+            title = f"Expected at temperature {plan.temperature:g}, concurrency {self.concurrency}"
             options = (plan.plain, *plan.options)
             found = table(f"{title}{link}", [asdict(option) for option in options])
             found.rows[options.index(plan.chosen)].style = "bold"

@@ -41,7 +41,7 @@ class SequenceStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Counts of an engine's pages, and of look-ups in cached pages."""
+    """Counts of an engine's pages, and of queries to its prefix cache."""
 
     num_pages: int
     num_free: int
@@ -73,7 +73,7 @@ class Engine(Protocol):
     sequence of the call is unchanged or forgotten. Other sequences are unchanged."""
 
     stated_seconds: float
-    """The time that an emulated engine states for its steps since the last `take_stated_seconds`.
+    """The simulated duration of an emulated engine's steps since the last `take_stated_seconds`.
     If the steps took less time, the caller waits for the rest. Always 0 in other engines."""
 
     @property

@@ -80,8 +80,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, but takes rows [heads * n] of [heads * slots, width]. PyTorch runs this on
-        several threads, but `gather` on only one."""
+        """Like `gather`, but `rows` [heads * n] are indices into [heads * slots, width]. PyTorch
+        runs this on several threads, but `gather` on only one."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -139,7 +139,7 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages (from, to) in every layer, as if all were copied at the same time."""
+        """Copies pages (from, to) in every layer. Reads a layer's sources before it writes."""
         if not copies or not self._stacks:
             return
         sources, targets = torch.tensor(copies, device=self._stacks[0].device).unbind(1)

@@ -32,7 +32,7 @@ def attend_blocks(
     positions,  # [R]
     blocks,  # [B, 4], see `_blocks` in `table_steps.py`
     pages,  # the page tables of all sequences, one after another
-    num_rows_of_step,
+    num_rows_of_step,  # R
     scaling,
     softcap,
     window,

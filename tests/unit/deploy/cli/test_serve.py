@@ -39,7 +39,7 @@ def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> N
     found |= {"running": True, "deployment": asdict(record(trial="trial of b: runs")) | {"log": ""}}
     shown = printed(status_table(found))
     assert "trial of b: runs\n" in shown.replace(" \n", "\n")
-    assert "last seen 0.5 s ago, on trial for 20%" in shown
+    assert "last seen 0.5 s ago, trial share 20%" in shown
     assert shown.count("0 of 1 running") == 3
 
 
@@ -58,7 +58,7 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     locked = record(tokenizer_directory="/x", asks_for_keys=True, settings=with_tls)
     access, spoken, _ = endpoints_text(locked).splitlines()[-3:]
     must = "callers must send an API key and use TLS (certificate c.pem)"
-    assert access == f"  access  {must}; your commands here do"
+    assert access == f"  access  {must}; local commands do so"
     assert spoken == f'  try     {shlex.quote(program())} generate "The capital of France is"'
 
 
