@@ -1,8 +1,8 @@
-"""`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
+"""`outrider bench serve`: a load test with the options and figures of `vllm bench serve`.
 
 With a request rate, requests arrive independently of the answers. Without a rate, all requests
 arrive at once. At most `max_concurrency` requests run at a time. Further requests wait in this
-client before they are sent. No figure includes this wait.
+client before they are sent. The times below do not include this wait.
 
 | figure | time, for each request that did not fail |
 | --- | --- |

@@ -121,7 +121,7 @@ class CoordinatorService:
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
         target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
-        replica of a fixed set, or every replica of a role, does not fit the pool."""
+        replica of a fixed set, or every replica of a role, does not fit the others."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():
@@ -356,7 +356,7 @@ class CoordinatorService:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
-                taking_over.close()  # Other take-overs need not wait until the client has read.
+                taking_over.close()  # Other take-overs do not wait for this client to read.
                 yield started(record, self.served.model)
                 async for part in self._prompt_tokens(tenant, shown, deadline):
                     yield part
@@ -533,7 +533,7 @@ class CoordinatorService:
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
-        # The session stores the target's weights as a parameter, so a target must be known.
+        # The session's parameters name the target's weights, so a target must be known.
         target = await self.targets.wait_for_one(self.config.target_gone_ms / 1e3)
         parameters = resolve(
             request, field, prompt_ids, self.served, self.config, self._seed_bits(SEED_BITS)

@@ -41,7 +41,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
         super().__init__(self._virtual)
-        # asyncio runs a timer up to this time too early. The virtual clock needs no tolerance.
+        # asyncio may run a timer early, by up to this time. The virtual clock needs no tolerance.
         self._clock_resolution = 1e-9
 
     def time(self) -> float:

@@ -19,7 +19,7 @@ SPECULATIVE_CONFIG = "speculative_config"
 
 @checked()
 class SpeculativeConfig:
-    """Settings of vLLM."""
+    """The setting that takes vLLM's configuration of speculation."""
 
     speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
     """JSON as for `vllm serve --speculative-config`. This setting replaces `draft_model`,
@@ -91,8 +91,8 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
         raise ConfigError(f"{source}: {given[0]}: needs {_RULE} {_SYNTHETIC}")
     yield "draft_model", drafter, f"{source}: {'model' if model else 'method'}"
     if form == "ngram":
-        # As in vLLM, a missing bound gets the value of the other bound. `setdefault` keeps the
-        # given bound first in `values`, so errors name the given bound.
+        # As in vLLM, a missing bound gets the value of the other bound. `setdefault` adds the
+        # missing bound last, so the error for a wrong value names the given bound.
         bound = next((values[key] for key in _NGRAM_BOUNDS if key in values), _NGRAM_TOKENS)
         for key in _NGRAM_BOUNDS:
             values.setdefault(key, bound)
@@ -104,7 +104,7 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
 
 
 def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]:
-    """Returns N numbers. The n-th is the probability that at least n draft tokens are accepted."""
+    """Returns the probabilities that at least 1, 2, ... draft tokens are accepted."""
     keys = (*_RATES, "num_speculative_tokens")
     given: list[Any] = [values.get(key) for key in keys]
     rates, length, count = given

@@ -2,8 +2,8 @@
 all coordinators together.
 
 A token bucket with room for `requests_per_minute` requests limits the rate of a caller's requests.
-For resumptions, the bucket is `RESUME_DEPTH` times as large, because the clients of a coordinator
-that ends resume all their sessions at once.
+For resumptions, the bucket is `RESUME_DEPTH` times as large, because clients resume all
+sessions of a coordinator at once when this coordinator ends.
 
 Each generation holds one of its caller's `concurrency` slots. A slot's name is the id of its
 session, so a session keeps its slot when another coordinator resumes the session. Each coordinator

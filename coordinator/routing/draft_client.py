@@ -197,7 +197,7 @@ class DraftClient(_ModelDrafts):
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(guess, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
-            # For length control, the round also asked for the tokens beyond the model's limit.
+            # Length control needs the round's K, although the model was asked for fewer tokens.
             return replace(drafted, num_asked=num_wanted)
         return drafted
 
@@ -236,7 +236,7 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # A proposal drafted ahead has at most `looked_for` tokens, even if it was not pushed.
+        # A proposal drafted ahead, pushed or not, has at most `looked_for` tokens.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:

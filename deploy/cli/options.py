@@ -40,7 +40,7 @@ OF_CALLERS = ("api_key",)
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""In `generate`, `chat` and `bench`, options with these names set fields of the request."""
+"""In `generate`, `chat` and `bench`, these options set the request's fields, not settings."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",

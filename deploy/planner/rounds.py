@@ -124,7 +124,7 @@ def total(parts: Sequence[Rounds]) -> Rounds:
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
     """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` returns the proposal of a round
-    that begins after t >= 1 tokens of the text. Calls of `attempt_at` are in ascending order."""
+    that begins after t >= 1 tokens of the text. Calls `attempt_at` with ascending t."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((NUM_DRAFT_TOKENS_MAX + 1, NUM_DRAFT_TOKENS_MAX + 1))
@@ -316,8 +316,8 @@ class _SharedSteps:
         verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes as long as the slower of
         the target's step and the draft's work for all outcomes. After a miss, the proposal is
         drafted once the outcome is known. A pass of the draft adds one token to each of at most
-        `max_num_seqs` outcomes. The first of K + 1 passes predicts the bonus, and the other
-        passes draft the tokens after the bonus."""
+        `max_num_seqs` outcomes. The first of K + 1 passes adds the outcome's last token, and the
+        other passes add the K tokens of the proposal."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead

@@ -184,7 +184,7 @@ class SyncClient:
         self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """Takes the parameters of `Client`, but `address` (`server`) cannot be a transport."""
+        """Like `Client`. `address` takes the values of `server`, except a transport."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)

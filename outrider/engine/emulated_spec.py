@@ -30,7 +30,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     """The Zipf exponent. The id of rank r (from 1) has weight r ** -exponent. 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
     """The standard deviation of log q - log p, where q is not normalised. 0 = a perfect draft."""
-    order: int = Field(default=3, ge=1, le=64)  # number of last tokens that set a distribution
+    order: int = Field(default=3, ge=1, le=64)  # a distribution depends on this many last tokens
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
     """A target step of n new tokens takes verify_ms * ceil(n / verify_tokens)."""
     verify_tokens: int = Field(default=16, ge=1)

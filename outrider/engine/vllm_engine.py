@@ -163,8 +163,8 @@ class VllmEngine(PagedSequences):
             enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
             skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
         ).create_engine_config()  # fmt: skip
-        # vLLM's worker does the same. Without it, norms would not be compiled, and a step of the
-        # demo target would take 4 ms longer.
+        # vLLM's worker makes the next two calls, too. Without them, norms would not be compiled,
+        # and a step of the demo target would take 4 ms longer.
         config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(config.compilation_config.ir_enable_torch_wrap)
         return config
@@ -271,7 +271,7 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The check ran a text without writing pairs. A new pool forgets the pages of this text.
+        # The check's text has pages without keys and values of the head. A new pool drops them.
         pool = BlockPool(self._pool.num_pages, self._page_size)
         self._use_pool(pool, self._stores, max_num_seqs)
         if self.draft_layer is not None:

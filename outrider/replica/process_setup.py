@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.models.eagle3 import LoadedEagle3
 
 T = TypeVar("T")
-STANDARD_ERROR = "-"  # in place of a log directory: standard error
+STANDARD_ERROR = "-"  # as a log directory: log to standard error
 SPIN_COUNT = 10_000
 """How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All checks
 together, of about 50 ns each, should take longer than the gap between two operators. On two cores,
@@ -287,9 +287,9 @@ def check_vllm(config: ReplicaConfig) -> None:
         raise SettingError("dtype", "float64 is not supported with vllm")
     if isinstance(config, DraftConfig):
         if config.target_directory:
-            raise SettingError(field, f"vllm does not run drafters such as {config.model}")
+            raise SettingError(field, f"vllm cannot run the drafter {config.model}")
     elif config.shows_features:
-        reason = f"{config.head} drafts on another replica, but vllm sends no hidden states"
+        reason = f"{config.head} runs on draft replicas, but vllm sends no hidden states"
         raise SettingError("engine", reason)
 
 
