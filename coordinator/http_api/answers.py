@@ -1,4 +1,4 @@
-"""Turns the events of sessions into answers: whole, in chunks, or for `POST /api/generate`."""
+"""Turns the events of sessions into whole answers, or into the events of streams."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""A token's offset in the answer's text, in characters, and pairs of bytes and log-probability. The
-first pair is the token's. The other pairs are those of the likeliest tokens at its position. The
-log-probability of a prompt's first token is None."""
+"""A token's offset in the answer's text, in characters, and pairs (bytes of a token, its
+log-probability). The first pair is for the token itself. The other pairs are for the likeliest
+tokens at its position. The log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
-        `given` is the prompt's text. A special token has text only where `given` has its name."""
+        `given` is the prompt's text. A special token moves the offset only if `given` names it."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 
@@ -97,7 +97,7 @@ class EventStream:
     """An answer that can be sent as a stream of server-sent events."""
 
     is_named: ClassVar[bool] = False
-    """Whether each event has an `event:` line with its type, and a `sequence_number`."""
+    """Whether each event has a `sequence_number`, and an `event:` line with the event's type."""
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
     is_stream = True
     """Whether the answer is a stream. If not, `whole` returns the answer."""
@@ -116,7 +116,7 @@ class EventStream:
 
 
 class Answer(EventStream):
-    """The answer to a request, with all of its choices. Each API has a subclass."""
+    """The answer to a request, with all of its choices. Each of OpenAI's APIs has a subclass."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -190,7 +190,7 @@ class Answer(EventStream):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # If answers are not parsed, each round sends a chunk, even if the round adds no text.
+        # Without tools and reasoning, each round sends a chunk, even if the round adds no text.
         is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
@@ -242,7 +242,7 @@ class Answer(EventStream):
 
     def _metrics(self) -> Json:
         """Returns statistics of all choices together, under vLLM's names. Rounds without draft
-        tokens also count as steps. Accepted draft tokens after the answer's end also count."""
+        tokens also count as steps. Accepted draft tokens after an EOS or stop string also count."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -336,7 +336,7 @@ class CompletionAnswer(Answer):
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
-        for _, each in tokens:  # If tokens have the same text, the first of them is kept.
+        for _, each in tokens:  # Of tokens with the same text, the first is kept.
             top = {as_text(data): logprob for data, logprob in reversed(each)}
             likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {

@@ -43,8 +43,8 @@ _HEADERS = (
 
 
 class Generated(LiveResponse):
-    """A response with generated text: a whole answer after all events, or a stream of server-sent
-    events. When the response ends for any reason, it closes `events`."""
+    """A response with generated text: a whole answer, sent after the last event, or a stream of
+    server-sent events. When the response ends for any reason, it closes `events`."""
 
     def __init__(self, events: Events, answer: EventStream, progress: Progress) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
     """Merges the events of all streams. First yields the first event of each stream. Then yields,
-    stream by stream, the events that the client already has. Yields all later events as they
-    arrive. An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events
+    stream by stream, the events that the client already has (see `progress.py`). Yields later
+    events at once. An error of one stream ends all. Streams pause while `EVENTS_AHEAD_MAX` events
     are queued. A stream can raise `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
@@ -150,8 +150,8 @@ class Generations:
         key, event_id = headers.idempotency_key, headers.last_event_id
         if event_id is not None and not (answer.is_stream and (key or session_id)):
             reason = (
-                "is only for streams of requests with an Idempotency-Key; resume other streams "
-                "with POST /v1/sessions/ID/resume"
+                "needs an Idempotency-Key, and stream set to true; resume other streams with "
+                "POST /v1/sessions/ID/resume"
             )
             raise BadRequest("Last-Event-ID", reason)
         progress = Progress(len(asked.requests), event_id)
@@ -320,7 +320,7 @@ def _add_generation(
     async def generate(body: bodies.NativeBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation or a prompt, with an event for every round."""
         if "stream" in body.model_fields_set and not body.stream:
-            raise BadRequest("stream", "must be true, or be left out: the answer is a stream")
+            raise BadRequest("stream", "must be true or left out, because the answer is a stream")
         if isinstance(body, CompletionBody) and body.echo:
             raise BadRequest("echo", "is allowed only in POST /v1/completions; leave it out")
         asked = body.translate()

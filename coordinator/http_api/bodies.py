@@ -94,7 +94,7 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    # In Python, 1 == True. So a bool must match a bool, and a number a number.
+    # Compares the types, too, because 1 == True in Python.
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -125,7 +125,7 @@ class Speculation(Body):
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round, ms."""
     histograms: bool = False
-    """Report how many rounds accepted each number of draft tokens."""
+    """Report how many rounds accepted 0, 1, 2, ... draft tokens."""
 
 
 class StreamOptions(Body):
@@ -542,10 +542,10 @@ class TokenizeBody(Body):
         if self.messages is None:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(self, name):
-                    raise BadRequest(name, "needs messages; leave it out")
+                    raise BadRequest(name, "is allowed only with messages; leave it out")
             return CompletionBody.model_construct(**dict(self)).translate()
         if self.add_special_tokens:
-            raise BadRequest("add_special_tokens", "needs a prompt; give false, or leave it out")
+            raise BadRequest("add_special_tokens", "must be false, or be left out, with messages")
         return ChatBody.model_construct(**dict(self)).translate()
 
 
@@ -583,7 +583,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# `wrong_body` drops these tags from the paths of errors, because they are not identifiers.
+# `wrong_body` drops these tags from the paths of errors, because tags are not identifiers.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

@@ -127,8 +127,8 @@ class Forwarded(LiveResponse):
 
     async def _answer(self, send: Send) -> Response | None:
         """Asks one coordinator after another until one serves the request or refuses it for good.
-        Returns the result of `_ask`. When the time is up, returns the last refusal, or raises
-        `Unavailable` if the last coordinator did not answer."""
+        Returns the result of `_ask`. If no further try is allowed, returns the last refusal, or
+        raises `Unavailable` if the last coordinator did not answer."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -165,14 +165,14 @@ class Forwarded(LiveResponse):
     @property
     def _may_ask_again(self) -> bool:
         """A stream whose events have no ids cannot be resumed. A request other than `POST` may be a
-        probe, which must fail soon. So each coordinator gets it only once."""
+        probe, which must fail soon. So each coordinator gets such a request only once."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
-        """Asks one coordinator, and returns the response. If it is a stream, sends its events to
-        the client, and returns None. Raises `TransportError` if the response is incomplete."""
+        """Asks one coordinator, and returns the response. If the response is a stream, sends its
+        events to the client, and returns None. Raises `TransportError` for incomplete responses."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -209,7 +209,7 @@ class Forwarded(LiveResponse):
 
 
 def _reason(error: object) -> str:
-    """Returns an error's text. If it is empty, returns its class's name (`read error`)."""
+    """Returns an error's text. If the text is empty, returns the class's name (`read error`)."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 

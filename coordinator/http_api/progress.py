@@ -59,7 +59,7 @@ class Progress:
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
         """`last_event_id` is the id of the newest part that the client has, if any. Raises
-        `BadRequest` if the id is malformed or has another number of choices."""
+        `BadRequest` if the id is malformed or is not for `num_choices` choices."""
         self._now = [Position()] * num_choices
         """For each choice, the position after its newest event."""
         self._sent = [*self._now]
@@ -68,7 +68,7 @@ class Progress:
         """Number of parts that the client has. Begins at the number in `last_event_id`, or at 0."""
         self._begun = (0, 0, 0)
         """If the client has only some parts of an event: the index of the event's choice, the
-        event's number of tokens, and the number of these parts. Otherwise zeros."""
+        event's number of tokens, and the number of parts that the client has. Otherwise zeros."""
         if last_event_id is not None:
             found = _EVENT_ID.fullmatch(last_event_id)
             choices = found["choices"].split(".") if found else []
@@ -81,9 +81,9 @@ class Progress:
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request that makes all events of a choice again. Must be called before the
-        choice's first event. The client has all parts of the events up to the first of the two
-        `cuts`. If the cuts differ, the client also has some parts of the event between them."""
+        """Returns a request for all events of a choice, from the first. Must be called before the
+        choice's first event. The client has all parts of the events before the first of the two
+        `cuts`. If the cuts differ, the client has some parts of the event between the cuts."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -103,7 +103,7 @@ class Progress:
     def unsent(
         self, index: int, event: Event, parts: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yields the `parts` of an event that the client lacks, with their ids ("" = no id)."""
+        """Yields those `parts` of an event that the client lacks, each with its id ("" = none)."""
         before, is_known, num_known = self._now[index], self.is_behind(index), 0
         if isinstance(event, RoundReport):  # A resumed session repeats no round reports.
             after, is_known = before, False
@@ -161,8 +161,8 @@ class RepeatedRequests:
         requests wait already.
 
         A request with a `Last-Event-ID` takes the session over at once. Its client has parts of the
-        running request's answer, so the connection of that request must be broken. If the new
-        request fails before its first event, the running request goes on."""
+        running request's answer, so the connection of that request has broken. If the new request
+        fails before its first event, the running request goes on."""
         while not progress.num_parts and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
@@ -180,7 +180,7 @@ class RepeatedRequests:
         finally:
             is_newest = turn.running[-1] is progress
             turn.running.remove(progress)
-            # The newest request ended the streams of the other requests with its first event.
+            # The first event of the newest request has ended the streams of the other requests.
             if not turn.running or (is_newest and progress.has_begun):
                 turn.ended.set()
                 if self._turns.get(key) is turn:

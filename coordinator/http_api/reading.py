@@ -135,7 +135,7 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
     """Converts one of pydantic's errors about a body. If a value fits no member of a union,
     pydantic reports an error for each member. Of the errors about the first wrong field, this
-    function converts the error with the longest path, because it is the most specific."""
+    function converts the error with the longest path, because a longer path is more specific."""
     same = [one for one in wrong if one["loc"][:2] == wrong[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
@@ -236,8 +236,8 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
                 most = limits.HTTP_TENANT_BODIES_BYTES_MAX
                 if caller is not ANYBODY and num_bytes[tenant] > most:
                     raise errors.Overloaded(
-                        f"the tenant {tenant!r} sends bodies of more than {most} bytes at a time; "
-                        "try again later"
+                        f"the bodies that the tenant {tenant!r} is sending have more than {most} "
+                        "bytes together; try again later"
                     )
         return bytes(data)
     except TimeoutError:
@@ -277,7 +277,7 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key. Probes have no key. The window asks its user for one."""
+    """Whether a path needs no API key. Probes have no key. The window asks for a key later."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 

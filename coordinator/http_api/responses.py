@@ -1,5 +1,5 @@
-"""OpenAI's `POST /v1/responses`. A body is translated into the request of a chat completion with
-the same meaning. Responses are not stored."""
+"""OpenAI's `POST /v1/responses`. Translates a body into the same request as an equivalent body of
+`POST /v1/chat/completions`. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FIELDS = {
     "function_call_output": ("call_id output", "name"),
     "reasoning": ("", "content"),
 }
-"""The fields that an item must have, and the fields that it may have, by its type."""
+"""For each type of item: the fields that it must have, and the fields that it may have."""
 
 
 class Item(Body):

@@ -2,7 +2,8 @@
 
 - A client must send complete headers within `HTTP_HEADERS_S` after its connection is accepted, or
   after the first byte of a later request.
-- The kernel breaks a connection whose client takes no waiting data for `HTTP_STUCK_WRITE_S`.
+- The kernel breaks a connection if its client reads nothing for `HTTP_STUCK_WRITE_S` while data
+  wait.
 - When the maximum number of connections is reached, each new connection replaces a connection
   without a request.
 
@@ -110,8 +111,8 @@ class HttpOptions:
     @property
     def hosts(self) -> frozenset[str]:
         """The allowed values of the header `Host`; empty = all. Only a server that has no API keys
-        and listens on loopback limits them. This prevents DNS rebinding: a web site's host name
-        resolves to this machine, so that the site's pages in a browser can call this server."""
+        and listens on loopback limits the values. This prevents DNS rebinding, in which a web
+        site's host name resolves to this machine, so that the site's pages can call this server."""
         if self.access.asks_for_keys or not is_loopback(self.host):
             return frozenset()
         return _LOOPBACK_NAMES | {_in_url(self.host).lower()}
@@ -256,7 +257,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio uses `backlog` for the kernel's queue, too, so `listen` resets it.
+        # handshake. asyncio limits the kernel's queue to `backlog`, too. `listen` lifts this limit.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)

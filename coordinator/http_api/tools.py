@@ -61,13 +61,13 @@ class CallFormat(NamedTuple):
     marks: tuple[str, ...] = ()
     """The first mark begins one or several calls. The other marks are dropped. () = no calls."""
     named_head: re.Pattern[str] | None = None
-    """Matches the text before the arguments of a call that is written as a name and a JSON object.
+    """Matches the text before the arguments, if calls are written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
     begins_with_calls: bool = False
     """Whether a call at the beginning of the text needs no mark. If so, a JSON object whose `name`
     is not the name of a tool is content."""
     separators: tuple[str, ...] = ()
-    """Other texts within calls. Outside of calls, they are content."""
+    """Texts between the parts of a call. Outside of calls, these texts are content."""
 
 
 CALL_FORMATS = {
@@ -271,8 +271,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call, and returns True. If no call follows, returns False, and adds as content
-        `before` and the JSON object that is not a call, if any."""
+        """Parses a call, and returns True. If no call follows, adds content, and returns False. The
+        content is `before` and, if a JSON object that is not a call follows, this object."""
         self._is_extra = self._num_calls > 0 and not self._form.several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
@@ -447,7 +447,7 @@ def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Completes the schema of a function's arguments: the arguments must be a JSON object."""
+    """Completes the schema of a function's arguments, so that it allows only JSON objects."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})
@@ -526,7 +526,7 @@ class ChatFormats:
 
 
 def _calls_in(template: str) -> str:
-    """Returns the name of the call format that a chat template shows. "" = none."""
+    """Returns the name of the call format that a chat template uses. "" = unknown."""
     for name in ("deepseek", "mistral"):
         if CALL_FORMATS[name].marks[0] in template:
             return name

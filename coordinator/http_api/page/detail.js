@@ -1,4 +1,4 @@
-// Describes a round in one line: its draft tokens, the target's token, and the chosen token.
+// Describes a round in one line: its draft tokens, the target's token, and the selected token.
 
 import { shown } from "./writing.js";
 

@@ -2,7 +2,7 @@
 
 import { openapi } from "./stream.js";
 
-const DEPTH_MAX = 6; // Maximum depth of nested fields. A schema may refer to itself.
+const DEPTH_MAX = 6; // Deeper fields are left out, because a schema may refer to itself.
 
 function node(tag, text, ...children) {
   const made = document.createElement(tag);
@@ -24,7 +24,7 @@ function type(schema, whole) {
   return [...new Set(names)].join(" | ");
 }
 
-/** Returns a list of the fields of a schema's objects. It has the fields of nested objects, too. */
+/** Returns a list of the fields of a schema's objects, with the fields of nested objects. */
 function fields(schema, whole, depth = 0) {
   const rows = kinds(schema, whole).flatMap((one) => {
     if (one.type === "array") return [fields(one.items ?? {}, whole, depth)];
@@ -46,7 +46,6 @@ function operation(method, path, told, whole) {
   const body = told.requestBody?.content["application/json"]?.schema;
   const parts = [["Body", body], ...Object.entries(told.responses).flatMap(([status, one]) =>
     Object.entries(one.content ?? {}).map(([kind, { schema }]) =>
-      // If an answer may also be a stream, the second alternative is a chunk of the stream.
       [`${status}: ${kind}`, schema && kinds(schema, whole)[0]]))];
   for (const [title, schema] of parts) {
     if (schema) card.append(node("details", "", node("summary", title), fields(schema, whole)));

@@ -1,4 +1,4 @@
-// Figures about the rounds of a run, during the run and after it.
+// Figures about the rounds of an answer. A *run* is the generation of one answer.
 
 /** Counts the rounds and tokens of a run, and measures times. */
 export class Tally {
@@ -60,7 +60,7 @@ const of = (id) => document.getElementById(id);
 
 const inWords = (ms) => (ms < 1000 ? `${ms.toFixed(0)} ms` : `${(ms / 1e3).toFixed(2)} s`);
 
-/** Shows the tally of the run with drafts. */
+/** Shows the tally of a run with drafts. */
 export function show(tally) {
   of("rate").textContent = tally.rate?.toFixed(1) ?? "–";
   of("per-round").textContent = tally.numRounds
@@ -91,8 +91,8 @@ function showPlaces(places) {
   });
 }
 
-/** Compares the speeds of both runs. Either run may be null. `sameExpected` says whether both runs
- * should have the same tokens under their rule. */
+/** Compares the speeds of the runs with and without drafts. Either tally may be null.
+ * `sameExpected` says whether both runs should have the same tokens under their rule. */
 export function race(drafts, plain, sameExpected) {
   const rates = [drafts, plain].map((one) => one?.rate ?? 0);
   const most = Math.max(...rates, 1e-9);

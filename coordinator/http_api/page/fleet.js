@@ -1,4 +1,4 @@
-// The table of replicas. While the page is visible, it is updated every `PERIOD_MS`.
+// The table of replicas. While the page is visible, the table is updated every `PERIOD_MS`.
 
 import { fleet } from "./stream.js";
 

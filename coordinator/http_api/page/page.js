@@ -25,7 +25,7 @@ const writing = new Writing(of("text"), (token) => {
   timeline.mark(token?.round ?? null);
 });
 
-/** The run that is shown: its body, its events, and their `Tally`. */
+/** The run that is shown: the request's body, the events, and their `Tally`. */
 let last = null;
 let plain = null;
 let stopper = null;
@@ -198,7 +198,7 @@ async function runPlain() {
   refresh();
 }
 
-/** Shows the rounds again, slowly. Shows the proposal of each round before its tokens. */
+/** Shows the rounds again, slowly. Shows each round's proposal before the round's tokens. */
 async function replay() {
   stopper = new AbortController();
   const { signal } = stopper;

@@ -39,7 +39,7 @@ export class Timeline {
     this.totals.splice(0, this.totals.length - ROWS_MAX);
     list.append(...rounds.slice(-ROWS_MAX).map((round) => this.#row(round)));
     while (list.childElementCount > ROWS_MAX) list.firstElementChild.remove();
-    // A round with a prefill takes long. A bar much longer than 90 % of all bars is cut and marked.
+    // A round with a prefill takes long. So bars much longer than most bars are cut and marked.
     const sorted = this.totals.toSorted((a, b) => a - b);
     const full = this.#measure(sorted[Math.floor((sorted.length - 1) * 0.9)] * 1.15);
     for (const row of list.children) {
@@ -48,7 +48,7 @@ export class Timeline {
     if (follows) list.scrollTop = list.scrollHeight;
   }
 
-  /** Draws an axis of at least this length, ms. Returns its length. */
+  /** Draws an axis for times up to `most` ms or more. Returns the axis's length, ms. */
   #measure(most) {
     const rough = Math.max(most, 0.1) / TICKS_MIN;
     const unit = 10 ** Math.floor(Math.log10(rough));

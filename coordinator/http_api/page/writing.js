@@ -1,4 +1,4 @@
-// Shows the text of an answer. Each token's style shows its origin. Also shows rejected drafts.
+// Shows the text of an answer, and rejected draft tokens. A token's style shows its origin.
 
 const GHOST_MS = 1200;
 

@@ -366,7 +366,7 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     ("limit", "status", "said"),
     [
         ("HTTP_BODIES_BYTES_MAX", 503, "too many bodies"),
-        ("HTTP_TENANT_BODIES_BYTES_MAX", 429, "the tenant 'team' sends bodies"),
+        ("HTTP_TENANT_BODIES_BYTES_MAX", 429, "the bodies that the tenant 'team' is sending"),
     ],
 )
 async def test_bodies_are_bounded_together(

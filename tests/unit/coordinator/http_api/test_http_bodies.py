@@ -358,7 +358,7 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({"functions": [{}]}, "functions", "is not supported; leave it out, or give []"),
         ({"prompt": "a"}, "prompt", "is not supported; leave it out"),
         ({"n": 2}, "n", "asks for 2 answers; allowed: 1"),
-        ({"stream": False}, "stream", "must be true, or be left out"),
+        ({"stream": False}, "stream", "must be true or left out"),
         ({"speculation": {"rule": "odd"}}, "speculation.rule", "coupled"),
         ({"wild-1": 1}, "wild-1", "wild-1: there is no such field"),
         ({"max_token": 1}, "max_token", "there is no such field; did you mean max_tokens?"),
