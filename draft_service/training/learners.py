@@ -1,8 +1,8 @@
 """Drafters in training: small models (students) and EAGLE-3 heads.
 
 A student drafts one token after every position of a text. An EAGLE-3 head drafts `NUM_DEPTHS`
-tokens after every position but the first. In place of its earlier draft tokens, it reads the text's
-tokens (teacher forcing). A draft token is compared with the target's distribution at this place."""
+tokens after every position but the first. In place of its earlier draft tokens, the head reads the
+text's tokens (teacher forcing). Each draft token is compared with the target's distribution."""
 
 import copy
 from pathlib import Path

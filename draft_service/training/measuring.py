@@ -37,7 +37,7 @@ class Measured:
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Drafts along the held-out documents. In conversations, measures only answers, because user
-    turns were drawn with other parameters. `greedy` and `sampled` use only first draft tokens."""
+    turns were drawn with other parameters. `greedy` and `sampled` use each chain's first token."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):

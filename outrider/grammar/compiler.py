@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names. If the part is missing, all alternatives."""
+        """`_reach` of the part that a reference names, or all alternatives if it is missing."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
