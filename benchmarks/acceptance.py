@@ -74,8 +74,8 @@ class Answer:
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i of each array is the total weight of the tokens that were the draft's guess i + 1.
-    The last entry has the total weight of all other tokens."""
+    Entry i of each array counts the tokens that were the draft's guess i + 1. The last entry counts
+    all other tokens. Under token and block, a correction x counts as 1 - q(x) / p(x) tokens."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -336,8 +336,8 @@ def _both(
 def matched(p: Array, q: Array, own: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
     `own`. The chance that both draws are x is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al.,
-    arXiv 2408.07978). The chance that the draw from p is x is p_x. `p` and `q` have x and all
-    tokens whose q is above 0, so `p` may sum to less than 1."""
+    arXiv 2408.07978). The chance that the draw from p is x is p_x. `p` and `q` may omit tokens
+    other than x whose q is 0, so `p` may sum to less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -351,9 +351,9 @@ def race_rank(
     token's q is 0.
 
     In an exponential race over `p`, token v arrives at noise_v / p_v. This function draws the noise
-    of a race that `winner` has won. The guesses are the tokens by their arrival in a race over `q`
-    with the same noise, without the token at index `refused`. `p` and `q` [N] may omit tokens whose
-    q is 0."""
+    of a race that `winner` has won. The draft's guesses are the tokens in the order in which they
+    arrive in a race over `q` with the same noise. The token at index `refused` is no guess. `p` and
+    `q` [N] may omit tokens whose q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()

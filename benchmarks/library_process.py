@@ -1,4 +1,4 @@
-"""The process of one inference library, which `libraries.LibraryProcess` starts.
+"""The process in which one inference library runs. `libraries.LibraryProcess` starts this process.
 
 The process runs in the library's own virtual environment, where Outrider is not installed. So this
 module imports Outrider only in `Engine` and `Transformers`, which run in Outrider's environment.
@@ -73,7 +73,7 @@ class Vllm:
 
 
 class OpenVino:
-    """OpenVINO GenAI's continuous-batching pipeline, from a GGUF file."""
+    """OpenVINO GenAI's continuous-batching pipeline, with the model of a GGUF file."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         import openvino_genai as genai

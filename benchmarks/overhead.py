@@ -86,7 +86,7 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
         "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
     }  # fmt: skip
     figures = {part: await measures[part](options, progress) for part in options.parts}
-    return Report.of("overhead in addition to the models", figures.pop("rounds", {}) | figures)
+    return Report.of("overhead of rounds and requests", figures.pop("rounds", {}) | figures)
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:

@@ -41,7 +41,7 @@ WARM_UP_PROMPTS = (
     BenchPrompt("Name three things that one can see from a window in a large city.", "warm-up"),
     BenchPrompt("Write one sentence about a river, and then write it once more.", "warm-up"),
 )
-"""Each side decodes these prompts before the measurement."""
+"""Every side of a comparison decodes these prompts before its times are measured."""
 
 
 def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:

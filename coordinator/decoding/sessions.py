@@ -147,9 +147,9 @@ class OwnedSessions:
         scored: Sequence[int], deadline: float, audits: bool = False,
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
-        never stored. Yields parts of `scored` with their verdicts. A part is appended to the
-        session only after its verdict. Until then it is a proposal, which the target runs even if
-        its cache has the part. Raises `TimeoutError` at the deadline, and the target's error."""
+        never stored. Yields parts of `scored` with their verdicts. A part is sent as a proposal,
+        because the target runs proposals even if their tokens are cached, and is appended to the
+        session after its verdict. Raises `TimeoutError` at the deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -234,7 +234,7 @@ class OwnedSessions:
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
         """Counts a session as being taken over. Raises `Unavailable` if `TAKE_OVERS_MAX` take-overs
-        already run. Otherwise all clients of a dead coordinator would resume at once."""
+        already run. Without this limit, all clients of a dead coordinator would resume at once."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise errors.Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
@@ -286,7 +286,7 @@ class OwnedSessions:
 
     async def cancel(self, record: SessionRecord) -> None:
         """Takes over a session that does not run here, and cancels it, unless it is finished. If
-        another coordinator owns the session, asks this owner to cancel it, and raises
+        the owner's lease has not ended, asks the owner to cancel the session, and raises
         `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
         `StoreUnavailable`, and repeats the call to the store in the background."""
         if record.finish_reason is not None:
@@ -340,7 +340,7 @@ class OwnedSessions:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call to the store takes
         over, releases or ends the session. Such a call may have the epoch that the new run would
-        get, so the call would end the new run if it reached the store late."""
+        get. If the call reached the store late, it would then end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

@@ -58,7 +58,7 @@ DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
 NO_COSTS = StepCosts((1,), (0.0,))
-"""Step times of a target that reports no table. All its steps then count as equally long."""
+"""Step costs of a target that reports none. All its steps then count as equally long."""
 _ENDLESS = sys.maxsize
 
 

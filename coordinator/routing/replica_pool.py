@@ -129,7 +129,7 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> Counter[str]:
-        """Sum of `Link.num_bytes` over present and removed replicas. May be read on any thread."""
+        """Sum of `Link.num_bytes` over all replicas that ever joined. May be read on any thread."""
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
@@ -195,7 +195,7 @@ class ReplicaPool:
         return next(shown, None) == replica.features
 
     async def watch(self) -> None:
-        """Probes replicas that cannot be reached, at once and then periodically."""
+        """Probes a replica immediately when it is lost, and then periodically until it is back."""
         while True:
             await self.lost.wait()
             self.lost.clear()
@@ -278,8 +278,8 @@ class ReplicaPool:
 # session's first replica. So sessions with the same start find each other's pages, and all
 # coordinators choose the same replica. If a replica joins or leaves, the choice changes only for
 # prompts that this replica gains or loses. A bound on loads (Mirrokni, Thorup and Zadimoghaddam
-# 2018) excludes replicas that have too many sessions. The bound is relative to the mean load. So if
-# each coordinator bounds the loads of its own sessions, the replicas' total loads are bounded, too.
+# 2018) excludes replicas that have too many sessions. The bound is relative to the mean load. So a
+# replica's total load is bounded, too, although each coordinator counts only its own sessions.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
@@ -341,7 +341,7 @@ class SessionRoute(Generic[Item, Answer]):
         """Whether the replica answers. `DraftClient` sets this to False after a message without an
         answer. The next answer sets it to True."""
         self.was_lost = False
-        """Whether the stream broke after the last wait of the previous round. If so, all open
+        """Whether the stream broke between the end of the last `take` and `begin`. If so, all open
         requests must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Gets each proposal that was drafted ahead."""
@@ -398,8 +398,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
-        number for messages. Each move raises this number by more rounds than a replica runs ahead.
-        So if the session returns to a replica, late answers of this replica match no round."""
+        number for messages. Each move adds more than `RUN_AHEAD_ROUNDS_MAX` to this number. So if
+        the session returns to a replica, late answers of this replica match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}

@@ -52,7 +52,7 @@ PURPOSES = {
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
-    "engine": "measure many sessions at once, and the time of a step against transformers",
+    "engine": "measure many sessions at once, and compare the time of a step with transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",
     "device": "compare the speed of a step at batch size 1 with the memory bandwidth",
 }
@@ -115,7 +115,7 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
     deployment the two sides are different tenants, so neither uses cached prompts of the other."""
     key, is_own = new_key(), not arguments.server and "api_key" not in arguments.settings
     if is_own and running_deployment(state_directory(os.environ)) is None:
-        # A copy, because `arguments` are also used for the next deployment.
+        # A copy, because the caller passes the same `arguments` again for its next comparison.
         settings = arguments.settings | {"api_key": key}
         arguments = Arguments(**vars(arguments) | {"settings": settings})
     async with connected(arguments) as connection, connection.client() as client:

@@ -14,7 +14,7 @@ of a target is the share of the time in which a step runs, multiplied by how ful
 The number of a role's replicas grows at once, in proportion to the load, at most by the factor
 `GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
 `COOLDOWN_S` pass between two changes of a role. The number does not grow while replicas are
-missing. It does not shrink while all are missing, or while some are missing and others leave.
+missing. It may still shrink then, but only if some replicas are there and none is leaving.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Autoscaler:
                 continue
             change = None
             if not least <= count <= most:
-                change = role, min(max(count, least), most), f"it must be {least} to {most}"
+                change = role, min(max(count, least), most), f"the bounds are {least} to {most}"
             elif any(one.trial_share for one in records[role]):  # A trial distorts the averages.
                 self._calm_since.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:

@@ -18,7 +18,7 @@ SHARE_MAX = 0.9
 MINUTES_DEFAULT = 15.0
 MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN, ROUNDS_MIN = 10, 200
-"""A drafter is judged after at least `SESSIONS_MIN` sessions with at least `ROUNDS_MIN` rounds."""
+"""Each drafter needs this many sessions, and rounds of all its sessions, before a judgement."""
 EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
 """A trial ends early if the speeds differ by `EARLY_ERRORS` standard errors. At its end, the new
 drafter must be faster by `LATE_ERRORS`. The early test is stricter, because it runs many times."""

@@ -167,7 +167,7 @@ class PagedEngine(PagedSequences):
         self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
             "model %s: its steps run on %s; %s", info.name, kernels.name,
-            f"a token's logits do not depend on other tokens of its step (spans of {found} tokens)"
+            f"logits do not depend on a step's other tokens; attention takes {found} tokens at once"
             if found
             else "a token's logits depend on the other tokens of its step",
         )  # fmt: skip

@@ -22,11 +22,11 @@ class PageStore(Protocol):
     def num_bytes(self) -> int: ...
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages (from, to) in every layer, as if all were copied at the same time."""
+        """Copies pages (from, to) in every layer. Reads all pages before it writes any page."""
 
 
 class PagedSequences:
-    """The methods of a `DraftingEngine` that do not run the model. Subclasses add `forward`."""
+    """All methods of a `DraftingEngine` except `forward`, which subclasses add."""
 
     info: ModelInfo
     stated_seconds = 0.0
@@ -72,7 +72,7 @@ class PagedSequences:
         check(len(steps) == len(features), f"{len(features)} features for {len(steps)} draft steps")
         for step in steps:
             is_single = len(step.token_ids) == step.num_logits == 1
-            check(is_single, f"{step.sequence_id}: a draft step has one token")
+            check(is_single, f"{step.sequence_id}: a draft step must have one token and one row")
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id} holds no slots yet")
 
         def run(step: HeldStep) -> Tensor:

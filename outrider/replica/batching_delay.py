@@ -47,7 +47,7 @@ class BatchingDelay:
         self._typical = _Rhythm(1)  # averages over all sessions, with which a new session starts
         self._num_gaps = 0
         self._trust = 1.0  # share of the awaited sessions that came in time, averaged over delays
-        self.awaited: set[str] = set()  # sessions of the last delay that have not come in time
+        self.awaited: set[str] = set()  # sessions that the newest delay awaits or has missed
         self._num_awaited = 0
         self._until = 0.0
 

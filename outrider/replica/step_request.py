@@ -135,7 +135,7 @@ class StepRequest:
         return () if self.unfinished else (answer,)
 
     def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
-        """Returns this request with the compiled constraint, or the error of its compilation."""
+        """Adds a compiled constraint, or the error of its compilation. Returns this request."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
 

@@ -2,14 +2,14 @@
 
     item to run               tokens that run in a step
     a round                   all its tokens if there is room, otherwise none
-    a prefix (more tokens)    a chunk that fills the remaining room, in order of arrival
+    a longer item (a prefix)  a chunk that fills the remaining room, in order of arrival
 
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
-too. Let n be the number of waiting prefixes. The step and the earlier steps since the last rounds
-together may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long
-prompt does not stall sessions that decode, and many prompts are prefilled soon. When prompts are
-done, n falls slowly, by the factor WAITING_DECAY in each step, so that the last of many prompts is
-prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
+too. Let n be the number of waiting prefixes. A step and the steps that ran since the last step with
+rounds may together take 1 + STEP_GROWTH * n times the time of a step of the rounds alone. So one
+long prompt does not stall sessions that decode, and many prompts are prefilled soon. When prompts
+are done, n falls slowly, by the factor WAITING_DECAY in each step, so that the last of many prompts
+is prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
 sessions that decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
 PREFIX_TOKENS_MIN tokens, so rounds cannot starve prefixes.
 
@@ -29,8 +29,8 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
 """At most this many of a round's tokens come before its last `num_last` tokens (`TokenDemand`),
-because the previous round committed at most this many. A demand with more tokens is a prefix and
-runs in chunks, even at the end of a long prompt, where each token reads the most context."""
+because the previous round committed at most this many. A demand with more of them is a prefix and
+runs in chunks. The end of a long prompt needs chunks most: its tokens read the most context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens, although some

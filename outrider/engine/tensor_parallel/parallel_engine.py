@@ -93,9 +93,9 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call on the leader's engine. A call that raises an `OutriderError` has changed
-        nothing, except if the error is a `StepUndone`, which `forward_draft` handles. After any
-        other exception no further step may run."""
+        """Makes a call on the leader's engine. A call that raises `StepUndone` has taken and freed
+        slots, which `forward_draft` repeats on the followers. A call that raises another
+        `OutriderError` has changed nothing. After any other exception no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:

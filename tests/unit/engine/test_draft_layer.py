@@ -185,8 +185,8 @@ def refused(pair: Pair, step: SequenceStep, count: int, reason: str) -> None:
 def test_what_cannot_be_drafted_is_refused() -> None:
     pair = Pair("gathered")
     pair.forward([SequenceStep("a", ids(9), 1)])
-    refused(pair, SequenceStep("a", (1, 2), 1), 1, "has one token")
-    refused(pair, SequenceStep("a", (1,), 0), 1, "has one token")
+    refused(pair, SequenceStep("a", (1, 2), 1), 1, "must have one token")
+    refused(pair, SequenceStep("a", (1,), 0), 1, "must have one token")
     refused(pair, SequenceStep("a", (1,), 1), 2, "2 features for 1 draft steps")
     refused(pair, SequenceStep("new", (1,), 1), 1, "holds no slots yet")
     with pytest.raises(InvariantError, match="without a draft layer"):
