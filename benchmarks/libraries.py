@@ -44,8 +44,8 @@ class TargetInputs:
 
     setup: Mapping[str, Any]
     """The first message to each library's process: the context length in tokens (`context_tokens`),
-    prompts at a time (`batch`), a `directory` with the target's safetensors, and settings of the
-    target (`target`). `gguf` is a GGUF file with the same weights in float16; empty = none."""
+    the number of prompts at a time (`batch`), the `directory` of the target's safetensors, settings
+    of the `target`, and a `gguf` file with the same weights in float16 (empty = none)."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Token ids of each prompt, by the prompt's text."""
@@ -198,7 +198,7 @@ async def fastest_settings(
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
     setup = inputs.setup
-    # Files of earlier versions have another format, and their keys do not match.
+    # Files of earlier versions have another format and another `of`, so they are not used.
     key = {"directory": setup["directory"], "num_threads": setup["target"]["num_threads"]}
     if not again and path.exists():
         kept = json.loads(path.read_text("utf-8"))

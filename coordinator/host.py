@@ -172,7 +172,7 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Reports health by gRPC, until a bug ends the commits. Then stops the servers."""
+    """Reports health by gRPC. If the task that commits tokens fails, stops the servers."""
     serving = True
     while not service.failed:
         healthy = not (service.trouble or (http is not None and http.failed))
@@ -181,7 +181,7 @@ async def report_health(
             await server.set_serving(healthy)
             serving = healthy
         await asyncio.sleep(HEALTH_PERIOD_S)
-    _log.critical("commits have ended; the coordinator stops")
+    _log.critical("the task that commits tokens has failed; the coordinator stops")
     if http is not None:
         await http.stop()
     await server.stop()

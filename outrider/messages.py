@@ -106,11 +106,11 @@ class VerifyItem:
     num_next_draft_tokens: int = 0
     """Largest number of tokens to draft for the next round, if the target drafts for itself."""
     features_from: int | None = None
-    """Position of the first committed token whose `Features` to send; None = send no features."""
+    """Asks for the `Features` of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
     audit: bool = False
-    """Whether to audit the proposal, which then is a part of an ended session's completion."""
+    """True for an audit: `proposal` is then a part of the completion of an ended session."""
 
     @property
     def num_rows(self) -> int:
@@ -190,8 +190,8 @@ class VerdictReply:
     next_out_of_time: bool = False
     """Whether a time limit has shortened `next_proposal`."""
     features: Features | None = None
-    """Features of the tokens from `VerifyItem.features_from` on, up to a message's limit. They end
-    before the last token that this verdict commits, because the target has not run that token."""
+    """Features from `VerifyItem.features_from` on, as many as limits allow. The last token that the
+    verdict commits has none, because the target has not run that token."""
     audit: AuditSums | None = None
     """None if the item did not ask for an audit."""
 

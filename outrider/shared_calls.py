@@ -16,7 +16,7 @@ class SharedCalls(Generic[Key, Result]):
     be called on the event loop's thread."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
-        """At most `num_threads` calls from `result` run at the same time. Further calls wait."""
+        """`result` runs at most `num_threads` calls at the same time. Further calls wait."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._running: dict[Key, asyncio.Future[Result]] = {}
         self._num_waiting: Counter[Key] = Counter()

@@ -41,7 +41,7 @@ class LoadMeter:
         self._sums.add(self._clock(), amounts)
 
     async def watch(self) -> None:
-        """Measures the process until it is cancelled."""
+        """Measures the event loop and the process, until this call is cancelled."""
         while True:
             due, cpu_s = self._clock() + _LOOK_PERIOD_S, time.process_time()
             await asyncio.sleep(_LOOK_PERIOD_S)

@@ -25,9 +25,9 @@ class Prospects(NamedTuple):
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns an array [5, K] for a round that asked for K = `num_asked` tokens, with a column for
-    each depth. `survival` has an entry for each proposed token (see `PlayedRound`). A token is
-    *due* at a depth if the round asked for it and all earlier tokens were proposed. At each depth,
-    a row has the value in this table if its condition holds, otherwise 0:
+    each depth. For each proposed token, `survival` has the chance that this token and all earlier
+    tokens were accepted. A token is *due* at a depth if the round asked for it and all earlier
+    tokens were proposed. These are the rows, which have 0 where the condition does not hold:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -69,9 +69,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth: that a token is proposed, that a proposed token is
-        accepted, and again that a token is proposed. The first two assume that all earlier tokens
-        were accepted. The third assumes that all earlier tokens were proposed."""
+        """Returns three chances for each depth. If all earlier tokens were accepted: that a token
+        is proposed, and that a proposed token is accepted. If all earlier tokens were proposed:
+        that a token is proposed."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

@@ -70,7 +70,7 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
         raise BadRequest("sampling.min_tokens", reason)
     num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})
     if sampling.min_tokens and num_ends >= model.vocab_size:
-        reason = "exclude every token until min_tokens is reached; give fewer ids, or no min_tokens"
+        reason = "every token ends the answer before min_tokens; give fewer ids, or no min_tokens"
         raise BadRequest("sampling.stop_token_ids", reason)
     check_roles(request.prompt)
     if len(request.stop) > (most := limits.STOP_STRINGS_MAX):
@@ -105,7 +105,7 @@ def resolve(
     if not prompt_ids:
         raise BadRequest(prompt_field, "the prompt is empty; at least one token is needed")
     if num_ids >= length:
-        most = f"at most {length - 1} leave room for an answer in the model's length of {length}"
+        most = f"allowed: up to {length - 1}, so that an answer fits the model's length of {length}"
         raise BadRequest(prompt_field, f"the prompt has {num_ids} tokens; {most}")
     check_ids(prompt_ids, prompt_field, model.vocab_size)
     room = length - num_ids
@@ -197,7 +197,7 @@ class PromptEncoder:
         size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
-            most = f"up to {bytes_max}, the most that fit the model's {tokens_max} tokens"
+            most = f"up to {bytes_max}, the most that {tokens_max} tokens (the model's limit) have"
             raise BadRequest(field, f"has {size} bytes; allowed: {most}")
 
         def tokenize() -> tuple[int, ...]:

@@ -30,7 +30,7 @@ READ_PERIOD_S = 0.5
 REFUSED_S = 10.0
 """Pause before a replica that could not join is asked again."""
 NAMES_KEPT = 2 * len(ROLES) * REPLICAS_MAX
-"""Largest number of present and former replicas for which times are kept."""
+"""Largest number of replicas, present and former, that `Discovery` remembers."""
 
 State = Literal["serving", "away", "leaving", "joining"]
 """away: not reachable. joining: in the registry, but refused by the pool or not added yet."""
@@ -81,9 +81,9 @@ class Discovery:
         """Whether the newest read of the registry failed."""
 
     async def begin(self) -> None:
-        """Adds the targets that the registry lists, and then the drafts. Waits up to `LEASE_S` for
-        the first target. Within this time, every running target announces itself, even if the
-        registry had lost its data. Raises `Incompatible` if no replica fits an empty pool."""
+        """Adds the targets that the registry lists, then the drafts. Waits up to `LEASE_S` for a
+        target. Within this time, every running target announces itself, even if the registry lost
+        its data. Raises `Incompatible` if a pool stays empty because its replicas do not fit."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:

@@ -118,9 +118,9 @@ class EndpointPool(Generic[Endpoint]):
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:
-        """Calls the function that names the coordinators again. If the function returns an empty
-        text or fails, the named coordinators stay the same. Returns the endpoints that the pool no
-        longer keeps, which the caller must close."""
+        """Calls again the function that names the coordinators, at most once in `LOOK_S`. If the
+        function returns an empty text or fails, the named coordinators stay the same. Returns the
+        endpoints that the pool no longer keeps, which the caller must close."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -289,8 +289,8 @@ class Tries:
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
         over. If all coordinators have failed to begin the call, raises `error` unless a later try
-        may succeed. A try may succeed if a function names the coordinators and `tried` did not
-        answer, or if the call is a stream and at least one coordinator answered."""
+        may succeed: if the call is a stream and at least one coordinator answered, or if `tried`
+        did not answer and a function may name other coordinators by then."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

@@ -35,8 +35,8 @@ _ROWS_UNIT = 64
 
 
 def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """Rounds a number of rows up to a multiple of 64. Rounds a number below 64 up to a power of
-    two, and to at least `smallest`. 0 stays 0."""
+    """Rounds 64 or more rows up to a multiple of 64. Rounds fewer rows up to a power of two, and to
+    at least `smallest`. 0 stays 0."""
     if num_rows >= _ROWS_UNIT:
         return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
@@ -81,7 +81,7 @@ class StepRows(NamedTuple):
 
 
 class HeldStep:
-    """The sequences of one step, at least one."""
+    """The sequences (one or more) of one step."""
 
     def __init__(self, sequences: Sequence[HeldSequence], page_size: int) -> None:
         self.sequences, self.page_size = sequences, page_size
@@ -117,7 +117,7 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """Returns [heads * N * L]: the rows of `slots` in a tensor [heads * num_slots, width]."""
+        """Returns [heads * N * L]: each head's `slots`, as rows of [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)

@@ -30,7 +30,7 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load, as means over about `WINDOW_S`. None = unknown, or not for this role."""
+    """A replica's load, as means over about `WINDOW_S`. None = unknown, or not used by the role."""
 
     __pydantic_config__: ClassVar = _STRICT
 

@@ -3,7 +3,7 @@ session. Items that arrive during a *step* (a call of the worker) share the next
 grow with load.
 
     event loop                                          executor (a thread, or inline)
-    take, release, form a batch, send answers           the worker's step, release, park
+    accept items, form batches, send answers            run steps, forget sessions, free pages
 
 Only code on the executor touches the worker's state."""
 
@@ -81,9 +81,9 @@ class SteppedService(ReplicaService):
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
     ) -> None:  # fmt: skip
         """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is
-        the expected time of a step with `rows` tokens, s. If it is above 0, the step may wait for
-        sessions whose next items are expected soon. An item with a new constraint waits until the
-        constraint's grammar is compiled, so that no step compiles a grammar."""
+        the expected time of a step with `rows` tokens of `sessions` sessions, s. If it is above 0,
+        the step may wait for sessions whose next items are expected soon. An item with a new
+        constraint waits until its grammar is compiled, so that no step compiles a grammar."""
         self._worker = worker
         self._executor = executor
         self._description = description
@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. If `Newest` drops a session, its pages are freed when other sessions need pages."""
+        step. At `num_max`, the oldest is dropped, and loses its pages when others need them."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -387,7 +387,7 @@ class SteppedService(ReplicaService):
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            # With `is_timed`, `now` is too early: the executor sleeps only after the second step.
+            # With `is_timed`, the executor sleeps for both steps later, so `now` is too early.
             if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))
@@ -476,8 +476,8 @@ def _round_of(item: Any) -> Any:
 
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """Adds to a verdict or proposal how long its item waited for the first step, and how long the
-    item then took until `end`. `num_sharing` items shared the last step."""
+    """Sets the times of a verdict or proposal: how long its item waited for its first step, and how
+    long the item then took until `end`. `num_sharing` items shared the last step."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at

@@ -305,7 +305,7 @@ class FusedSteps(Steps):
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
-_NUM_PAGES = 257  # pages of the trial's cache; longer contexts use some pages several times
+_NUM_PAGES = 257  # pages of the cache in `find_span_tokens`; a longer context repeats some pages
 
 
 @torch.inference_mode()
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs a step of the last `num` tokens in spans of 1 on `thread_counts[0]` threads. Returns
-        whether steps of only `count` of these tokens have the same rows, for each of `counts`."""
+        """Runs the last `num` tokens in one step, in spans of 1 on `thread_counts[0]` threads.
+        Returns whether steps of `counts` of them, in spans of `span`, give the same rows."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

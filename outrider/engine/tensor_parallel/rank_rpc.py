@@ -81,7 +81,7 @@ def accept(
                         continue
                     connection = silent[0]
                 if connection not in silent:
-                    continue  # It was closed above, as the oldest.
+                    continue  # It was the oldest, and has just been closed.
                 silent.remove(connection)
                 selector.unregister(connection)
                 rank = _named_rank(connection, token)
