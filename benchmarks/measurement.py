@@ -114,7 +114,7 @@ class Contestant:
     side: str
     client: BenchClient
     request: GenerateRequest
-    """The request of the first prompt, without its text."""
+    """A request without text. `ask` adds the text and seed of each prompt."""
     concurrency: int
 
     def ask(self, prompt: BenchPrompt, index: int) -> GenerateRequest:
@@ -194,7 +194,7 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
 
     With several requests at a time, there are two turns, each with every second prompt. At the end
     of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With a
-    single turn, only later sides would find cached prefixes."""
+    single turn, the first side would never find prefixes that another side has cached."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 

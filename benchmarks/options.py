@@ -63,7 +63,7 @@ class DecodingOptions(PromptOptions):
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
-        """The request for the first prompt, with drafts but without text. `num_draft_tokens` is the
+        """A request with drafts. `Contestant.ask` adds each prompt to it. `num_draft_tokens` is the
         deployment's default. Raises `SettingError` if the default is 0 and the option is unset."""
         from .measurement import bench_request
 

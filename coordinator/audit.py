@@ -36,8 +36,8 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Of the sessions with one seed, only the first is audited,
-        because they all use the same random numbers."""
+        """Seeds of chosen sessions. Sessions with the same seed use the same random numbers, so
+        only the first of them is audited."""
         self._num_chosen = 0
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -19,7 +19,7 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
-SILENT_DRAFT_S = 5.0  # a draft is lost if it has not answered this long after its time limit
+SILENT_DRAFT_S = 5.0  # a draft that is silent for this time after its time limit counts as lost
 UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
@@ -32,8 +32,8 @@ the cube of their number."""
 LIST_ALTERNATIVE = 4
 """An alternative that may be a list counts as this many alternatives."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
-MASK_S_MAX = 0.25  # time for a token's mask; a constraint that takes longer twice is refused
-FOLLOWED_AT_ONCE = 64  # a constraint's matcher may read this many tokens in MASK_S_MAX
+MASK_S_MAX = 0.25  # for a token's mask; a constraint that exceeds this time twice is refused
+FOLLOWED_AT_ONCE = 64  # tokens that a constraint's matcher must read within MASK_S_MAX
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # of memory for compiling a constraint, not counting the tokenizer
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
@@ -42,7 +42,7 @@ COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
-LEXER_STATES_MAX = 2**15  # of a constraint, 1 to 2 KB each; at the limit, it is compiled again
+LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that reaches this number is compiled again
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
@@ -73,7 +73,7 @@ SUFFIX_TENANTS = 4  # suffix decoding has room for the full histories of this ma
 SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
-AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen for an audit and have no result
+AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen for an audit and not yet audited
 REPLICAS_MAX = 1024  # of one role in a deployment
 LOG_BYTES_MAX = 16 * 2**20  # a larger log file is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
@@ -92,7 +92,7 @@ BATCHED_TOKENS_VLLM = 2048  # the same with vLLM; `vllm serve` has this default,
 BATCHED_TOKENS_MIN = 64  # enough for a round and a part of a prefix
 DRAFT_SUPPORT_ENTRIES = 64  # tokens that a draft keeps of its distribution q, the likeliest first
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # tokens that a distribution q in a message may have
-RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
+RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may run without another request
 STREAM_INTERVAL_MS = 40  # between messages in plain decoding, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # a longer delay of a coordinator's event loop counts as overload
 LOOP_LAG_LOOKS = 4  # after this many overloads in a row, checked every 0.25 s, requests are refused
@@ -107,9 +107,9 @@ HTTP_VALUES_MAX = 2**19  # values and keys of a body, such as the token ids of a
 HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # fields of one object in a body, known or unknown
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Connections of a coordinator, or half of its file descriptors if that is less. At the limit, a
-new connection replaces the connection that has been idle longest. If no connection is idle, the
-coordinator refuses the new connection."""
+"""Connections of a coordinator, but at most half of the files that its process may open. At the
+limit, a new connection replaces the connection that has been idle longest. If no connection is
+idle, the coordinator refuses the new connection."""
 HTTP_HEADERS_S = 10  # for the TLS handshake and the headers of a request
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # how long a stopping server still takes requests on open connections
@@ -135,7 +135,7 @@ TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is no
 LEASE_WAIT_SPREAD_MS = 250  # longest random delay of a retry; it spreads the clients' retries
 FINISHED_TTL_S = 600  # time that a finished session is kept
 UNCOMMITTED_TOKENS_MAX = 256  # a session with more decided but uncommitted tokens waits for Redis
-UNCOMMITTED_MS_MAX = 10_000  # a session whose tokens are uncommitted for longer waits for Redis
+UNCOMMITTED_MS_MAX = 10_000  # a session with older uncommitted tokens waits for Redis
 
 TOKEN_ID_MAX = 2**31 - 1
 SESSION_TOKENS_MAX = 2**31 - 1  # largest committed length that a message may state
@@ -162,11 +162,11 @@ RECORD_INLINE_BYTES = 16 * 2**10  # of a session's record; a longer record is de
 LOAD_TRIES_MAX = 3  # tries to read a session's record while its tokens change
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replayed on a thread
-SLOTS_PER_SCRIPT_MAX = 256  # slots (running requests of keys) that one script renews or frees
+SLOTS_PER_SCRIPT_MAX = 256  # slots (permissions to run a request) that one script renews or frees
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
-ABANDON_TRIES_MAX = 20  # tries to store a session's end while more than UNTOLD_SESSIONS_MAX wait
-CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
+ABANDON_TRIES_MAX = 20  # tries to store a session's end, if over UNTOLD_SESSIONS_MAX ends wait
+CANCEL_WAIT_S = 10  # how long `Cancel` of a session that no coordinator runs waits for the store
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # the wait between tries to reach the store doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer

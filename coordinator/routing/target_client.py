@@ -53,9 +53,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
         """The proposal that the newest verdict is about. If it is shorter than the proposal given
-        to `verify`, the target could not read q. The caller must then reject the drafter: q may be
-        unreadable only after certain tokens, and repeated cuts before such tokens would bias the
-        output."""
+        to `verify`, the target could not read q. The caller must then stop using the drafter. Its q
+        may be unreadable only after certain tokens, and cutting proposals at these tokens in every
+        round would bias the output."""
 
     async def verify(
         self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
@@ -75,7 +75,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
-        # Whether an earlier request covers this round, and at least half of the next `run_ahead`.
+        # Whether an earlier request covers this round, and half of the `run_ahead` rounds after it.
         is_covered = self._asked_until - number >= run_ahead // 2
         ask = len(proposal) > 0 or self.was_lost or not is_covered
         self.was_asked = False

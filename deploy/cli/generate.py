@@ -360,7 +360,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _restored_terminal(on_terminal: bool) -> Iterator[None]:
-    """Restores the terminal's settings at the end, because line editing turns the echo off."""
+    """Restores the terminal's settings at the end. An unfinished `input` leaves the echo off."""
     if not on_terminal:
         yield
         return

@@ -1,8 +1,8 @@
-"""`outrider plan` finds the best rule, K, look-ahead and number of drafts for a target, a draft and
-prompts. It has four stages:
+"""`outrider plan` finds the best rule, K, look-ahead and number of draft replicas for a
+target, a drafter and prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
-rehearse  the services run short sessions, whose times correct the computed times of steps
+rehearse  the services run short sessions, whose times correct the engines' tables of step times
 choose    the plan computes the speed of every rule and K on the answers, and takes the fastest
 simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """
@@ -55,11 +55,11 @@ class PlanOptions(PromptOptions):
     devices: str | None = None
     """Run no model. Instead compute the speed of a device with and without drafts, from the models'
     sizes and the memory bandwidth. Give the preset h200-8b or h200-70b-fp8. PRESET,KEY=VALUE,..
-    changes values [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
-    head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
-    hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
-    plain_ms=0.5]. A model is GB/LAYERS/KB/DEVICES. GB is the size of the weights. KB is the size of
-    a token's keys and values."""
+    changes values; h200-8b has sessions=1,context=1024,target=16.06/32/131.1/1,
+    draft=2.47/16/32.8/1,head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,
+    head_acceptance=0.71,hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,
+    layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,plain_ms=0.5. A model is
+    GB/LAYERS/KB/DEVICES. GB is the size of the weights, KB of a token's keys and values."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         if self.prompts is None and self.num_prompts is None:
@@ -78,7 +78,7 @@ class SimulationOptions(Options):
     about ten times as long."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. `--engine emulated:acceptance_rates=A/A/..` describes them without a file."""
+    --json`. `--engine emulated:acceptance_rates=A/A/..` replaces the file."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Number of concurrent sessions; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None

@@ -294,9 +294,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, dict[str, str]]:
-    """Removes the secrets, which Ray must not get. Returns the configuration with hashes in place
-    of API keys, a new API key for this machine's commands (empty if callers need no key), and the
-    passwords of Redis by kind. Raises `SettingError`."""
+    """Removes the secrets, which Ray must not get. Returns the configuration, in which hashes
+    replace API keys; a new API key for this machine's commands, empty if callers need no key; and
+    the passwords of Redis by kind. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:

@@ -156,7 +156,7 @@ class Reconciler(PlacedActor):
             await self._cluster.save("")  # An earlier deployment may have saved changes.
             await self._fleet.start()
         except (asyncio.CancelledError, Unavailable) as error:
-            # A `ReconcilerClient` would repeat a call that raises `Unavailable`.
+            # After `Unavailable`, a `ReconcilerClient` would repeat its call.
             reason = f"the deployment did not start: {str(error) or 'it was stopped'}"
             self._begun.set_exception(OutriderError(reason))
         except Exception as error:  # noqa: BLE001 (`_ready` raises it)
@@ -208,7 +208,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # `settled` may fail now, if a new replica is on another machine.
+        except BaseException:  # A replica may have started on another machine since the check.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
@@ -313,7 +313,7 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the saved changes. Ends a saved trial. Raises `ValueError` for a damaged text."""
+        """Applies saved changes and ends a saved trial. Raises `ValueError` for damaged changes."""
         if text := await self._cluster.saved():
             values, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values))

@@ -137,7 +137,7 @@ class BlockPool:
         """Takes slots for the tokens of the steps. No sequence may have two steps. An unknown
         sequence begins with an empty salt. Returns the page copies to make before any slot is
         written. After the step, call `written`. If the step fails, call `keep` with the old length
-        instead. If a page copy fails, also call `release`, because the page table lists the copy.
+        instead. If a page copy fails, also call `release`: the page table lists the unfilled page.
 
         Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If `whole` is
         false, only the draft layer writes to the new slots. These slots must never be shared, so do

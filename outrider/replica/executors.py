@@ -64,8 +64,8 @@ class InlineExecutor:
     """Runs steps on the event loop. For simulations with a virtual clock."""
 
     def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
-        """See `ThreadExecutor`. A simulation may set `is_timed` to False although its steps take
-        time. If two steps run in one `run`, the time of both passes after the second step."""
+        """See `ThreadExecutor`. If a simulation sets `is_timed` to False, a target may run two
+        steps in one `run`. The time of both steps then passes after the second step."""
         self.is_timed = is_timed
         self._step_seconds = step_seconds
 

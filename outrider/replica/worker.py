@@ -40,7 +40,7 @@ class SlotDemand(NamedTuple):
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # tokens, from the last committed token on, that must run in one step
-    reach: int | None = None  # committed tokens that can run; None = all, and the extra slots, too
+    reach: int | None = None  # committed tokens that can run; None = all, and those of extra slots
 
 
 class Admitted(NamedTuple):
@@ -87,7 +87,7 @@ class StepWorker:
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
         self._num_slots = self.figures.pages.num_slots
-        self._decoding: list[str] = []  # the sessions with rounds in the last step that had rounds
+        self._decoding: list[str] = []  # the sessions whose rounds ran last
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """Decides which items run. The items are of distinct sessions, and in order of arrival.
@@ -158,7 +158,7 @@ class StepWorker:
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Returns whether there are pages for these steps. If pages of `younger` sessions are
-        needed and suffice, frees them, the youngest session's first. `lost` gets these sessions."""
+        needed and suffice, releases the youngest until the steps fit, and adds them to `lost`."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):
@@ -194,9 +194,9 @@ class StepWorker:
         return admissions
 
     def step(self, items: Sequence[Any]) -> list[Any]:
-        """Runs a step. The items are of distinct sessions, and in order of arrival. Returns one
-        answer, `Answers` or `Unfinished` for each item. If an item causes an error, only this item
-        gets `Refused`. Raises `EngineLost` if no more steps can run."""
+        """Runs a step. The items are of distinct sessions, and in order of arrival. Returns an
+        answer, an `Answers` or an `Unfinished` for each item. If an item causes an error, only this
+        item gets `Refused`. Raises `EngineLost` if no more steps can run."""
         raise NotImplementedError
 
     def note_seconds(self, seconds: float) -> None:
@@ -250,7 +250,7 @@ class StepWorker:
                 work.answer = admission
 
     def _validate(self, work: Any) -> None:
-        """Raises the error with which an item is refused."""
+        """Raises an error if the item must be refused."""
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:
         """Prepares an admitted item for the pass, or answers it. Raises the error with which the

@@ -1,7 +1,7 @@
 """Reduces a model to one rank's share of its weights, as plain modules and plain tensors.
 
-A rank has only some of the model's attention heads and columns. The code of a decoder layer works
-with any number of heads and columns. Ranks exchange tensors only in some linear layers, in the
+A rank has only some attention heads and some MLP units of each decoder layer. The code of the layer
+works with any number of heads and units. Ranks exchange tensors only in some linear layers, in the
 embedding, and in the LM head."""
 
 from __future__ import annotations
