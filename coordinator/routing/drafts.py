@@ -30,8 +30,8 @@ class Drafted:
     """Time for which the round waited for the proposal."""
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
-    number of drawn tokens. 0 if the proposal does not show how often the drafter's tokens are
-    accepted: no drafter was asked, or a look-up replaced a drafter that was late or not ready."""
+    number of drawn tokens. 0 if no drafter was asked, or if a look-up replaced a drafter that was
+    late or not ready: the proposal does not show how often the drafter's tokens are accepted."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""

@@ -271,7 +271,7 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The check's text has pages without keys and values of the head. A new pool drops them.
+        # The check filled pages without keys and values of the head. A new pool drops these pages.
         pool = BlockPool(self._pool.num_pages, self._page_size)
         self._use_pool(pool, self._stores, max_num_seqs)
         if self.draft_layer is not None:
