@@ -417,7 +417,7 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports rounds to the observer. Returns the seconds since the first was decided."""
+        """Reports rounds to the observer. Returns the time since the first round was decided, s."""
         now = self._clock()
         decided_s = {entry.round_index: now - entry.decided_at for entry in entries}
         self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))

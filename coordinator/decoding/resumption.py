@@ -20,7 +20,7 @@ from .detokenizer import Completion
 TOKENS_PER_EVENT = 512
 """Largest number of tokens in one event of a replay, which bounds the size of the message."""
 ENTRIES_PER_EVENT = 1024
-"""Largest number of log-probabilities in an event with more than one replayed token."""
+"""Largest number of log-probabilities in an event of a replay. One token alone may have more."""
 _LOGPROBS = TypeAdapter(
     tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
 )
@@ -111,7 +111,7 @@ def started(record: SessionRecord, model: str) -> Started:
 
 
 def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
-    """Yields the events of a finished session after `Started`; nothing if the session runs."""
+    """Yields all events after `Started` if the session is finished, otherwise nothing."""
     if record.finish_reason is None:
         return
     yield from replayed.events
