@@ -59,7 +59,7 @@ class PlanOptions(PromptOptions):
     draft=2.47/16/32.8/1,head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,
     head_acceptance=0.71,hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,
     layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,plain_ms=0.5. A model is
-    GB/LAYERS/KB/DEVICES. GB is the size of the weights, KB of a token's keys and values."""
+    GB/LAYERS/KB/DEVICES. GB is the size of the weights, KB that of a token's keys and values."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         if self.prompts is None and self.num_prompts is None:
