@@ -22,7 +22,7 @@ class PageStore(Protocol):
     def num_bytes(self) -> int: ...
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages (from, to) in every layer. Reads all pages before it writes any page."""
+        """Copies pages (from, to) in every layer. No copy may read what another copy wrote."""
 
 
 class PagedSequences:
