@@ -102,7 +102,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> pydantic.WrapValidator:
-    """Makes a validator that replaces pydantic's errors about a union by a single error."""
+    """Makes a validator that replaces pydantic's errors about a union by `must be {words}`."""
 
     def validate(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -374,7 +374,7 @@ class Message(Body):
         for name in ("reasoning_content", "tool_calls", "tool_call_id"):
             role = "tool" if name == "tool_call_id" else "assistant"
             if getattr(self, name) and self.role != role:
-                raise field_error(name, f"needs a message with the role {role}; leave it out")
+                raise field_error(name, f"is allowed only for the role {role}; leave it out")
         if self.content is None and self.role != "assistant":
             raise field_error("content", "is missing; only the assistant may leave it out")
         if self.tool_call_id is None and self.role == "tool":
@@ -545,7 +545,7 @@ class TokenizeBody(Body):
                     raise BadRequest(name, "is allowed only with messages; leave it out")
             return CompletionBody.model_construct(**dict(self)).translate()
         if self.add_special_tokens:
-            raise BadRequest("add_special_tokens", "must be false, or be left out, with messages")
+            raise BadRequest("add_special_tokens", "must be false or left out with messages")
         return ChatBody.model_construct(**dict(self)).translate()
 
 

@@ -355,8 +355,8 @@ def _loaded(text: str) -> Any:
 
 
 def _arguments(call: dict[str, Any]) -> str:
-    """Returns the arguments of a call, as JSON text. Some models write a string with JSON. If there
-    are no arguments, some models write null or leave the field out."""
+    """Returns the arguments of a call, as JSON text. Some models write this JSON as a string. If
+    there are no arguments, some models write null or leave the field out."""
     found = call.get("arguments", call.get("parameters"))
     if isinstance(found, str):
         return found

@@ -48,7 +48,7 @@ export class Timeline {
     if (follows) list.scrollTop = list.scrollHeight;
   }
 
-  /** Draws an axis for times up to `most` ms or more. Returns the axis's length, ms. */
+  /** Draws an axis with a length of at least `most` ms. Returns the axis's length, ms. */
   #measure(most) {
     const rough = Math.max(most, 0.1) / TICKS_MIN;
     const unit = 10 ** Math.floor(Math.log10(rough));
