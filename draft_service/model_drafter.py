@@ -184,7 +184,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # No draft token has been run, so the draft cannot be the `basis` of look-ahead.
+            # No draft token has been run, so the draft cannot be a `RoundAhead.basis`.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # From `costs`, coordinators would conclude that each draft token takes a pass.
+        # A one-pass drafter's costs would tell coordinators that each draft token takes a pass.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -87,8 +87,8 @@ class _Drafting(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        """Without look-ahead, the proposal's last token is never run and needs no slot. A head runs
-        only tokens with features, so `reach` ends after the last of these tokens."""
+        """Without look-ahead, the proposal's last token is never run and needs no slot. To run a
+        token, a head needs the feature of the token before it, which limits `reach`."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1

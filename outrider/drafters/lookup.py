@@ -30,8 +30,8 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of `num` among `num_all` occurrences of a match. Because a few short matches are
-    weak evidence, adds 1 / `match_length` to `num_all`."""
+    """Of `num_all` occurrences of a match, `num` have the same continuation. Returns their share.
+    Adds 1 / `match_length` to `num_all`, because a few short matches are weak evidence."""
     return num / (num_all + 1 / match_length)
 
 
@@ -89,8 +89,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. Takes O(1)
-        if `digests` is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. `digests`
+        is a prefix of `token_ids`. If it is at least as long as the text, this takes O(1)."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids

@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """Calls `load` for the first constraint. Refuses it if `load` raises `ConfigError`."""
+        """Calls `load` for the first constraint. A `ConfigError` there refuses the constraint."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -144,7 +144,7 @@ class Grammars:
         """All grammars that are still referenced."""
         self._slow: WeakSet[Grammar] = WeakSet()  # grammars that have delayed a step once
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens, and are no longer applied to draft
+        """Grammars that took too long to process draft tokens. They are no longer applied to draft
         tokens. Only the thread that runs steps may use this set."""
         self._calls = SharedCalls[_Key, Grammar | _Refusal](limits.COMPILE_THREADS, "grammar")
 

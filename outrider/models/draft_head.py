@@ -15,7 +15,7 @@ Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N
 width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
 """The name under which transformers finds `_attention`. `_attention` calls its argument `attend`,
-an `Attend` with the two axes [B, L] in place of N."""
+an `Attend` whose shapes have two axes [B, L] in place of N."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 
@@ -39,7 +39,7 @@ class DraftHead(nn.Module):
     scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
     """The target's layers whose inputs are the taps, counted from 0. An id equal to the number of
-    layers means the input of the norm after the last layer. No other id may be beside `OUTPUT`."""
+    layers means the input of the norm after the last layer. `OUTPUT` must be the only id."""
     rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any
@@ -49,8 +49,8 @@ class DraftHead(nn.Module):
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Returns the ways in which this head may have been trained to read a target of
-        `num_layers` layers. Maps a way's name, for messages, to an argument of `read_as`. The first
-        way is the one that the head's files state."""
+        `num_layers` layers. Keys are names for messages. Values are arguments of `read_as`. The
+        first way is the one that the head's files state."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:

@@ -268,8 +268,8 @@ def empty_model(
         config = _config(path, remote)
         if not takes_quantised and (quantization := quantization_of(config)):
             raise ValueError(
-                f"its weights are quantised ({quantization}). Only `--engine vllm` divides such "
-                "weights among ranks. A drafter for a target must not have such weights"
+                f"its weights are quantised ({quantization}), which does not work on several ranks "
+                "(use `--engine vllm`), with `--eagle3-on draft`, or in a drafter of `distill`"
             )
         with parameters_on_meta():
             dtype = _resolve_stored_dtype(config, options.get("dtype", "auto"), path)

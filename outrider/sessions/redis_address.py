@@ -5,7 +5,7 @@ holder of the cluster's token. If the address has no password, a process finds t
 
 | place of the password | set by |
 | --- | --- |
-| a file | the setting `redis_password_file`; on one machine also `outrider serve` |
+| a file | the setting `redis_password_file`, or `outrider serve` on one machine |
 | variable OUTRIDER_REDIS_PASSWORD | the environment of Ray's processes, such as a pod's Secret |
 """
 

@@ -52,8 +52,8 @@ def masked_url(url: str) -> str:
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """The context of a call. Ends the call after `REDIS_TIMEOUT_MS`, and converts an error of the
     call into an `OutriderError`. If the server fails, or may no longer be the primary, closes idle
-    connections. The next call then connects anew, and finds the primary by the server's name or by
-    Sentinel. A failed call must close its own connection.
+    connections. The next call then connects anew, and finds the primary by DNS or by Sentinel. A
+    failed call must close its own connection.
 
     The time is counted in slices. A slice starts when the event loop has handled the end of the
     previous slice. So a pause of this process, such as a garbage collection, uses up only one
@@ -138,7 +138,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     except (TypeError, ValueError):
         # The cause is left out (`from None`), because it may quote the password.
         raise errors.ConfigError(
-            f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
+            f"Redis URL {masked_url(url)} is not one of redis://HOST:PORT/DB, "
             f"rediss://HOST:PORT/DB, unix:///PATH?db=DB, "
             f"redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB], "
             f"rediss+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
@@ -285,8 +285,8 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas of Redis have its writes
-        and all earlier writes. The command WAIT waits only up to the last write of its own
-        connection. A script may write nothing, so `replicated_key` is set before each WAIT."""
+        and all earlier writes. WAIT covers only the writes up to the last write of its connection.
+        A script may write nothing, so this class writes `replicated_key` before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key

@@ -1,8 +1,8 @@
 """The state of one session at its owner, the coordinator that runs it: how many tokens are decided,
 how many are stored, and how many may be shown to the client.
 
-    prompt_length <= showable_length <= length          (all tokens decided so far)
-    acknowledged_length <= showable_length              (equal, unless the store has lost tokens)
+    prompt_length <= showable_length <= length, the number of decided tokens
+    acknowledged_length <= showable_length; they are equal unless the store has lost tokens
 
 The owner decides tokens, sends `next_append()` to the store, and passes the store's answer to
 `acknowledge()`. If the store has lost the session's last tokens, the answer is a smaller length,

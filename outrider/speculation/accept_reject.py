@@ -70,7 +70,7 @@ def decide(
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
     """A verdict that commits the draft tokens 0..`index`, and no other token. It replaces `verdict`
-    if an outcome accepts draft token `index`, but no token can be drawn after that draft token. The
+    if the outcome accepts draft token `index`, but the mask after this token is unknown. The
     committed tokens keep their distribution, because under every rule the probability of accepting
     the tokens 0..`index` does not depend on what may follow them."""
     accept = [float(i < index) for i in range(len(proposal_ids))]

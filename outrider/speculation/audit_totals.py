@@ -1,4 +1,4 @@
-"""The sums that `audit.py` computes. Coordinators import this module, so it does not need torch."""
+"""The sums of `audit.py`. Coordinators import this module, so it must not import torch."""
 
 from dataclasses import dataclass
 

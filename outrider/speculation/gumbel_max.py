@@ -33,7 +33,7 @@ from outrider.speculation.random_streams import RowKeys, row_words
 BLOCK = 128
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""Number `_BLOCK_NUMBERS` + b gives the shortest wait of block b. Token ids are smaller numbers."""
+"""The shortest wait of block b comes from number `_BLOCK_NUMBERS` + b, above all token ids."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64

@@ -73,10 +73,10 @@ def _is_reached(parts, goal):
 
 @triton.jit
 def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keeps the largest weights of `row` [width], and sets all others to 0. Keeps `goal` weights,
-    or, if `BY_MASS`, as few as have at least the mass `goal`. Of equal weights, keeps those with
-    the lowest ids. `low` is a lower bound for the bits of the smallest kept weight. Returns the
-    mass of the kept weights."""
+    """Keeps the largest weights of `row` [width], and sets all others to 0. Keeps `goal` weights.
+    With `BY_MASS`, keeps the fewest weights whose sum is at least `goal`. Of equal weights, keeps
+    those with the lowest ids. `low` is a lower bound for the bits of the smallest kept weight.
+    Returns the sum of the kept weights."""
     lane = tl.arange(0, BLOCK)
     high = tl.full((), BITS_OF_ONE + 1, tl.int32)
     while high - low > 1:

@@ -10,7 +10,7 @@ from outrider import limits
 _BOTH_ENDS = (
     ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
-    # The soft and the hard bound are equal, because gRPC refuses calls between them at random.
+    # The soft and the hard bound are equal, because between them gRPC refuses calls at random.
     ("grpc.max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", limits.KEEPALIVE_MS),
