@@ -101,7 +101,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The newest rounds of a draft replica's sessions. Only the executor's thread may use it."""
+    """The newest rounds of a draft replica's sessions. For use by the executor's thread only."""
 
     def __init__(self, drafter: ModelDrafter, max_num_seqs: int) -> None:
         self._engine = drafter.engine
@@ -125,7 +125,7 @@ class LookAhead:
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
         """Ends the session's previous round and begins that of `item`. Returns the answers that are
-        known. The session's sequence must hold all `committed` tokens except the last, `unseen`."""
+        known. `unseen` are the last `committed` tokens. The session's sequence holds the rest."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -183,8 +183,8 @@ class LookAhead:
         self, rounds: Sequence[RoundAhead], most: int, wanted: Sequence[AutoregressiveDraft],
         readings: Sequence[SequenceStep],
     ) -> list[AutoregressiveDraft]:  # fmt: skip
-        """Returns the drafts of the `most` likeliest outcomes. If pages are too few for the pass,
-        ends the drafts of the least likely outcomes."""
+        """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
+        the pass, ends the drafts of the least likely outcomes."""
         found = [(now.chances[one], now.outcomes, one) for now in rounds for one in now.outcomes]
         found = sorted(found, key=itemgetter(0), reverse=True)[:most]
         chosen = [outcomes[outcome] for _, outcomes, outcome in found]
@@ -238,9 +238,9 @@ class LookAhead:
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
-        at least half of its tokens, proposes these at once. Each further token would take a pass,
-        and the last tokens are the least likely to be accepted. The number of tokens depends on the
-        item's arrival, not on any token's value, so the output stays exact."""
+        at least half of the wanted tokens, proposes the tokens it has. Each further token would
+        take a pass, and the last tokens are the least likely to be accepted. The number of tokens
+        depends on the item's arrival, not on any token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -295,8 +295,8 @@ class LookAhead:
         return [*rows.split(sizes)]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` is
-        None before the pass that reads the round."""
+        """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has
+        the likely tokens of the rows from the pass that reads the round; None before this pass."""
         # For each x_i, the likely tokens of its distribution.
         parts = [] if now.basis is None else now.basis.rows[: len(now.drafted)]
         if read is not None:
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After any other error, all `wanted` drafts end, if one of
-        them has tokens. If none has tokens, returns False, and the caller must raise the error."""
+        without tokens runs again alone. After any other error, all `wanted` drafts end if at least
+        one has tokens. Otherwise returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -109,7 +109,7 @@ class TargetService(SteppedService):
             ahead.sender.flush(session_id)  # The coordinator must act on this answer.
 
     def _next_round(self, item: VerifyItem, answer: VerifyAnswer, step_s: float) -> Any:
-        """See `StepRequest.follow`. `item` appends one token."""
+        """See `StepRequest.follow`."""
         if not isinstance(answer, VerdictReply) or step_s >= self._held_s:
             return None
         [token_id] = answer.verdict.correction

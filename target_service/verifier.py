@@ -107,8 +107,8 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request but the newest token. Without penalties,
-        `token_ids` needs only the newest token. For each request, `hidden_states` has the feature
-        [D] of the token before the newest. The engine's sequences stay unchanged.
+        a request's `token_ids` may be only its newest token. For each request, `hidden_states` has
+        the feature [D] of the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
         proposed. Dropping them could bias the output, because the failure may depend on their
@@ -324,7 +324,7 @@ class Verifier(StepWorker):
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
     positions. The number of positions is limited. Rounds with the fewest missing positions come
-    first, because a draft proposes nothing while features are missing."""
+    first, so that more sessions get all features. Without all, a draft proposes nothing."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from

@@ -1,4 +1,4 @@
-"""Writes files so that a kill leaves no incomplete file, and counts the time of each stage."""
+"""Writes files of `outrider distill` so that a kill leaves none incomplete. Times its stages."""
 
 import hashlib
 import json

@@ -36,7 +36,7 @@ class SuffixConfig:
     """Maximum length of all histories together. The tenant that has added no output for the longest
     time loses outputs first."""
     occurrences_max: int = 64
-    """Maximum number of matches that are read in the session, and also in the history."""
+    """Maximum number of matches that are read, for session and history separately."""
     tokens_per_match: int = 4
     """Maximum number of draft tokens for each token of the match."""
 
@@ -66,10 +66,10 @@ class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
     Under the rules token and block, only the tenant's first session with a seed reads the history
-    (`drafter.py` says why). Later sessions with the seed do not even read outputs of other seeds,
-    because the length of the first session's output may decide which outputs are kept. Only the
-    first session with a seed adds its output to the history, when this session ends. A drafter that
-    forgets the seed also forgets this output.
+    (`drafter.py` says why). Later sessions with the seed read no outputs, not even those of other
+    seeds, because the length of the first session's output may decide which outputs are kept. Only
+    the first session with a seed adds its output to the history, when this session ends. A drafter
+    that forgets the seed also forgets this output.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
     """

@@ -40,9 +40,9 @@ class PrefixMatcher:
 
     def stand(self, length: int, token_ids: Sequence[int], is_ahead: bool = False) -> int:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
-        token that the grammar does not allow. Returns the number of `token_ids` that were added.
-        `is_ahead` says whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar
-        needs too many states or too much time or, with `is_ahead`, has been too slow before."""
+        token that the grammar does not allow. Returns the number of added tokens. `is_ahead` says
+        whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar needs too many
+        states or too much time or, with `is_ahead`, was too slow after earlier draft tokens."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
@@ -132,8 +132,8 @@ class PrefixMatcher:
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Tells `Grammars` if the grammar took too long, because the whole step had to
-        wait. Raises `Incompatible` if `Grammars` now refuses the constraint."""
+        """If the grammar took so long that it delayed the step, records this in `Grammars`. Raises
+        `Incompatible` if `Grammars` now refuses the constraint."""
         allowed = limits.MASK_S_MAX * -(-num_tokens // limits.FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
@@ -174,7 +174,7 @@ class Followed:
 
 class Matchers:
     """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers,
-    and builds other matchers again. Only the thread that runs steps may use this object."""
+    and rebuilds others on demand. Only the thread that runs steps may use this object."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars

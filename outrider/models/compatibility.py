@@ -108,8 +108,8 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
 
 
 def check_features(engine: DraftingEngine, expected: Tensor) -> None:
-    """Raises `ConfigError` if the features of the trial's last sequence, which a draft head reads,
-    differ from `expected` [T, D]. Call this right after `check_answers`."""
+    """Raises `ConfigError` if the features of the trial's last sequence differ from `expected`
+    [T, D]. Call this right after `check_answers`."""
     _check_close(engine.features()[-1], expected, "features")
 
 

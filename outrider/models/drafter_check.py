@@ -1,12 +1,12 @@
 """Checks whether a published head reads the layers of its target that it was trained to read.
 
-A head's files may number the target's layers differently, or not state the layers. A head that
+Files of heads number the target's layers in several ways, or do not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
 For each of `DraftHead.ways`, the head then predicts tokens at each place of the text: the next
 token, and the token after it. The *agreement* is the share of predictions that are the target's
-likeliest token. For the stated way, the check also measures the agreement of "pairs one off", where
-the feature and the id of a pair belong to the same token. This agreement is only reported, because
-in use the target computes a token's feature only after the head has drafted the next token."""
+likeliest token. For the first way, which the head's files state, the check also measures the
+agreement of "pairs one off", whose feature and id belong to the same token. This agreement is only
+reported, because a served head has to draft before the target computes that token's feature."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -94,7 +94,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     ways = head.ways(reading.num_layers)
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
     num_chains = len(text) - _DEPTHS
-    first = max(0, prompt_length - 2)  # the first chain that predicts a written token
+    first = max(0, prompt_length - 2)  # the first chain that predicts a token that the target wrote
 
     def agreement(way: str, offset: int = 0) -> float:
         head.read_as(ways[way])

@@ -255,7 +255,7 @@ def _head_config(
     taps = find(ids_key) or [2, num_layers // 2, num_layers - 3]
     allowed = f"it must list different layers of {target_name}, from 0 to {num_layers - 1}"
     _require(len({*taps} & {*range(num_layers)}) == len(taps), ids_key, taps, allowed)
-    # In the raw form, ids that begin with 1 mean the outputs of layers, not their inputs.
+    # In the raw form, if the first id is 1, the ids mean outputs of layers, not inputs.
     if _LAYER not in stated and taps[0] == 1 and max(taps) + 1 < num_layers:
         taps = [index + 1 for index in taps]
     flags = {flag: bool(find(flag)) for flag in _FLAGS}

@@ -1,4 +1,4 @@
-"""Fingerprints of weights, tokenizers and rounding, by which services compare their models."""
+"""Fingerprints of weights, tokenizers and numerics, by which services compare their models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS_PER_FILE = 64
 _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20  # the safetensors format allows no larger header
 PICKLED_FILE = "pytorch_model.bin"
-"""The file, in PyTorch's own format, of published EAGLE-3 heads that have no safetensors."""
+"""The weights file of EAGLE-3 heads that are published in PyTorch's format, not in safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
 """The entries of `torch.cpu.get_capabilities` that describe neither instructions nor caches."""

@@ -7,7 +7,7 @@
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
                                       rewrite ('1' while the owner sends all tokens again, because
-                                      Redis lost its take-over); pending_... (these tokens' ranges)
+                                      Redis lost a take-over); pending_... (ranges of these tokens)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte

@@ -328,8 +328,8 @@ class RowMasks(NamedTuple):
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. A later mask becomes None, so that no draft makes a session fail."""
+    """The masks of a proposal's rows. Raises `Incompatible` if the mask after the committed tokens
+    cannot be computed. If a later mask cannot, it is None, so no draft makes a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):

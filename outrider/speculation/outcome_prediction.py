@@ -144,7 +144,7 @@ class OutcomeModel:
     """Predicts outcomes of rounds, and learns from outcomes of earlier rounds."""
 
     def __init__(self) -> None:
-        # Under coupled, these values fit a draft whose logits err by as much as the Gumbel noise.
+        # Under coupled, these values fit a draft whose logits have errors as large as Gumbel noise.
         self._weight = _Coefficient(1.0, 0.0, _WEIGHT_MAX)
         offset = 0.0, -_OFFSET_MAX, _OFFSET_MAX
         self._offsets = [_Coefficient(*offset) for _ in range(NUM_DRAFT_TOKENS_MAX)]

@@ -35,14 +35,14 @@ VLLM_COUNTERS = tuple(
     f"spec_decode_num_{name}"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
-"""Counters that vLLM has, too, with the prefix `vllm:`."""
+"""Counters that vLLM also exports, under the same names with the prefix `vllm:`."""
 
 _log = logging.getLogger(__name__)
 
 
 class Scrape:
-    """A process's metrics in Prometheus' text format. In the OpenMetrics format, prometheus_client
-    0.26 would replace the colons of vLLM's names by underscores."""
+    """A process's metrics in Prometheus' text format. The OpenMetrics format is not used, because
+    prometheus_client 0.26 would replace the colons of vLLM's names by underscores."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -82,7 +82,7 @@ class Scrape:
 
         try:
             server, thread = start_http_server(port, host, self._registry)
-        except (OSError, OverflowError) as error:  # A large slot may give a port above 65535.
+        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535.
             reason = getattr(error, "strerror", error)
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {reason}"
@@ -151,8 +151,8 @@ def start_exports(
 ) -> Exports | None:  # fmt: skip
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
     Serves Prometheus on `host`, at `Destination.port` for `slot`. If `scraped`, creates
-    `Exports.scrape` even without a port. With `vllm_model`, also exports counters under vLLM's
-    names, labelled with this `model_name`. Raises `SettingError` if the port is taken."""
+    `Exports.scrape` even without a port. With `vllm_model`, exports `VLLM_COUNTERS` also under
+    vLLM's names, labelled with this model's name. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:

@@ -37,7 +37,7 @@ class ReplicaServicer:
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
         Raises errors of `frames`, and `Overloaded` if too many answers wait because the caller does
-        not read. If the caller reads nothing for `STUCK_WRITE_MS` more, this task is cancelled."""
+        not read. If the caller then still reads nothing for `STUCK_WRITE_MS`, cancels this task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -69,8 +69,8 @@ class ReplicaServicer:
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, all streams send their queued answers and
-        end with `Unavailable`. They end at the same time, because a coordinator that loses one of
-        its two streams to this replica also cancels the other."""
+        end with `Unavailable`. They end at the same time, because a coordinator may have two
+        streams to this replica, and cancels both when one of them ends."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -100,7 +100,7 @@ class _Stream:
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
         self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)
-        """By session, the last head that had the sampling parameters in full."""
+        """By session, the last head that had sampling parameters, not only their hash."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         async for frame in frames:
@@ -115,7 +115,7 @@ class _Stream:
                 if not self.outbox.put(self._codec.answer_frame(answer)):
                     number = limits.STREAM_QUEUE_ITEMS_MAX
                     raise Overloaded(f"{number} answers wait to be read on this stream")
-        except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this call ends
+        except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this stream ends
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -175,8 +175,8 @@ class SendQueue:
         self._changed.clear()
 
     def gather(self) -> bytes:
-        """Joins queued frames into a frame of at most `FRAME_BYTES_MAX` bytes. A longer frame is
-        taken alone. Returns no bytes if the queue is empty."""
+        """Joins queued frames into a frame of at most `FRAME_BYTES_MAX` bytes. A queued frame that
+        is longer is returned alone. Returns no bytes if the queue is empty."""
         taken, room = list[bytes](), limits.FRAME_BYTES_MAX
         while self._waiting and (not taken or len(self._waiting[0]) <= room):
             taken.append(self._waiting.popleft())
