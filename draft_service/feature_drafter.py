@@ -52,7 +52,7 @@ class HeadEngine(PagedSequences):
 
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
-            if others:  # If a step asks for a row, `draft` writes the last token's slot.
+            if others:  # If a step asks for a row, `draft` below writes the slot of its last token.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])

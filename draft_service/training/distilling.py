@@ -44,9 +44,9 @@ MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt of `--measure` once at each of these temperatures."""
 MEASURED_TOKENS_MAX = 128  # tokens of an answer to a `--measure` prompt, as in `bench acceptance`
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Limit in tokens for a `--measure` prompt. One pass reads prompt and answer. For T tokens,
-attention then holds up to three tensors [heads, T, T]. With 9 heads in half precision, each tensor
-takes 0.3 GB."""
+"""Limit in tokens for a `--measure` prompt. One pass reads prompt and answer, T tokens together. In
+this pass, attention holds up to three tensors [heads, T, T]. With the longest prompt and 9 heads in
+half precision, each tensor takes 0.3 GB."""
 _TOGETHER = {"cpu": 96, "cuda": 512}  # number of conversations that are written side by side
 _GPU_SHARE = 0.6
 
@@ -115,11 +115,7 @@ class _Run:
             datasets["answers to --measure"] = Dataset(prompts, learner.token_ids)
         left = seconds - corpus.spent.seconds - cache.spent.seconds
         trainer = self._train(dataset, max(TRAINING_SHARE * seconds, left))
-        spent = {
-            "writing": corpus.spent.seconds,
-            "the target's answers": cache.spent.seconds,
-            "training": trainer.spent.seconds,
-        }
+        spent = [stage.spent.seconds for stage in (corpus, cache, trainer)]
         self._report("measuring", 0.0, "")
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)

@@ -1,8 +1,9 @@
 """Drafters in training: small models (students) and EAGLE-3 heads.
 
-A student drafts one token after every position of a text. An EAGLE-3 head drafts `NUM_DEPTHS`
-tokens after every position but the first. In place of its earlier draft tokens, the head reads the
-text's tokens (teacher forcing). Each draft token is compared with the target's distribution."""
+A student drafts one token after every position of a text. An EAGLE-3 head drafts a *chain* of
+`NUM_DEPTHS` tokens after every position but the first. In place of its earlier draft tokens, the
+head reads the text's tokens (teacher forcing). Each draft token is compared with the target's
+distribution."""
 
 import copy
 from pathlib import Path
@@ -33,7 +34,7 @@ for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
 """Initial standard deviation of the weights `_QUIET`. It is small, so a new head passes on
-its input almost unchanged. An identity is added to `fc`."""
+its input almost unchanged. In `fc`, the identity matrix is added to the part for the last tap."""
 
 
 class Depth(NamedTuple):
@@ -53,7 +54,7 @@ class Learner:
     then measured as if consecutive tokens of the text were a chain."""
     stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any
-    weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and head
+    weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and output head
     token_ids: Array  # [N], ascending: the token of each column of the drafter's logits
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
@@ -64,7 +65,7 @@ class Learner:
 
     @property
     def head(self) -> Tensor:
-        """[N, D]: the rows of the target's head for `token_ids`."""
+        """[N, D]: the rows of the target's output head for `token_ids`."""
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
@@ -194,8 +195,8 @@ class Student(Learner):
 
     kind = STUDENT
     stored_form = (
-        "Embeddings and head are the target's and are not stored here; matrices are stored as int8 "
-        "with one scale a row."
+        "It uses the target's embeddings and output head, which are not stored here. Matrices are "
+        "stored as int8 with one scale for each row."
     )
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
@@ -269,7 +270,7 @@ def use_plain_attention(module: Any) -> None:
 
 
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
-_SCORE_MIN = 0.2  # least share of attention that a copying head gives to the token it looks for
+_SCORE_MIN = 0.2  # least mean share of attention of a head in `copying_layers`
 
 
 def kept_layers(

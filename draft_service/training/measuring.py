@@ -1,6 +1,6 @@
 """Measures how many draft tokens would be accepted in held-out texts, and writes the model card."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,8 +67,8 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
-    """For each index i in the chains, returns the rows [C] of all C draft tokens i, and the
-    `_scores` [C, 3] of these tokens."""
+    """For each position in a chain, returns the rows [C] of the C draft tokens at the position, and
+    the `_scores` [C, 3] of these tokens."""
     found = []
     with torch.inference_mode():
         for depth in learner.draft(batch):
@@ -96,39 +96,41 @@ def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
 
 def render_card(
     options: DistillOptions, target: str, fingerprint: str, trainer: Trainer, dataset: Dataset,
-    seconds: Mapping[str, float], measured: Mapping[str, Measured],
+    seconds: Sequence[float], measured: Mapping[str, Measured],
 ) -> str:  # fmt: skip
-    """Returns the model card. `fingerprint` identifies the target's tensors. The keys of `seconds`
-    are stages, and the keys of `measured` are names of the texts."""
+    """Returns the model card. `fingerprint` identifies the target's tensors. `seconds` are those of
+    writing, scoring and training. The keys of `measured` are names of the texts."""
     learner, now = trainer.learner, trainer.progress
-    times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
+    writing, scoring, training = (f"{spent / 60:.1f} min" for spent in seconds)
+    num_learned = sum(dataset.cache.known[index].num_learned for index in dataset.learned)
     start = ""
     if options.start_from is not None:
         start = (
             f"\n- Training began with the drafter `{options.start_from}`. "
-            "The texts that this drafter was trained with are not listed here. Some of them may be "
-            "held out here."
+            "The table does not list that drafter's training documents. Some may be held out here."
         )
     num_own = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {target}
 
-Made by `outrider distill` for speculative decoding of the target {target} with tensors
-`{fingerprint}`. The drafter fits no other target. Serve it with
+Made by `outrider distill` for speculative decoding of the target {target}, whose tensors have the
+fingerprint `{fingerprint}`. It fits no other target. Serve it with
 `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 
-- The drafter is of the kind `{options.kind}`. It has {num_own / 1e6:.1f} million parameters of its
-  own, and can propose {len(learner.token_ids):,} different tokens.
+- Its kind is `{options.kind}`. It has {num_own / 1e6:.1f} million parameters of its own, and can
+  propose {len(learner.token_ids):,} of the target's tokens.
 - {learner.stored_form}
-- {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included. Seed {options.seed};
-  {times}.{start}
+- Training had {now.num_steps:,} steps over {now.num_tokens:,} tokens, which is
+  {now.num_tokens / num_learned:.2f} times the training data. The seed was {options.seed}.
+  The target wrote texts for {writing} and scored texts for {scoring}.
+  Training took {training}.{start}
 
-| written by | documents to learn from | tokens of these | documents held out |
+| written by | training documents | tokens of training documents | held-out documents |
 | --- | --- | --- | --- |
 {_data(dataset)}
 
-About one text in {HELD_OUT_EVERY} is held out. A hash of its tokens decides, so every run holds out
-the same texts. For a conversation, only the prompt is hashed. If a conversation has no user's turn,
-the beginning of the answer is also hashed.
+About one document in {HELD_OUT_EVERY} is held out. A hash of its tokens decides, so every run holds
+out the same documents. For a conversation, only the prompt is hashed. If a conversation has no
+user's turn, the beginning of the answer is also hashed.
 
 ## Acceptance
 
@@ -137,9 +139,9 @@ the beginning of the answer is also hashed.
 {_acceptance(measured)}
 
 The drafter was measured in answers of conversations and in whole texts of the corpus, with its
-weights as they are stored. `greedy`: the share of places where target and drafter have the same
-likeliest token. `sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the
-probability at temperature 1 that draft token 1, 2, .. is accepted if all earlier ones are.
+weights as they are stored. `greedy` is the share of places where target and drafter have the same
+likeliest token. `sampled` is the mean of sum min(p, q) at temperature 1. `by position` is the
+probability at temperature 1 that draft token 1, 2, .. is accepted if all before it are accepted.
 """
 
 

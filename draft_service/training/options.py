@@ -22,16 +22,17 @@ class DistillOptions:
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
     target's layers. Its files have the format of `speculators`, which other programs also load."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
-    """Minutes to write, read and train (not to measure), including earlier parts of the same run.
-    With `--tokens`, writing has no limit. With `--steps`, reading and training have no limit."""
+    """Minutes in which the target writes and reads texts, and the drafter is trained. Earlier parts
+    of the same run count; measuring does not. With `--tokens`, writing has no limit. With
+    `--steps`, reading and training have no limit."""
     layers: Annotated[int | None, between(1, 256)] = None
     """Number of layers of a student; unset = 5. They are copies of the target's first layers, its
     last layer, and two layers that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[str | None] = None
-    """The name of a drafter of the same target and kind that is trained further. This drafter keeps
-    its `layers` and `draft_vocab`. None = a new drafter is made."""
+    """The name of a drafter of the same target and kind. Training begins with its weights and keeps
+    its `layers` and `draft_vocab`. None = training begins with a new drafter."""
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()

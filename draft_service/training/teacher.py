@@ -126,7 +126,7 @@ class TeacherCache:
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
         """Returns the ids, ascending, of the `num_wanted` tokens to which the target gives the most
-        probability in the documents to learn from."""
+        probability in the training documents."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
@@ -247,7 +247,7 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """Returns all documents to learn from, in batches. The arguments determine the order."""
+        """Returns all training documents, in batches. The arguments determine the order."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []

@@ -91,7 +91,7 @@ class DraftRequest:
     features: Features | None = None
     """New hidden states of committed tokens, for a head."""
     allowed: Allowed | None = None
-    """The tokens that may follow. None = all tokens, or unknown in this process."""
+    """The tokens that may follow. None = all tokens, or this process does not know them."""
     digests: TokenSequence | None = None
     """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix. Like
     `token_ids`, it may change after the drafter's answer."""

@@ -120,7 +120,7 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """Does not import the file's package, because an import would load an inference library."""
+    """Finds the file without importing its package, which would load an inference library."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(DEMO_DISTRIBUTION) or []:
             located = Path(str(file.locate()))
@@ -189,7 +189,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 
-    # Turns progress bars off, because commands report progress. The GGUF reader has its own bar.
+    # Turns off all progress bars, also the GGUF reader's own: commands report progress themselves.
     transformers_logging.disable_progress_bar()
     gguf_reader.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)

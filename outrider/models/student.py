@@ -139,7 +139,7 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         return values
     scales = tensors[name + _SCALE]
     if scales.shape != values.shape[:1]:
-        raise ValueError(f"{name + _SCALE} is {[*scales.shape]} for values {[*values.shape]}")
+        raise ValueError(f"{name + _SCALE} has shape {[*scales.shape]}, {name} {[*values.shape]}")
     return values.float() * scales[:, None]
 
 

@@ -73,7 +73,7 @@ def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
         last_norm(module)
         return module.base_model, "norm"
     if not 0 <= index < len(layers):
-        raise ConfigError(f"it has no layer {index}, only the layers 0 to {len(layers) - 1}")
+        raise ConfigError(f"the model has no layer {index}, only layers 0 to {len(layers) - 1}")
     return layers, str(index)
 
 

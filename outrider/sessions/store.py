@@ -63,9 +63,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the next append, too, repeats tokens that the store has already acknowledged. An
-    owner repeats all tokens if the store has lost the owner's take-over. Readers get the old tokens
-    until an append with `more_follow` false is stored."""
+    """True if this append and the next repeat tokens that the store has already acknowledged. An
+    owner repeats all tokens if the store has lost the owner's take-over. Until an append with
+    `more_follow` false is stored, readers get the tokens stored before the repetition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class SessionStore(Protocol):
         owner again and runs, even if it was finished. The stored tokens may be a former owner's, so
         the stored length counts as 0, and the owner sends all tokens again. The first append
         without `Append.more_follow` replaces the old tokens by the new ones. Until then readers get
-        the old tokens, and the session cannot be finished with a length.
+        the old tokens, and a `finish` with a length does not finish the session.
     """
 
     async def open(self, session: SessionRecord) -> None:

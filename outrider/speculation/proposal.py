@@ -84,7 +84,7 @@ class SealedProposal:
 
     def readable(self) -> SealedProposal:
         """The tokens before the first q that cannot be decoded. Verifying them is exact if the
-        fault of this q does not depend on the token drawn from it."""
+        cause of the failure does not depend on the token drawn from this q."""
         for num in range(min(len(self), NUM_DRAFT_TOKENS_MAX), 0, -1):
             part = self.cut(num)
             with suppress(BadRequest):

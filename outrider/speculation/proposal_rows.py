@@ -18,11 +18,11 @@ from outrider.speculation.sampling_params import Rule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedRows:
-    """Results for R rows: [R] each, on the CPU."""
+    """Results for R rows. Each field has the shape [R] and is on the CPU."""
 
     behind: RealArray
-    """If the row judges a draft token x: min(1, p(x) / q(x)), or, under block, pi after x. NaN if x
-    is outside its q."""
+    """If the row judges draft token x_i: min(1, p_i(x_i) / q_i(x_i)), but pi_i under block. NaN if
+    x_i is outside q_i."""
     left: RealArray
     """Z of block verification."""
     drawn: IntArray

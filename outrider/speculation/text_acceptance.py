@@ -26,7 +26,7 @@ def acceptance_of_windows(
 ) -> tuple[float | None, ...]:
     """Like `conditional_acceptance`, but a token's ratio may differ between windows.
     `texts[t][k][w]` is the ratio of draft token k + 1 in window w of text t. Windows that the end
-    of the text cuts short come last. A text may have fewer than `num_depths` elements."""
+    of the text cuts short come last. `texts[t]` may have fewer than `num_depths` elements."""
     found: list[float | None] = []
     for depth in range(num_depths):
         reached = accepted = 0.0

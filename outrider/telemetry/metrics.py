@@ -98,7 +98,7 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "replicas_wanted":
         ("Replicas that the deployment should have; the same at every coordinator.", "role"),
     "replicas_present": (
-        "Announced replicas that neither leave nor run a trial; same at every coordinator.", "role",
+        "Announced replicas, neither leaving nor on trial; same at every coordinator.", "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),

@@ -20,7 +20,7 @@ _KINDS = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 _FIGURES = {
     "num_preemptions": ("num_preemptions", "Sequences that lost their pages to older sequences."),
-    "num_prefill_chunks": ("num_prefill_chunks", "Parts of prefixes that did not fit in a step."),
+    "num_prefill_chunks": ("num_prefill_chunks", "Times that only part of a prefix fit in a step."),
     "kv_cache_usage_perc": ("pages.usage", "Share of pages that running requests hold, 0..1."),
     "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),

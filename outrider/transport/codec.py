@@ -118,8 +118,8 @@ def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> Non
 def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """Builds a dataclass `kind` from a message. Takes values in `others` as they are, and all other
     values from the message. Unset fields get their defaults. An enum's member 0 becomes None if the
-    dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
-    unknown enum member, or a value that the dataclass refuses. Its field begins with `path`."""
+    dataclass allows None. Raises `BadRequest`, whose field begins with `path`, for a value beyond
+    `_LIMITS`, a missing value, an unknown enum member, or a value that the dataclass refuses."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -368,7 +368,7 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
     """Decodes and checks a head. If the message has only hashes, takes `sampling` and `constraint`
-    from `known`, a head of the same session. If `known` has other hashes, both are None."""
+    from `known`, a head of the session. They are None if `known` is None or has other hashes."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -423,7 +423,7 @@ def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
 def _check_audit(sums: AuditSums, num_tokens: int) -> None:
     parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
     if sums.num_tokens != num_tokens or sum(parts) > num_tokens:
-        raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
+        raise BadRequest("verdict.audit", f"{sums} does not fit a verdict on {num_tokens} tokens")
 
 
 @cache

@@ -49,7 +49,7 @@ WARNED_DAYS = 30  # a service logs a warning if its certificate expires within t
 
 
 class RoleFiles(NamedTuple):
-    """Files with the authority, and with the certificate and key of a role."""
+    """The files of an authority's certificate, and of a role's certificate and key."""
 
     authority: Path
     certificate: Path
@@ -80,7 +80,7 @@ def make_authority(directory: Path, now: datetime.datetime) -> None:
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
     """Makes a new key and certificate of a role, signed by the authority in the directory. Raises
-    `ConfigError` if the authority cannot sign, or if the authority expires within a day."""
+    `ConfigError` if the authority's files are unusable, or the authority expires within a day."""
     files = RoleFiles.of(directory, role)
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
@@ -133,7 +133,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
     try:
         found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{path}: holds no private key in PEM without a password") from None
+        raise ConfigError(f"{path}: holds no unencrypted private key in PEM") from None
     if not isinstance(found, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
         raise ConfigError(f"{path}: holds a key that is neither RSA nor elliptic-curve")
     return found

@@ -82,7 +82,7 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         tls.check_pair(files.certificate, one / "draft-key.pem")
     with pytest.raises(ConfigError, match=r"target\.pem: is not signed by .*two/ca\.pem"):
         tls.check_authority(two / "ca.pem", files.certificate)
-    with pytest.raises(ConfigError, match=r"ca\.pem: holds no private key in PEM"):
+    with pytest.raises(ConfigError, match=r"ca\.pem: holds no unencrypted private key in PEM"):
         tls.check_pair(files.certificate, one / "ca.pem")
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem: No such file"):
         tls.read_certificates(one / "gone.pem")

@@ -87,7 +87,11 @@ def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
     assert len(info.logit_token_ids) == OPTIONS.draft_vocab
     assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
     card = (place / "out" / "README.md").read_text()
-    for words in ("30 steps", "Seed 3;", "| the target | ", f"| {last.sampled:.3f} | "):
+    for words in (
+        "Training had 30 steps over ", "The seed was 3.",
+        "| written by | training documents | tokens of training documents | held-out documents |",
+        "| the target | ", f"| {last.sampled:.3f} | ",
+    ):  # fmt: skip
         assert words in card, words
     assert sorted(path.name for path in place.iterdir()) == ["cache", "out"]
 
