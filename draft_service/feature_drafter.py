@@ -87,7 +87,7 @@ class FeatureDrafter(ModelDrafter):
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
         """Like `ModelDrafter.extend`. Afterwards, the engine holds no draft tokens of finished
-        drafts, because the head ran these tokens on guessed features."""
+        drafts, because the head ran these tokens with its own outputs in place of features."""
         super().extend(branches)
         for branch in branches:
             if branch.is_whole:

@@ -176,9 +176,9 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
 
 
 def packed(documents: Sequence[Document]) -> tuple[Array, Array, Array]:
-    """Returns the token ids [B, T] of B documents, padded with zeros. Also returns two arrays about
-    their R learned tokens: the position before each token, as an index of all B * T positions [R],
-    and the tokens [R]."""
+    """Returns the token ids [B, T] of B documents, padded with zeros. Also returns two arrays [R]
+    about their R learned tokens: the index of the position before each token, among all B * T
+    positions, and the tokens."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -224,7 +224,7 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor  # [B, T], padded with zeros
-    rows: Tensor  # [R]: the positions before learned tokens, as indices of all B * T positions
+    rows: Tensor  # [R]: the indices of the positions before learned tokens, among all B * T
     following: Tensor  # [R]: the learned tokens' columns in the drafter's head; -1 = no column
     written: Tensor  # [R]: the target's log-probabilities of the learned tokens
     likeliest: Tensor  # [R]: the columns of the target's likeliest tokens; -1 = no column

@@ -174,7 +174,7 @@ class SessionStore(Protocol):
         returned. Returns a finished session unchanged. Raises `NotFound` or `DataLoss`, and raises
         `Unavailable` if the session's epoch or owner has changed since `load`. While the lease of
         another owner lasts, raises `Unavailable` with the remaining time. The next `hold_lease`
-        then reports the request to that owner. With `cancels`, the request asks the owner to
+        then reports the attempt to that owner. With `cancels`, the attempt asks the owner to
         cancel the session.
 
         `on_sent` is called just before the session may change. If the call is cancelled afterwards,
