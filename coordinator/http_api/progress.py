@@ -82,8 +82,8 @@ class Progress:
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request for all events of a choice, from the first. Must be called before the
-        choice's first event. The client has all parts of the events before the first of the two
-        `cuts`. If the cuts differ, the client has some parts of the event between the cuts."""
+        choice's first event. The client has all parts of the events before the request's first
+        cut. If the two cuts differ, the client has some parts of the event between them."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)

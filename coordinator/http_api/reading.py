@@ -217,9 +217,9 @@ class Unsent(Response):
 
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
-    than `HTTP_BODY_S_MAX`, or takes longer than `HTTP_BODY_PART_S_MAX` for one part. `num_bytes`
-    counts the bytes of incomplete bodies by tenant. All tenants may have `HTTP_BODIES_BYTES_MAX`
-    together. With API keys, each tenant may have `HTTP_TENANT_BODIES_BYTES_MAX`."""
+    than `HTTP_BODY_S_MAX`, or pauses for `HTTP_BODY_PART_S_MAX`. `num_bytes` counts the bytes of
+    incomplete bodies by tenant. All tenants may have `HTTP_BODIES_BYTES_MAX` together.
+    With API keys, each tenant may have `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
     tenant, data, now = caller.tenant, bytearray(), asyncio.get_running_loop().time
     end = now() + limits.HTTP_BODY_S_MAX
@@ -242,7 +242,7 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
         return bytes(data)
     except TimeoutError:
         whole, part_s = limits.HTTP_BODY_S_MAX, limits.HTTP_BODY_PART_S_MAX
-        reason = f"the body did not arrive within {whole} s, or a part of it within {part_s} s"
+        reason = f"the body did not arrive within {whole} s, or paused for {part_s} s"
         raise HTTPException(408, reason, {"connection": "close"}) from None
     finally:
         num_bytes[tenant] -= len(data)

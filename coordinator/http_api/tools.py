@@ -271,8 +271,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call, and returns True. If no call follows, adds content, and returns False. The
-        content is `before` and, if a JSON object that is not a call follows, this object."""
+        """Parses a call, and returns True. If no call follows, adds `before` and the next JSON
+        object, if any, as content, and returns False."""
         self._is_extra = self._num_calls > 0 and not self._form.several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
@@ -427,7 +427,7 @@ def check_arguments(texts: Sequence[str], field: str) -> None:
     """Raises `BadRequest` if the arguments of all calls together would take too long to parse."""
     if sum(text.count("{") + text.count("[") for text in texts) > limits.HTTP_CONTAINERS_MAX:
         most = f"{limits.HTTP_CONTAINERS_MAX} lists and objects in all"
-        raise BadRequest(field, f"have calls with more than {most}")
+        raise BadRequest(field, f"the arguments of the calls have more than {most}")
 
 
 def call_id_of(session_id: str, index: int) -> str:

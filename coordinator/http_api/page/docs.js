@@ -45,8 +45,7 @@ function operation(method, path, told, whole) {
   card.append(...(told.description ?? "").split("\n\n").map((text) => node("p", text)));
   const body = told.requestBody?.content["application/json"]?.schema;
   const parts = [["Body", body], ...Object.entries(told.responses).flatMap(([status, one]) =>
-    Object.entries(one.content ?? {}).map(([kind, { schema }]) =>
-      [`${status}: ${kind}`, schema && kinds(schema, whole)[0]]))];
+    Object.entries(one.content ?? {}).map(([kind, { schema }]) => [`${status}: ${kind}`, schema]))];
   for (const [title, schema] of parts) {
     if (schema) card.append(node("details", "", node("summary", title), fields(schema, whole)));
   }

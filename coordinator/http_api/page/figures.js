@@ -37,9 +37,9 @@ export class Tally {
     this.metrics = event.metrics;
   }
 
-  /** Tokens a second after the first token. null before the second token. The first token is left
-   * out, because its time depends on whether the target's cache has the prompt. After the run, the
-   * rate is computed from the server's times. */
+  /** Tokens a second, or null before the second token. The first token is left out, because its time
+   * depends on whether the target's cache has the prompt. After the run, the rate is computed from
+   * the server's times. */
   get rate() {
     const number = this.tokenIds.length;
     if (number < 2) return null;

@@ -29,7 +29,7 @@ const writing = new Writing(of("text"), (token) => {
 let last = null;
 let plain = null;
 let stopper = null;
-/** Repeats the request that was refused because a key was missing. */
+/** A function that repeats the request that was refused because a key was missing. */
 let refused = null;
 
 function say(words) {
@@ -240,7 +240,7 @@ of("keep").addEventListener("change", () => {
 for (const one of form.elements.kind) {
   one.addEventListener("change", () => {
     of("prompt").placeholder = {
-      chat: "Ask something", raw: "Begin a text", ids: "Token ids, as 1 2 3",
+      chat: "Ask something", raw: "Begin a text", ids: "Token ids, such as 1 2 3",
     }[form.elements.kind.value];
   });
 }
