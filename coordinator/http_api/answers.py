@@ -40,7 +40,7 @@ tokens at its position. The log-probability of a prompt's first token is None.""
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
-        `given` is the prompt's text. A special token has text only where `given` has its name."""
+        `given` is the prompt's text. A special token has text only where its name is in `given`."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 

@@ -1,4 +1,4 @@
-"""OpenAI's `POST /v1/responses`. Translates a body into the same request as an equivalent body of
+"""OpenAI's `POST /v1/responses`. A body becomes the same request as the equivalent body of
 `POST /v1/chat/completions`. Responses are not stored."""
 
 from __future__ import annotations

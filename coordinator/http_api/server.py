@@ -257,7 +257,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio also limits the kernel's queue to `backlog`. `listen` raises it.
+        # handshake. `create_server` limits the kernel's queue to `backlog`. `listen` lengthens it.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)

@@ -59,7 +59,7 @@ class CallFormat(NamedTuple):
     """How a family of models writes calls."""
 
     marks: tuple[str, ...] = ()
-    """The first mark begins one or several calls. The other marks are dropped. () = no calls."""
+    """The first mark begins one or several calls. The others are only dropped. () = no calls."""
     named_head: re.Pattern[str] | None = None
     """Matches the text before the arguments, if calls are written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
