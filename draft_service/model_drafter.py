@@ -41,9 +41,9 @@ class ModelDrafter:
         finished draft is over, because this draft is sent only after the step. The next call
         continues the other drafts.
 
-        The engine must hold all committed and drafted tokens of each draft except `unseen`. A draft
-        with draft tokens ends if the engine has lost a token. A draft that wants no tokens still
-        runs its prefix. If the first pass fails and no draft has draft tokens, raises the error."""
+        For each draft, the engine must hold the committed and drafted tokens before `unseen`. A
+        draft with draft tokens ends if the engine has lost a token. A draft that wants no tokens
+        still runs its prefix. Raises an error of the first pass if no draft has draft tokens."""
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
                 branch.stop()
@@ -184,7 +184,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # No draft token has been run, so the draft cannot be a `RoundAhead.basis`.
+            # The engine holds no draft token, so look-ahead must not fork the draft (`is_seen`).
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

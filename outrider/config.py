@@ -181,8 +181,8 @@ class ModelServerConfig(ServerConfig):
     """CPUs that Ray reserves for a replica. This number limits how many replicas Ray places on a
     machine, not how many cores a replica uses."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
-    """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica; unset = an equal
-    share of the cluster's GPUs, at most one GPU, for each rank of a model."""
+    """Number of GPUs, or a fraction of a GPU, that Ray reserves for each rank of a replica; unset =
+    an equal share of the cluster's GPUs, at most one GPU."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
     for a draft. With 0, a target runs small steps on one thread fewer while other processes slow it

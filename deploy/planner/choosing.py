@@ -140,7 +140,7 @@ def choose(
     sessions: int, draft: DraftConfig, sample: Sample, times: ServiceTimes
 ) -> TemperaturePlan:
     rules, drafter = rules_at(sample.temperature), draft.drafter
-    if not drafter.name:  # All rules accept the same tokens of a look-up.
+    if not drafter.name:  # Every rule accepts a look-up's tokens with the same probability.
         rules = rules[:1]
     parts = [scripted(draft, sample, rules[0], 0)]
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]
@@ -264,8 +264,8 @@ class PlanReport:
                 "is faster."
             )
         return (
-            f"Deploy with `{command}` and your other flags, rule {chosen.rule.value} and "
-            f"{chosen.draft_replicas:g} drafts for each target replica: {expected}, "
+            f"Deploy with `{command}` and your other flags. With rule {chosen.rule.value} and "
+            f"{chosen.draft_replicas:g} drafts for each target replica, {expected}, "
             f"{chosen.speedup:.2f} times plain decoding."
         )
 

@@ -36,8 +36,9 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Drafts along the held-out documents. In conversations, measures only answers, because user
-    turns were drawn with other parameters. `greedy` and `sampled` use each chain's first token."""
+    """Measures drafts in the held-out documents. In conversations, measures only answers, because
+    user turns were drawn with other parameters. `greedy` and `sampled` use the first token of each
+    chain (see `learners.py`)."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -67,8 +68,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
-    """For each position in a chain, returns the rows [C] of the C draft tokens at the position, and
-    the `_scores` [C, 3] of these tokens."""
+    """Returns `Depth.rows` [C] and the `_scores` [C, 3] for each element of `Learner.draft`."""
     found = []
     with torch.inference_mode():
         for depth in learner.draft(batch):

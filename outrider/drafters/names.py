@@ -15,8 +15,8 @@ EAGLE3 = "eagle3"
 MTP = "mtp"
 _KINDS = (_HYBRID, MTP, EAGLE3)
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""Matches text before a colon that counts as a kind. No hub id has a colon, and a directory with a
-colon can be written as `./NAME`. A single letter may be a Windows drive."""
+"""Matches text before a colon that is read as a kind of drafter. No hub id has a colon, and a
+directory with a colon can be written as `./NAME`. A single letter may be a Windows drive."""
 _FORMS = (
     "`ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"

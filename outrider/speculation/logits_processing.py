@@ -320,8 +320,8 @@ class RowMasks(NamedTuple):
     """The masks of a proposal's rows."""
 
     masks: list[TokenMask | None]
-    """[K + 1]: element n has the tokens that may follow n draft tokens. None after a forbidden
-    draft token. The target rejects that token, so no outcome uses the rows after it."""
+    """[K + 1]: element n has the tokens that may follow n draft tokens. All elements after
+    a forbidden draft token are None. The target rejects that token, so no outcome uses them."""
     untold: int | None
     """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
     An outcome that reaches this row ends with that draft token (`ending_at`)."""
@@ -329,7 +329,7 @@ class RowMasks(NamedTuple):
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks of a proposal's rows. Raises `Incompatible` if the mask after the committed tokens
-    cannot be computed. If a later mask cannot, it is None, so no draft makes a session fail."""
+    cannot be computed. A later mask that cannot be computed is None, and the session goes on."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):

@@ -100,7 +100,7 @@ class _Stream:
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
         self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)
-        """By session, the last head that had sampling parameters, not only their hash."""
+        """For each session, the last head that had sampling parameters, not only their hash."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         async for frame in frames:

@@ -1,5 +1,5 @@
 """Runs steps on a CUDA device. A Triton kernel (`triton_kernels.py`) computes attention directly on
-the pages. Tables of 64-bit words describe a step to the kernel. One copy sends them to the device.
+the pages. Tables of 64-bit words describe a step to the kernel. They go to the device in one copy.
 
 A *row* is a new token of the step. A sequence's rows are cut into *blocks* of consecutive rows, and
 its context is cut into *splits*. Each program of the kernel computes one block for one key head and
@@ -28,8 +28,8 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""The most rows of a program's score matrix, which has a row for each token of the block and each
-query head that shares the key head. Only a block of one token may have more rows."""
+"""The most rows of a program's score matrix. Each row belongs to one token of the block and one of
+the query heads that share the key head. Only a block of one token may have more rows."""
 _BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
