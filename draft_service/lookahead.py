@@ -362,7 +362,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # If false, no pass ran this draft.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran this draft.
             length = len(now.committed) - 1
             is_held = self._engine.keep(now.session_id, length) == length
             now.unseen = now.committed[-1:] if is_held else ()
@@ -423,8 +423,8 @@ class LookAhead:
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round. The sequences of finished drafts are released after a later pass, because a
-        coordinator may wait for the next pass."""
+        """Ends a round. The sequences of finished drafts are released after a later pass, so as not
+        to delay the next pass, for which a coordinator may wait."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

@@ -5,8 +5,8 @@
     a longer item (a prefix)  a chunk that fills the remaining room, in order of arrival
 
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
-too. Let n be the number of waiting prefixes. A step and the steps that ran since the last step with
-rounds may together take 1 + STEP_GROWTH * n times the time of a step of the rounds alone. So one
+too. Let n be the number of waiting prefixes. The time from the end of one step with rounds to the
+end of the next is at most 1 + STEP_GROWTH * n times the time of a step of the rounds alone. So one
 long prompt does not stall sessions that decode, and many prompts are prefilled soon. When prompts
 are done, n falls slowly, by the factor WAITING_DECAY in each step, so that the last of many prompts
 is prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
@@ -28,9 +28,9 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
-"""At most this many of a round's tokens come before its last `num_last` tokens (`TokenDemand`),
-because the previous round committed at most this many. A demand with more of them is a prefix and
-runs in chunks. The end of a long prompt needs chunks most: its tokens read the most context."""
+"""A round has at most this many tokens before its last `num_last` tokens (`TokenDemand`), because
+the previous round committed no more. A demand with more is a prefix and runs in chunks. Chunks
+matter most at the end of a long prompt, where each token reads the most context."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens, although some
@@ -168,7 +168,7 @@ class TokenBudget:
 
     def _seconds_allowed(self, rounds: _Load) -> float:
         """Returns how many seconds a step with this load of rounds may take. Subtracts the time of
-        earlier steps since the last rounds."""
+        earlier steps since the last step with rounds, and of that step too if `rounds` is empty."""
         newest = rounds if rounds.rows else self._last_rounds
         if newest is None:
             return math.inf

@@ -29,7 +29,7 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Ignored styles of a plan, for gradients and for the embedding, which is always divided."""
+"""Ignored styles: one concerns only gradients, the other the embedding, which is always divided."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
