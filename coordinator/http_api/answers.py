@@ -39,8 +39,8 @@ tokens at its position. The log-probability of a prompt's first token is None.""
 
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """`offset` is the first token's offset in the answer's text. For the tokens of a prompt,
-        `given` is the prompt's text. A special token has text only where its name is in `given`."""
+        """`offset` is the first token's offset in the answer's text. For a prompt's tokens, `given`
+        is the prompt. A special token counts as text only if `given` has its name at its offset."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 

@@ -583,7 +583,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# `wrong_body` drops these tags from the paths of errors, because tags are not identifiers.
+# These tags contain spaces, so `wrong_body` does not take them for fields in paths of errors.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # Ignores the second refusal, which may answer a message sent before the cut.
+                    # Ignores the second refusal, as the uncut proposal may have been sent twice.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED

@@ -64,8 +64,8 @@ class InlineExecutor:
     """Runs steps on the event loop. For simulations with a virtual clock."""
 
     def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
-        """See `ThreadExecutor`. If a simulation sets `is_timed` to False, a target may run two
-        steps in one `run`. The time of both steps then passes after the second step."""
+        """See `ThreadExecutor`. A simulation may set `is_timed` to False although steps take time.
+        Then a target may run two steps in one `run`, and the times of both pass afterwards."""
         self.is_timed = is_timed
         self._step_seconds = step_seconds
 

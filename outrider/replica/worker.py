@@ -40,7 +40,7 @@ class SlotDemand(NamedTuple):
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # tokens, from the last committed token on, that must run in one step
-    reach: int | None = None  # committed tokens that can run; None = all, and those of extra slots
+    reach: int | None = None  # number of committed tokens that can run now; None = no limit
 
 
 class Admitted(NamedTuple):
@@ -223,7 +223,7 @@ class StepWorker:
             self._matchers.release(session_id)
 
     def _forget(self, session_id: str) -> None:
-        """Drops what a role keeps of a session beside its tokens."""
+        """Drops the data that a subclass keeps about a session."""
 
     def _note_figures(self) -> None:
         self.figures.pages = self._engine.page_counts()
