@@ -56,7 +56,7 @@ class Process:
     ) -> None:  # fmt: skip
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
         Error messages begin with `name`. `setup` is the first line. The process inherits all
-        environment variables except those that limit threads. `environment` has more variables."""
+        environment variables except those that limit threads. `environment` adds variables."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command, self._name, self._setup = command, name, setup
@@ -153,7 +153,7 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of the service `setup["service"]`: target, draft or coordinator. Each message to or
-    from a target or draft takes `setup["delay_ms"]` longer, which is 0 for a coordinator."""
+    from a target or draft takes `setup["delay_ms"]` longer. For a coordinator, this must be 0."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:

@@ -35,7 +35,7 @@ class Unauthenticated(OutriderError, grpc_code=16, http_status=401):
 
 
 class PermissionDenied(OutriderError, grpc_code=7, http_status=403):
-    """PERMISSION_DENIED: the caller is known but may not do this."""
+    """PERMISSION_DENIED: the caller is known but may not make this request."""
 
 
 class NotFound(OutriderError, grpc_code=5, http_status=404):

@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """Runs one call for each key, and gives the result to all callers of this key. If all callers
-    of a key stop waiting, cancels the call, unless it already runs on a thread. All methods must
-    be called on the event loop's thread."""
+    """Runs at most one call of a key at a time, and gives the result to all callers that wait for
+    it. If all these callers stop waiting, cancels the call, unless it already runs on a thread. All
+    methods must be called on the event loop's thread."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
         """`result` runs at most `num_threads` calls at the same time. Further calls wait."""

@@ -7,7 +7,7 @@ then the constraints. For each constraint, it writes one line to standard output
 
     <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}
-    -> ""                                              or the reason to refuse the constraint
+    -> ""                              if the constraint compiles, otherwise the reason to refuse it
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> None:
     except ConfigError as error:
         trouble = error.message
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
-        # Sets the limit only once, because later constraints reuse the memory of earlier ones.
+        # One limit covers all constraints: each reuses the memory of earlier constraints.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for line in sys.stdin:

@@ -58,8 +58,8 @@ class PlanOptions(PromptOptions):
     changes values; h200-8b has sessions=1,context=1024,target=16.06/32/131.1/1,
     draft=2.47/16/32.8/1,head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,
     head_acceptance=0.71,hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,
-    layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,plain_ms=0.5. A model is
-    GB/LAYERS/KB/DEVICES. GB is the size of the weights, KB that of a token's keys and values."""
+    layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,plain_ms=0.5. Target,
+    draft and head are GB/LAYERS/KB/DEVICES: GB of weights, KB of keys and values for each token."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         if self.prompts is None and self.num_prompts is None:
@@ -78,7 +78,7 @@ class SimulationOptions(Options):
     about ten times as long."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. `--engine emulated:acceptance_rates=A/A/..` replaces the file."""
+    --json`. Instead of a file, you may give `--engine emulated:acceptance_rates=A/A/..`."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Number of concurrent sessions; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 FOLLOW_PERIOD_S = 0.5
 REDIS_LOOK_PERIOD_S = 0.25
 CLOSE_AWAY_S = 2.0
-"""After this time without a reconciler, a stop kills the replicas."""
+"""If the reconciler (`reconciler.py`) is gone for this time, a stop kills the replicas."""
 
 
 class Deployment:

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | missing | it is placed and started | at once; after failures, with growing delays |
 | one of its ranks has died | it is removed, and then is missing | after at most `END_GRACE_S` |
-| surplus | it is drained and stopped | after `QUIET_S` without requests, at most `stop_timeout_s` |
+| surplus | it is drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
 """
 
 import asyncio
@@ -46,7 +46,7 @@ REST_S_MAX = 30.0
 STABLE_S = 30.0
 """Once a replica has served for this time, earlier failures of its role no longer count."""
 HOPELESS_AFTER = 4
-"""After this many consecutive failures, a role without replicas is hopeless."""
+"""`serve` ends after this many failures in a row of targets or coordinators, if none is left."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Overview:
     failures: tuple[str, ...] = ()
     """The latest failure of each role. It is removed when a new replica of the role serves."""
     trial: TrialReport | None = None
-    """The running trial, or the latest trial since the reconciler started."""
+    """The running trial, or the latest trial since the reconciler (`reconciler.py`) started."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -499,8 +499,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # If no old replica uses the known ports, another process may have taken them. So only the
-        # first start tries the known ports.
+        # If no old replica uses the known ports, another process may have taken these ports. In
+        # this case, only the first start tries them.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)

@@ -2,12 +2,12 @@
 
 A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
 finished sessions of the same tenant. It must not depend on draft tokens that were not committed.
-Before each draw, a drafter may decide by the time, and by the tokens drawn so far, whether to
-continue.
+Before each draw, a drafter may decide by the time and the tokens drawn so far whether to continue.
 
 Draft tokens and their number must be independent of the random numbers that test the tokens. So
 under the rules token and block, a proposal must not depend on answers of other sessions with the
-same seed. Under coupled and greedy, committed tokens never depend on proposals."""
+same seed, which had the same random numbers. Under coupled and greedy, committed tokens never
+depend on proposals."""
 
 from __future__ import annotations
 

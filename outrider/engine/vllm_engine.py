@@ -101,9 +101,9 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head on rank 0, None elsewhere. All ranks pass `draft_check`.
-        If `draft_reads_output`, the head reads the model's output, otherwise the inputs of layers.
-        Raises `ConfigError` if vLLM or this engine cannot run the model or the head."""
+        `draft_layer` is a drafting head on rank 0, and None on other ranks. With a head, all ranks
+        need `draft_check`. If `draft_reads_output`, the head reads the model's output, otherwise
+        the inputs of layers. Raises `ConfigError` if this engine cannot run the model or head."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
@@ -271,7 +271,7 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The check filled pages without keys and values of the head. A new pool drops these pages.
+        # The pages that the check filled lack keys and values of the head. A new pool drops them.
         pool = BlockPool(self._pool.num_pages, self._page_size)
         self._use_pool(pool, self._stores, max_num_seqs)
         if self.draft_layer is not None:
@@ -283,7 +283,7 @@ class VllmEngine(PagedSequences):
             self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """Returns the layers whose inputs the leader's head reads, the same on all ranks."""
+        """Returns, on each rank, the layers whose inputs the leader's head reads."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1

@@ -43,5 +43,5 @@ class Allowed(Protocol):
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The object for the same session after the tokens `committed` are also committed."""
+        """The `Allowed` of the session as if the tokens `committed` were committed, too."""
         ...

@@ -1,4 +1,4 @@
-"""Sets up the process of a service: threads, logs, address and, for a replica, the engine."""
+"""Sets up the process of a service: threads, logs, address, and a target's or draft's engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Place(NamedTuple):
     """Where an actor runs."""
 
     pid: int
-    node: str  # name of the machine; actors with equal names reach each other over loopback
+    node: str  # name of the machine; actors on the same machine reach each other over loopback
 
 
 class PlacedActor:
@@ -86,8 +86,8 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Returns the number of threads for a model: half of the cores for a draft, and all cores for a
-    target, because a target waits while drafts run."""
+    """Returns the number of threads for a model. A draft uses half of the cores. A target uses all
+    cores, because it waits while drafts run."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
@@ -362,7 +362,7 @@ def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
     """Returns the target's checked head; None without a head, and on all ranks but the leading
-    rank. Must be called before `speed_up`, because the check runs `module` as it was built."""
+    rank. Must be called before `speed_up`, because the check needs the unchanged `module`."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import read_library
