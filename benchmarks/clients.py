@@ -87,7 +87,7 @@ class HttpClient(BenchClient):
         except httpx2.InvalidURL as error:
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         if (self._client.base_url.port or 0) > PORT_MAX:
-            raise SettingError("base_url", f"{base_url!r} is wrong: the last port is {PORT_MAX}")
+            raise SettingError("base_url", f"{base_url!r} is wrong: the largest port is {PORT_MAX}")
         self.model = model
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw

@@ -60,7 +60,7 @@ class SessionCommits:
 
     async def room(self, num_tokens: int = 1) -> None:
         """Waits while `num_tokens` more tokens would raise the number of uncommitted tokens above
-        `UNCOMMITTED_TOKENS_MAX`, or while the store has taken none for `UNCOMMITTED_MS_MAX`."""
+        `UNCOMMITTED_TOKENS_MAX`, or while the store has taken no token for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX

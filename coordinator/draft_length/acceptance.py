@@ -69,9 +69,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth. If all earlier tokens were accepted: that a token
-        is proposed, and that a proposed token is accepted. If all earlier tokens were proposed:
-        that a token is proposed."""
+        """Returns three chances for each depth: that a token is proposed if all earlier tokens were
+        accepted, that a proposed token is accepted if all earlier tokens were accepted, and that a
+        token is proposed if all earlier tokens were proposed."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
@@ -80,7 +80,7 @@ class DepthAverages:
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # Assumes that rate and prior have the same ratio as at the previous depth.
+                # Assumes that the ratio of rate to prior is that of the previous depth.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)

@@ -41,8 +41,8 @@ _SETTINGS = {
     *map(setting_option, _SETTINGS.values()),
     Option(
         "--start-from", metavar="DRAFTER",
-        help="continue training this drafter, which must have the same target and --kind: "
-        "a directory, a hub id, " + " or ".join(f"`{name}`" for name in SHIPPED),
+        help="continue training this drafter (a directory, a hub id, "
+        f"{' or '.join(f'`{name}`' for name in SHIPPED)}); it must have the same target and --kind",
     ),
     Option(
         "--prompts", type=Path, metavar="FILE",

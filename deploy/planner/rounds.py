@@ -316,8 +316,8 @@ class _SharedSteps:
         verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes as long as the slower of
         the target's step and the draft's work for all outcomes. After a miss, the proposal is
         drafted once the outcome is known. A pass of the draft adds one token to each of at most
-        `max_num_seqs` outcomes. The first of K + 1 passes adds the outcome's last token, and the
-        other passes add the K tokens of the proposal."""
+        `max_num_seqs` outcomes. Each outcome takes K + 1 passes: one for the outcome's last token,
+        and K for the tokens of the proposal."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead

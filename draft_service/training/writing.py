@@ -96,7 +96,7 @@ class WrittenCorpus:
         """Lets the target write the missing conversations, up to `together` at a time. When the
         time is over, keeps an unfinished conversation only if its answer has `_BEGINNING` tokens,
         because these tokens may decide whether the conversation is held out. After each step, calls
-        `progress` with `part` and a text: the number of written tokens, or "" without `tokens`."""
+        `progress` with `part` and a text: the number of written tokens, "" if `tokens` is None."""
         room = engine.page_counts().num_slots // self.tokens_max
         together = max(1, min(together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -142,7 +142,7 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """An unfinished conversation. When a user's turn is drawn, it joins the prompt."""
+    """An unfinished conversation. A user's turn that the target writes is added to the prompt."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.name = f"conversation-{index}"

@@ -175,7 +175,7 @@ class ResumingTransport(Transport):
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the first answer. If all coordinators raise `Unavailable`, raises the last error.
-        If a function names the coordinators and none of them answers, calls them again until the
+        If a function names the coordinators and none answered, first calls them again until the
         time is over."""
         if method == "healthy":
             for transport in self._pool.each:
@@ -288,9 +288,9 @@ class Tries:
         that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. If all coordinators have failed to begin the call, raises `error` unless a later try
-        may succeed: if the call is a stream and at least one coordinator answered, or if `tried`
-        did not answer and a function may name other coordinators by then."""
+        over. If all coordinators have failed to begin the call, raises `error`, except in two
+        cases: a stream is tried again if at least one coordinator answered, and any call is tried
+        again if `tried` did not answer and a function may name other coordinators later."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

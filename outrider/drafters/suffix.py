@@ -65,11 +65,11 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
-    Under the rules token and block, only the tenant's first session with a seed reads the history
-    (`drafter.py` says why). Later sessions with the seed read no outputs, not even those of other
-    seeds, because the length of the first session's output may decide which outputs are kept. Only
-    the first session with a seed adds its output to the history, when this session ends. A drafter
-    that forgets the seed also forgets this output.
+    Of a tenant's sessions with the same seed, only the first adds its output to the history, when
+    this session ends. A drafter that forgets the seed also forgets this output. Under the rules
+    token and block, only this first session reads the history (`drafter.py` says why). The others
+    read no outputs, not even those of other seeds, because the length of the first session's output
+    may decide which outputs are kept.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
     """

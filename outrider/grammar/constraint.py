@@ -1,4 +1,4 @@
-"""Constraints on completions, as values: a kind and a canonical text."""
+"""Constraints on completions. A constraint has a kind and a canonical text."""
 
 from __future__ import annotations
 

@@ -137,11 +137,11 @@ class BlockPool:
         """Takes slots for the tokens of the steps. No sequence may have two steps. An unknown
         sequence begins with an empty salt. Returns the page copies to make before any slot is
         written. After the step, call `written`. If the step fails, call `keep` with the old length
-        instead. If a page copy fails, also call `release`: the page table lists the unfilled page.
+        instead. If a page copy fails, also call `release`, because the new page is unfilled.
 
         Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If `whole` is
-        false, only the draft layer writes to the new slots. These slots must never be shared, so do
-        not call `written`. Drop these slots with `keep` before the next call with `whole`."""
+        false, only a drafting head writes to the new slots, so they must never be shared: do not
+        call `written`, and drop these slots with `keep` before the next call with `whole`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):

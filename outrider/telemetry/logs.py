@@ -51,8 +51,7 @@ class LogFile(RotatingFileHandler):
     rotated files, whose names end with `.1`, `.2` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
-        """`take_over`, and then each rotation, redirects the process's file `descriptors` to the
-        log file."""
+        """`take_over` and each rotation redirect the file `descriptors` to the log file."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
@@ -79,9 +78,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes old log files until the directory can take the largest log of a new replica without
-    exceeding `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended processes,
-    and of each kind the oldest first. Never removes the current file of a running process."""
+    """Removes old log files until the log of a new replica can reach its largest size before the
+    directory exceeds `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended
+    processes, and of each kind the oldest first. Never removes the current file of a running
+    process."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):

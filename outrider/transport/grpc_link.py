@@ -98,7 +98,7 @@ class GrpcLink(Link):
         except (BadRequest, DecodeError) as error:
             raise Unavailable(f"{self._address} is not a replica of this kind: {error}") from error
         except asyncio.CancelledError:
-            # `close` closes the channel, which cancels this call but not the task.
+            # `close` closes the channel. This cancels the gRPC call, but not the current task.
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
                 raise Unavailable(f"the link to {self._address} was closed") from None
