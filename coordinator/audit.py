@@ -2,9 +2,9 @@
 
 Sessions are chosen when they begin, because a choice among ended sessions would prefer short
 answers. After a chosen session has ended, a second session sends the same tokens to the target as
-proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). The
-second session has its own tenant, so the target computes all keys and values again. Therefore the
-audit also detects tokens that were decoded from wrong keys and values."""
+proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). Tenants
+share no cached pages, and the second session has its own tenant. So the target computes all keys
+and values again, and the audit also detects tokens that wrong keys and values led to."""
 
 import asyncio
 import logging

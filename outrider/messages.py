@@ -124,7 +124,7 @@ class VerifyItem:
         return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
 
     gives_way: ClassVar[bool] = False
-    """See `DraftItem.gives_way`. A session waits for every verdict."""
+    """See `DraftItem.gives_way`. Always false, because a session waits for every verdict."""
 
 
 @value(frozen=True, slots=True)

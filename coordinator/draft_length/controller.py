@@ -255,7 +255,7 @@ class LengthControl:
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain):
                 self._begin_plain()
-        # The draft may still have to read the prompt after the target has read it.
+        # Until the draft has read the prompt, its proposals come later than usual.
         self._num_missed = prompt_length
         if not controls.adapts:
             self._fix(self._bound)

@@ -86,7 +86,7 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The record, even if its process died; None = no record. Raises `ConfigError` if damaged."""
+    """The record, also of a dead deployment; None = no record. Raises `ConfigError` if damaged."""
     path = directory / FILE_NAME
     try:
         return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))

@@ -34,7 +34,7 @@ DESCRIBE_TIMEOUT_S = 60.0
 
 class PlayedSession(NamedTuple):
     text: Answer
-    """The prompt, and the target's answer before the rehearsal."""
+    """The prompt, and the target's answer in the sample."""
     num_draft_tokens: int
     done: Completion
 

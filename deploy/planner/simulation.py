@@ -481,7 +481,7 @@ def simulated(
         figures = asdict(simulate(replace(scenario, fleet=fleet)))
         row = {"load": load, "replicas": [*fleet.values()], **figures}
         if free:
-            shown.append(f"For {load}, {_in_words(fleet)} meet {tpot_ms:g} ms a token.")
+            shown.append(f"{_in_words(fleet)} meet {tpot_ms:g} ms a token for {load}.")
         shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", [row]))
     asked = {name: getattr(scenario, name) for name in LOAD}
     values = {"load": asked, "fleet": None, "was_found": bool(free), "figures": figures}

@@ -106,7 +106,7 @@ class CompletionBuilder:
         if isinstance(event, Tokens):
             if event.first_index != self._num_tokens:
                 raise errors.DataLoss(
-                    f"token {event.first_index} came where {self._num_tokens} was expected"
+                    f"the next token has index {event.first_index}, not {self._num_tokens}"
                 )
             self._num_tokens += len(event.token_ids)
         self._events.append(event)
@@ -145,8 +145,8 @@ class Transport(Protocol):
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        """Yields the events of a generation. A resumed generation begins with `Started`. Closing
-        the iterator early cancels the session."""
+        """Yields the events of a generation. The first is `Started`, also for a `ResumeRequest`.
+        Closing the iterator early cancels the session."""
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the result of the method `method` of `Client`."""

@@ -14,8 +14,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
 width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""The name under which transformers finds `_attention`. `_attention` calls its argument `attend`,
-an `Attend` whose shapes have two axes [B, L] in place of N."""
+"""The name under which transformers finds `_attention`. Its argument `attend` is an `Attend` whose
+shapes have two axes [B, L] in place of N."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 
@@ -39,7 +39,7 @@ class DraftHead(nn.Module):
     scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
     """The target's layers whose inputs are the taps, counted from 0. An id equal to the number of
-    layers means the input of the norm after the last layer. `OUTPUT` must be the only id."""
+    layers means the input of the norm after the last layer. No other id may accompany `OUTPUT`."""
     rotary_emb: Any
     norm: Any  # the norm of h before `lm_head`
     lm_head: Any

@@ -32,8 +32,8 @@ _VOLATILE_CONFIG_KEYS = frozenset(
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
     """Returns a fingerprint of everything on which seeded output depends, except the weights: the
-    versions of torch, transformers and outrider, the machine, and `details`. The machine is the
-    name of the GPU, or the instructions and caches of the CPU."""
+    versions of torch, transformers and outrider, the name of the GPU or the instructions and caches
+    of the CPU, and `details`."""
     import torch
 
     if device.type == "cuda":
@@ -65,9 +65,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. Which
-    tensors share a file does not matter. If there are no safetensors, returns the fingerprint of
-    `PICKLED_FILE`."""
+    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. How
+    the tensors are divided among files makes no difference. If there are no safetensors, returns
+    the fingerprint of `PICKLED_FILE`."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():

@@ -63,7 +63,7 @@ _WAYS = {
 
 
 class MtpHead(DraftHead):
-    """The first layer of `model`, a `MtpModel` of transformers with loaded weights. Embeddings and
+    """The first layer of `model`, an `MtpModel` of transformers with loaded weights. Embeddings and
     LM head are those of the module `target`."""
 
     def __init__(self, model: Any, target: Any, reads_output: bool) -> None:
@@ -216,7 +216,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         raise ValueError(f"its files have the weights {unknown}, which an MTP layer does not have")
     if found.mismatched_keys:
         name, given, needed = min(found.mismatched_keys)
-        raise ValueError(f"{name} is {[*given]}; {[*needed]} is needed")
+        raise ValueError(f"{name} has shape {[*given]}; {[*needed]} is needed")
     if found.conversion_errors:
         raise ValueError("; ".join(found.conversion_errors.values()))
     check_finite(model.layers.state_dict(prefix="layers."))

@@ -1,5 +1,5 @@
-"""Hosts a replica in its process: builds its service, serves it by gRPC, reports its health, and
-announces it. The draft and target actors are subclasses.
+"""Builds a replica's service, serves it by gRPC, reports its health, and announces the replica. The
+draft and target actors are subclasses of `ReplicaHost`.
 
 Large modules are imported in `start`, so that Ray can place an actor quickly."""
 

@@ -1,14 +1,14 @@
 """Three Triton kernels that compute verdicts on a CUDA device. This module is imported only where
-Triton is installed. Each program computes one row, so grids are [R].
+Triton is installed. Each program computes one of the R rows, so grids are [R].
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
 - `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. To
-  find the smallest weight to keep, it searches bit patterns, which have the order of the floats.
-  Each pass over the row reduces the searched range to a quarter.
+  find the smallest weight to keep, it searches a range of bit patterns, which sort like the
+  weights themselves. Each pass over the row reduces the range to a quarter.
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
-  q (`verification.py`), and draws the next token (`gumbel_max.py`). A draw first computes two
-  scores of each block: of the token with the shortest wait, and of the token with the largest
-  weight. Then it computes all scores of each block in which another token could win.
+  q from the weights (`verification.py`), and draws the next token (`gumbel_max.py` defines blocks,
+  waits and scores). A draw first scores two tokens of each block: the token with the shortest wait
+  and the token with the largest weight. Then it scores whole blocks in which another could win.
 """
 # mypy: ignore-errors
 
@@ -39,7 +39,7 @@ JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
     5       the number of draft tokens before the row, or -1 if the row judges no draft token
     6       whether the rule is block
     7, 8    the byte offset of the draft token's `DraftDistribution.packed`, and the number of
-            tokens in q, or 0 if the draw was certain
+            tokens in q, or 0 if q is one-hot
 """
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
 """Indices of the results [6, R]:
@@ -73,8 +73,8 @@ def _is_reached(parts, goal):
 
 @triton.jit
 def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keeps the largest weights of `row` [width], and sets all others to 0. Keeps `goal` weights.
-    With `BY_MASS`, keeps the fewest weights whose sum is at least `goal`. Of equal weights, keeps
+    """Keeps the largest weights of `row` [width], and sets all others to 0. Keeps `goal` weights,
+    or, with `BY_MASS`, the fewest weights whose sum is at least `goal`. Of equal weights, keeps
     those with the lowest ids. `low` is a lower bound for the bits of the smallest kept weight.
     Returns the sum of the kept weights."""
     lane = tl.arange(0, BLOCK)

@@ -30,8 +30,8 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
-        "Rounds, except the first of each request, by the number of draft tokens asked for. This"
-        " number is num_draft_tokens, or a smaller number that length control chooses.",
+        "Rounds, except the first of each request, by the number of draft tokens asked for."
+        " Length control chooses this number, up to the request's num_draft_tokens.",
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),

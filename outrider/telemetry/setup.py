@@ -58,8 +58,8 @@ class Scrape:
         self.stop: Callable[[], None] = lambda: None  # stops the HTTP server
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all metrics, and with a `vllm_model` copies of `VLLM_COUNTERS` under vLLM's names.
-        OpenTelemetry instruments cannot have such names, because the names contain a colon."""
+        """Yields all metrics. With a `vllm_model`, also yields copies of `VLLM_COUNTERS` that have
+        vLLM's names. OpenTelemetry does not allow such names, because they contain a colon."""
         for metric in self._collected.collect():
             yield metric
             name = metric.name.removeprefix(SCOPE + "_")
@@ -150,7 +150,7 @@ def start_exports(
     vllm_model: str | None = None,
 ) -> Exports | None:  # fmt: skip
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
-    Serves Prometheus on `host`, at `Destination.port` for `slot`. If `scraped`, creates
+    Serves Prometheus on `host`, at the port `Destination.port(role, slot)`. If `scraped`, creates
     `Exports.scrape` even without a port. With `vllm_model`, exports `VLLM_COUNTERS` also under
     vLLM's names, labelled with this model's name. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)

@@ -1,5 +1,5 @@
 """Interfaces of both ends of a stream between a coordinator and a replica. A stream carries the
-items (rounds) and answers of many sessions, several in one frame.
+items and answers of many sessions, several in one frame.
 
 `outrider.transport.grpc_link` and `outrider.transport.stream_server` are the two ends over gRPC.
 `MemoryLink` connects a coordinator to a replica in the same process."""
@@ -16,7 +16,7 @@ from outrider.messages import ReplicaDescription
 
 class Link:
     """The coordinator's end of a stream. All methods must be called on the event loop's thread.
-    Targets answer `VerifyItem`s with `VerifyAnswer`s, drafts `DraftItem`s with `DraftAnswer`s."""
+    Items are `VerifyItem`s or `DraftItem`s; answers are `VerifyAnswer`s or `DraftAnswer`s."""
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)  # bytes of frames; any thread may read this

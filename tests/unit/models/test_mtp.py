@@ -131,7 +131,7 @@ def test_what_its_files_hold_beside_is_used(tmp_path: Path) -> None:
         ({name: rounded}, f"{name} is stored as torch.float8_e4m3fn; "),
         ({"enorm.weight": None}, "its files lack the weights layers.0.enorm.weight"),
         ({"more.weight": weight + 1}, "its files have the weights .*more.weight, which an MTP"),
-        ({"enorm.weight": weight}, r"layers.0.enorm.weight is \[16, 32\]; \[32\] is needed"),
+        ({"enorm.weight": weight}, r"layers.0.enorm.weight has shape \[16, 32\]; \[32\] is needed"),
         ({"enorm.weight": torch.full((32,), torch.nan)}, "layers.0.enorm.weight is not finite"),
     ):
         with pytest.raises(
