@@ -107,7 +107,7 @@ class ConfigError(OutriderError, grpc_code=9):
 
 
 class SettingError(ConfigError):
-    """A setting or option is wrong. `key` is its name, or the source of its value."""
+    """A setting or option is wrong. `key` is its name."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")

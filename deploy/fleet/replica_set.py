@@ -2,9 +2,9 @@
 
 | state of a replica | what happens | when |
 | --- | --- | --- |
-| missing | it is placed and started | at once; after failures, with growing delays |
-| one of its ranks has died | it is removed, and then is missing | after at most `END_GRACE_S` |
-| surplus | it is drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
+| missing | placed and started | at once; after failures, with growing delays |
+| one of its ranks has died | removed, and then missing | after at most `END_GRACE_S` |
+| surplus | drained and stopped | after `QUIET_S` without requests, or after `stop_timeout_s` |
 """
 
 import asyncio

@@ -271,7 +271,7 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The pages that the check filled lack keys and values of the head. A new pool drops them.
+        # The check's pages lack the head's keys and values, so a new pool drops these pages.
         pool = BlockPool(self._pool.num_pages, self._page_size)
         self._use_pool(pool, self._stores, max_num_seqs)
         if self.draft_layer is not None:
@@ -390,8 +390,8 @@ class VllmEngine(PagedSequences):
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
-        """Returns the LM head's input [L, D] at the wanted rows, and the inputs of layers that
-        `_call` returns."""
+        """Returns the LM head's input [L, D] at the wanted rows, and the second result of
+        `_call`."""
         if self._deterministic and len(step.rows.token_ids) == 1:
             # Adds a spare token, because matrix products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))

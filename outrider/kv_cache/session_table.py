@@ -52,8 +52,8 @@ class SessionTable:
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
         and as much of `head.append` as it holds. Never keeps the last committed token, which must
-        run again for its logits. If no token is left, begins with cached pages that the same tenant
-        has written for the same tokens (`Engine.attach`).
+        run again for its logits. If no token is left, takes cached pages that the same tenant has
+        written for the same tokens (`Engine.attach`).
 
         If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
         held prefix that is known to be committed. Raises `BadRequest` if `head` has no tokens."""

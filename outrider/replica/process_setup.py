@@ -49,7 +49,7 @@ default, which makes threads check for some milliseconds."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
-demo target on two cores, a token took 34 to 43 ms, and 40 to 52 ms with libgomp."""
+demo target on two cores, a token took 34 to 43 ms instead of 40 to 52 ms."""
 LOADING_NICENESS = 10
 """Added to the niceness of the thread that loads a model, and of its helper threads. The number
 for steps (`outrider.engine.threads.NICENESS`) is smaller, so a replica that loads leaves the cores
