@@ -86,8 +86,8 @@ class FeatureDrafter(ModelDrafter):
         self._head = head.module
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
-        """Like `ModelDrafter.extend`. Afterwards, the engine holds no draft tokens of finished
-        drafts, because the head ran these tokens with its own outputs in place of features."""
+        """Like `ModelDrafter.extend`. Drops the draft tokens of finished drafts from the engine.
+        They are inexact, because the head ran them with its own outputs in place of features."""
         super().extend(branches)
         for branch in branches:
             if branch.is_whole:

@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # A one-pass drafter's costs would tell coordinators that each draft token takes a pass.
+        # Coordinators would count a pass for each draft token, but one pass gives all tokens.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -46,9 +46,9 @@ class DraftService(SteppedService):
         super().__init__(self._proposer, executor, description)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Starts the time limit of an item's draft. Without look-ahead, a timer reports if the
-        time is over before a token is drawn. With look-ahead, only steps check the limit, because
-        the round's tokens may already be drawn."""
+        """Starts the time limit of an item's draft. If the time ends before a token is drawn, a
+        timer tells the coordinator. With look-ahead there is no timer, and only steps check the
+        limit, because the round's tokens may already be drawn."""
         loop, engine = asyncio.get_running_loop(), self._engine
         deadline = DraftDeadline.after(
             item.budget_us, lambda: loop.time() + engine.stated_seconds, loop.time()
@@ -87,8 +87,8 @@ class _Drafting(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        """Without look-ahead, the proposal's last token is never run and needs no slot. To run a
-        token, a head needs the feature of the token before it, which limits `reach`."""
+        """Without look-ahead, the proposal's last token is never run and needs no slot. A head runs
+        a token only if it has the feature of the token before. So features limit `reach`."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1

@@ -83,9 +83,9 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # With `follow`, the executor runs the next round right after this round. The round after
-        # these two must be allowed too, so that the coordinator can ask for more during that round.
-        # Emulated rounds get no `follow`, because the executor would sleep once for both rounds.
+        # With `follow`, the executor runs the next round right after this round. A third round must
+        # be allowed too: while it runs, the coordinator has time to ask for more rounds. Emulated
+        # rounds get no `follow`, because the executor would sleep only after both rounds.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round
@@ -222,7 +222,7 @@ def _committed_digest(head: RoundHead) -> int:
 
 
 def _later_round(item: VerifyItem, rounds: int, digest: int, token_id: int) -> VerifyItem:
-    """Returns the item of the round `rounds` rounds after `item`, if each round commits one token.
+    """Returns the item of a later round, `rounds` rounds after `item`. A round commits one token.
     The returned item appends `token_id` to a prefix with this `digest`."""
     head = item.head
     own = replace(

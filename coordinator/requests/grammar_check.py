@@ -49,9 +49,9 @@ class FairQueue:
         """Waits for a compiler. Raises `Overloaded` if too many constraints wait already."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
             most = limits.COMPILATIONS_PER_TENANT_MAX
-            raise Overloaded(f"{most} of your constraints wait already; try again later")
+            raise Overloaded(f"{most} of your constraints await compilation; try again later")
         if self._num_waiting.total() >= limits.COMPILATIONS_MAX:
-            raise Overloaded(f"{limits.COMPILATIONS_MAX} constraints wait already; try again later")
+            raise Overloaded(f"{limits.COMPILATIONS_MAX} constraints await compilation; try later")
         self._num_waiting[tenant] += 1
         try:
             async with self._turns[tenant]:

@@ -172,7 +172,7 @@ class Discovery:
         if not (is_replaced or replica.away) and await replica.answers():
             self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
         else:
-            _log.warning("the registry no longer lists the %s %s; it is removed", pool.role, name)
+            _log.warning("the %s %s is removed: the registry no longer lists it", pool.role, name)
             await pool.leave(name)
 
     async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:

@@ -439,8 +439,8 @@ class SelfDraftClient(_ModelDrafts):
             proposal, score = self.look_up(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
-                # A fallback's proposal does not show how often the head's tokens are accepted.
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
+                # If the look-up replaces the head, its acceptance must not count as the head's.
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
         found = reply.next_proposal

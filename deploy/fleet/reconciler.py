@@ -208,7 +208,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # A replica may have started on another machine since the check.
+        except BaseException:  # `_use` may fail if a replica now runs on another machine.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:

@@ -230,7 +230,7 @@ class Student(Learner):
         rows = self._target.get_output_embeddings().weight
         all_layers = layers_of(self._target)
         dropped = [layer for index, layer in enumerate(all_layers) if index not in self._layers]
-        # The copy shares these with the target.
+        # `deepcopy` shares these with the target in place of copying them.
         shared = [self._embeddings, rows, *dropped]
         module = copy.deepcopy(self._target, {id(one): one for one in shared})
         layers: Any = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)
@@ -270,7 +270,7 @@ def use_plain_attention(module: Any) -> None:
 
 
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
-_SCORE_MIN = 0.2  # least mean share of attention of a head in `copying_layers`
+_SCORE_MIN = 0.2  # a copying head gives its token at least this mean share of attention
 
 
 def kept_layers(
@@ -291,7 +291,7 @@ def kept_layers(
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
     """Returns the two layers with which the target copies from earlier text (an induction head). An
-    attention head of the first layer attends to the previous token. A head of the second layer
+    attention head of the lower layer attends to the previous token. A head of the upper layer
     attends to the token that followed an earlier occurrence of the current token. Measures the mean
     shares of attention in repeated random texts. Returns None if no head's share is large enough,
     as in an untrained model, or if the library does not return attention."""

@@ -30,8 +30,8 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """Of `num_all` occurrences of a match, `num` have the same continuation. Returns their share.
-    Adds 1 / `match_length` to `num_all`, because a few short matches are weak evidence."""
+    """The share of a match's occurrences that precede the guessed token: `num` of `num_all`. Adds
+    1 / `match_length` to `num_all`, because a few short matches are weak evidence."""
     return num / (num_all + 1 / match_length)
 
 
@@ -160,7 +160,7 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow the match, repeats them, because the text has begun to repeat them."""
+        few tokens follow, the text ends with a repetition of them, and the guess continues it."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.occurrences(tail), 1, OCCURRENCES_MAX + 1):

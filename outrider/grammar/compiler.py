@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """Calls `load` for the first constraint. A `ConfigError` there refuses the constraint."""
+        """Calls `load` for the first constraint, and refuses it if `load` raises `ConfigError`."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names, or all alternatives if it is missing."""
+        """`_reach` of the part that a reference names. Without such a part: all alternatives."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -42,10 +42,10 @@ class PrefixMatcher:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of added tokens. `is_ahead` says
         whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar needs too many
-        states or too much time or, with `is_ahead`, was too slow after earlier draft tokens."""
+        states or too much time. With `is_ahead`, also if earlier draft tokens took too long."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
-            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
+            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow for draft tokens")
         num_held = len(self._tokens)
         check(length <= num_held, f"{length} of {num_held} tokens cannot be kept")
         differences = compress(count(), map(ne, token_ids, self._tokens[length:]))

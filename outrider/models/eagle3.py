@@ -11,9 +11,9 @@ r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. Where the target h
 the previous pair (with `norm_output`, norm(h)) takes the place of g. With `fc_norm`, each t is
 normed before `fc`. With `norm_before_fc`, the concatenation of all t is normed before `fc`.
 
-form         sizes in config.json         ids of tapped layers     tensors
-speculators  `transformer_layer_config`   a, b, ..                 `layers.0.*`
-raw          at the top, as for a Llama   a, b, .. or a-1, b-1, .. `midlayer.*`, `layers.0.*`
+form         sizes in config.json         ids of tapped layers           tensors
+speculators  `transformer_layer_config`   a, b..                         `layers.0.*`
+raw          at the top, as for a Llama   a, b.. or (outputs) a-1, b-1.. `midlayer.*`, `layers.0.*`
 
 Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
 `embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's
@@ -75,7 +75,7 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
     """The configuration of a layer whose width need not be a multiple of the number of heads."""
 
     def validate_architecture(self) -> None:
-        """Does nothing. The base class would raise an error for other widths."""
+        """Does nothing. The base class refuses a width that is not such a multiple."""
 
 
 class _Layer(nn.Module):
@@ -212,7 +212,7 @@ def _draft_vocabulary(
         bounds = (int(token_ids.min()), int(token_ids.max()))
         allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
         _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: token range", bounds, allowed)
-        num, allowed = len({*token_ids.tolist()}), f"its {len(d2t)} rows must name different tokens"
+        num, allowed = len({*token_ids.tolist()}), f"the {len(d2t)} rows must name different tokens"
         _require(num == len(d2t), "d2t: number of distinct tokens", num, allowed)
     own = weights.get(_HEAD)
     if own is None:
@@ -302,7 +302,7 @@ def save_speculators(
     architectures: Sequence[str], num_draft_tokens: int,
 ) -> None:  # fmt: skip
     """Writes a head in the form of speculators 0.9. `architectures` are those of the target, and
-    `token_ids` are the tokens of the head's logits. By default, a round drafts `num_draft_tokens`.
+    `token_ids` are the tokens of the head's logits. The files recommend K = `num_draft_tokens`.
     The files have embeddings even if these are the target's, because speculators would leave
     missing embeddings unset."""
     config, layer = head.config, head.config.layer

@@ -56,7 +56,7 @@ class Append:
     expected_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
-    """Digest of all tokens after the append."""
+    """Digest of the session's prompt and answer, including `token_ids`."""
     draft: CacheState
     target: CacheState
     counters: Counters
@@ -193,8 +193,8 @@ class SessionStore(Protocol):
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
-        empty, only reads. Returns the key's value, or an empty text if there is none. After each
-        call, the value lives as long as an unfinished session."""
+        empty, only reads. Returns the key's value, or an empty text if there is none. Each call
+        restarts the value's lifetime, which is that of an unfinished session."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""

@@ -78,7 +78,7 @@ class SealedProposal:
         return SealedProposal(self.token_ids[:num], self.q[:end])
 
     def without_q(self, rule: Rule) -> SealedProposal:
-        """The tokens, marked as certain draws in place of their q."""
+        """The tokens without q. If the rule uses q, each token is marked as a certain draw."""
         q = (None,) * len(self) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q))
 

@@ -81,7 +81,7 @@ def accept(
                         continue
                     connection = silent[0]
                 if connection not in silent:
-                    continue  # It was the oldest, and has just been closed.
+                    continue  # This loop has just closed it to make room.
                 silent.remove(connection)
                 selector.unregister(connection)
                 rank = _named_rank(connection, token)

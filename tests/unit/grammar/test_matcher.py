@@ -171,7 +171,7 @@ def test_a_grammar_that_is_slow_after_draft_tokens_is_not_refused() -> None:
     known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)
     assert matchers.follow("a", compiled, []).after(letter) is not None
     for _ in range(3):
-        with pytest.raises(Incompatible, match="regex: is too slow after draft tokens"):
+        with pytest.raises(Incompatible, match="regex: is too slow for draft tokens"):
             matchers.follow("a", compiled, []).after(letter)
     known.clock = lambda: seconds[0]
     assert matchers.follow("a", compiled, letter).after(()) is not None

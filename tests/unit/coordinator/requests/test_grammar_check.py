@@ -210,11 +210,11 @@ async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) 
     queue, begun = FairQueue([compiler]), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
-    with pytest.raises(Overloaded, match=r"^3 of your constraints wait already"):
+    with pytest.raises(Overloaded, match=r"^3 of your constraints await compilation"):
         await queue.take("a")
     waiting += [take(queue, begun, f"b{index}") for index in range(2)]
     await settle()
-    with pytest.raises(Overloaded, match=r"^5 constraints wait already"):
+    with pytest.raises(Overloaded, match=r"^5 constraints await compilation"):
         await queue.take("c")
     waiting[1].cancel()
     await settle()
