@@ -42,7 +42,7 @@ COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
-LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that reaches this number is compiled again
+LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that has used them up is compiled again
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
@@ -166,7 +166,7 @@ SLOTS_PER_SCRIPT_MAX = 256  # slots (permissions to run a request) that one scri
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
 ABANDON_TRIES_MAX = 20  # tries to store a session's end, if over UNTOLD_SESSIONS_MAX ends wait
-CANCEL_WAIT_S = 10  # how long `Cancel` of a session that no coordinator runs waits for the store
+CANCEL_WAIT_S = 10  # how long `Cancel` waits for the store if no coordinator runs the session
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # the wait between tries to reach the store doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer

@@ -25,7 +25,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
-    is its field's alias or else its field's name, with `prefix` if the name is in `fields`."""
+    is its field's alias, by default the field's name. The names in `fields` get the `prefix`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -41,7 +41,7 @@ def between(least: float, most: float) -> Any:
 
 
 Internal = Annotated[T, Field(exclude=True)]
-"""A field that is not a setting. The code that starts the service sets its value."""
+"""A field that is not a setting. The code that builds the configuration sets its value."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 NOT_SETTINGS = (

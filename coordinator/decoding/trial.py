@@ -62,7 +62,7 @@ class TrialMeter:
     def __init__(self) -> None:
         self._replica = ""
         self._sums = [DrafterSums(), DrafterSums()]
-        """[old, new]. Each trial has its own list, to which its sessions add when they end."""
+        """[old, new]. Each trial has its own list, to which ending sessions add their sums."""
 
     @property
     def sums(self) -> TrialSums:

@@ -1,12 +1,12 @@
 """Forecasts the cost of a round from the engines' tables of step times, and from the times of
 finished rounds.
 
-| part of a round | known from |
+| quantity | known from |
 | --- | --- |
 | wait for a proposal | at first the draft's table, then measured |
-| the target's step | at first its table for the rows (tokens) of all sessions, then measured |
+| the target's step, for all sessions' rows (tokens) | at first the target's table, then measured |
 | wait for the target's step to begin | measured while other sessions use the target |
-| messages, and the coordinator's work | measured: a round's time minus the parts above |
+| messages, and the coordinator's work | measured: a round's time minus the times above |
 | tokens that other sessions lose to drafting and messages on shared cores | measured |
 | a plain round | at first the time of the target's step, then measured as a whole |
 """
@@ -216,7 +216,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # There is no loss for plain rounds, because run-ahead needs few messages.
+            # For plain rounds, no loss is counted, because run-ahead needs few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,

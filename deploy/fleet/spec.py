@@ -110,7 +110,7 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """Fills in the settings that depend on machines. `placed` has each actor's role and
+        """Fills in the settings that depend on where actors run. `placed` has each actor's role and
         machine. Raises `SettingError` if actors on several machines bind a loopback address."""
         config = self.config
         nodes = {node for _, node in placed}
@@ -173,7 +173,7 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # Coordinators learn which role drafts only at their start, so their hash includes this role.
+    # The hash of coordinators includes the role that drafts, as they read it only at their start.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans: dict[Role, str] = {}
     for role in ROLES:

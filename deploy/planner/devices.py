@@ -133,7 +133,7 @@ def compare(text: str, round_trip_s: float) -> Report:
     name, _, numbers = text.partition(",")
     if name not in PRESETS:
         presets = " or ".join(PRESETS)
-        raise SettingError("devices", f"{name!r} is wrong; it must begin with {presets}")
+        raise SettingError("devices", f"must begin with {presets}, not {name!r}")
     found = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
     if found.seats(found.target) < 1:
         raise SettingError(

@@ -22,12 +22,12 @@ class DistillOptions:
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
     target's layers. Its files have the format of `speculators`, which other programs also load."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
-    """Minutes in which the target writes and reads texts, and the drafter is trained. Earlier parts
-    of the same run count; measuring does not. With `--tokens`, writing has no limit. With
-    `--steps`, reading and training have no limit."""
+    """Minutes in which the target writes and reads texts, and the drafter is trained. Measuring
+    does not count. If a run was interrupted, its earlier minutes count. With `--tokens`, writing
+    has no limit. With `--steps`, reading and training have no limit."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Number of layers of a student; unset = 5. They are copies of the target's first layers, its
-    last layer, and two layers that copy from earlier text (an induction head)."""
+    """Number of layers of a student; unset = 5. A student gets the target's first layers,
+    its last layer, and the two layers that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[str | None] = None
@@ -36,8 +36,8 @@ class DistillOptions:
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
-    """Token ids of prompts to measure with. The card reports the acceptance in the answers to these
-    prompts. `prompts` must not contain any of them, because `prompts` are used for training."""
+    """Token ids of prompts to measure with. The model card reports the acceptance in the answers.
+    `prompts` must contain none of these, because `prompts` are used for training."""
     corpus: Internal[tuple[Path, ...]] = ()
     """Files of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0

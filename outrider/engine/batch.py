@@ -51,9 +51,9 @@ _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this 
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on the number of
-masked slots at the end. Therefore draft tokens change no bit of earlier tokens' bfloat16 logits, if
-matrix products use the same kernel with and without the draft tokens' rows. An Intel Xeon with AMX
-uses one kernel for up to 32 rows."""
+masked slots at the end. Therefore the bfloat16 logits of a token are bit-equal with and without
+draft tokens after it, if matrix products use the same kernel for both numbers of rows. An Intel
+Xeon with AMX uses one kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -117,7 +117,7 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """Returns [heads * N * L]: each head's `slots`, as rows of [heads * num_slots, width]."""
+        """Returns [heads * N * L]: indices of each head's `slots` in [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -139,7 +139,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment, and the slots that it reads in layers with one window."""
+    """A segment, and the slots that it reads in the layers of one attention window."""
 
     first_row: int
     num_tokens: int

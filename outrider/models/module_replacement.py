@@ -334,8 +334,8 @@ _PROBE = "outrider_probe"
 
 
 def _probe_rows(width: int, like: Tensor) -> Tensor:
-    """Returns the same random rows [1, 4, width] for the same arguments, with magnitudes `_SIZES`,
-    in the dtype and on the device of `like`."""
+    """Returns random rows [1, 4, width] with magnitudes `_SIZES`, in the dtype and on the device of
+    `like`. Equal arguments yield equal rows."""
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)

@@ -93,8 +93,8 @@ def check_name(name: str, *, drafts: bool = False) -> None:
 
 
 def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` unless the directory holds a configuration and safetensors, or, with
-    `drafts`, a published head in `PICKLED_FILE`."""
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors. With
+    `drafts`, a published head may have `PICKLED_FILE` in place of safetensors."""
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model {name}: no {CONFIG_FILE} in {directory}")
     if any(directory.glob("*.safetensors")):
@@ -111,7 +111,7 @@ def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration states a draft vocabulary, as for an EAGLE-3 head."""
+    """Whether the configuration states a draft vocabulary, as that of an EAGLE-3 head does."""
     try:
         text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
         return "draft_vocab_size" in json.loads(text)
@@ -155,7 +155,7 @@ CONVERSION_VERSION = 1
 
 
 def converted(gguf: Path, cache: Path) -> Path:
-    """Returns the cached conversion of a GGUF file, a directory with safetensors, tokenizer, chat
+    """Returns the cached conversion of a GGUF file: a directory with safetensors, tokenizer, chat
     template and generation settings. Converts the file if the cache lacks it. Weights become
     bfloat16. Raises `ConfigError` if the file cannot be read as a model."""
     return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))

@@ -68,8 +68,8 @@ def check_target(directory: Path, *, name: str, target_directory: Path, target_n
 def load_student(
     path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """Like `load_model`, for a student in `path` of the target in `target_directory`. The student's
-    logits are [.., N], for the N `logit_token_ids` of the returned `ModelInfo`."""
+    """Like `load_model`, for a student in `path` whose target is in `target_directory`. The
+    student's logits are [.., N], for the N `logit_token_ids` of the returned `ModelInfo`."""
     name = options.get("name", str(path))
     check_target(path, name=name, target_directory=target_directory, target_name=target)
     where = loading.use_device(**options)
@@ -82,7 +82,7 @@ def load_student(
         if not logit_ids or any(a >= b for a, b in pairwise([-1, *logit_ids, info.vocab_size])):
             raise ValueError(f"{_TOKEN_IDS} must be ascending ids of the target's tokens")
         narrow_head(module, len(logit_ids))
-        # Converted one by one, because all weights in float32 would need more memory.
+        # Restores one weight at a time, because all weights together in float32 need more memory.
         weights = {
             key: _restored(key, tensors).to(values.dtype)
             for key, values in module.state_dict().items()
@@ -112,8 +112,8 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
 def save_student(
     directory: Path, module: Any, token_ids: Tensor, description: StudentDescription
 ) -> None:
-    """Writes the files of a student, without embeddings and head. The student's head must have the
-    target's rows of `token_ids` [N]."""
+    """Writes the files of a student, without embeddings and head. The student's head must consist
+    of the rows of the target's head for `token_ids` [N]."""
     module.config.save_pretrained(directory)
     tensors, shared = {_TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
     for name, values in module.state_dict().items():

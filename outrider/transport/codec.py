@@ -202,9 +202,9 @@ def _decoder(field: Any, ours: Any) -> Decode | None:
     has_length = field.is_repeated or field.cpp_type == field.CPPTYPE_STRING
 
     def bounded(found: Any, path: str) -> Any:
-        size = len(found) if has_length else found
+        what, size = ("length", len(found)) if has_length else ("value", found)
         if not 0 <= size <= limit:
-            raise BadRequest(path, f"{size} is not in 0..{limit}")
+            raise BadRequest(path, f"{what} {size} is not in 0..{limit}")
         return found if decode is None else decode(found, path)
 
     return bounded
@@ -392,7 +392,7 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
         reason = f"{head.committed_length} tokens are more than {limits.SESSION_TOKENS_MAX}"
         raise BadRequest("head.base_length", reason)
     if not 1 <= head.prompt_length <= head.committed_length:
-        reason = f"{head.prompt_length} is not in 1..{head.committed_length}, the committed length"
+        reason = f"{head.prompt_length} is not in 1..{head.committed_length} (the committed length)"
         raise BadRequest("head.prompt_length", reason)
     if head.epoch < 1:
         raise BadRequest("head.epoch", "epochs begin at 1")
@@ -408,9 +408,9 @@ _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
     accept, correction = tuple(message.accept_probability[:]), message.correction
     if len(accept) > limits.NUM_DRAFT_TOKENS_MAX or len(correction) != len(accept) + 1:
-        raise BadRequest(
-            "verdict", f"has {len(accept)} probabilities, but {len(correction)} corrections"
-        )
+        reason = f"has {len(accept)} probabilities and {len(correction)} corrections, "
+        reason += f"not N and N + 1 with N <= {limits.NUM_DRAFT_TOKENS_MAX}"
+        raise BadRequest("verdict", reason)
     for probability in accept:
         if not 0.0 <= probability <= 1.0:
             raise BadRequest("verdict.accept_probability", f"{probability!r} is not in 0..1")

@@ -31,7 +31,7 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
         (("--simulate", "--engine", "emulated:", *FLEET), ": emulated: has no acceptance_"),
         (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
         (("--simulate", "--from-report", __file__, *FLEET), f": {__file__} is not the output of"),
-        (("--devices", "h"), "--devices: 'h' is wrong; it must begin with h200-8b or h200-70b-fp8"),
+        (("--devices", "h"), "--devices: must begin with h200-8b or h200-70b-fp8, not 'h'"),
         (("--devices", "h200-8b,speed=1"), "--devices: speed='1'"),
         (("--devices", f"h200-8b,context={10**400}"), "--devices: context='1000"),
         (("--devices", f"h200-8b,target=16/32/131/{10**400}"), "--devices: target='1000"),
