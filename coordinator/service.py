@@ -84,7 +84,7 @@ class CoordinatorService:
         `targets` and `drafts` map names to links, for a fixed set of replicas. With a `registry`,
         the coordinator uses the registry's replicas, to which `link(role, address)` creates links.
 
-        `fallback` is the look-up that proposes if the drafter is a look-up, or if a model has no
+        `fallback` is the look-up that proposes if no model drafts, or if the model has no
         proposal. `random_bits(n)` returns n random bits, for session ids and, if no seed is
         configured, the seeds of requests."""
         self.config = config
@@ -121,7 +121,7 @@ class CoordinatorService:
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
         target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
-        replica of a fixed set, or every replica of a role, does not fit the others."""
+        replica of a fixed set does not fit the others, or if no known replica of a role fits."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():

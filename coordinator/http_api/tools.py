@@ -489,7 +489,7 @@ class ChatFormats:
         self, tools: Tools, constraint: Constraint | None, variables: Mapping[str, Any]
     ) -> AnswerForm:
         """Returns the form of answers that may call these tools. `variables` are for the chat
-        template. Constrained answers have no reasoning. If the body asks for JSON, the JSON is
+        template. Constrained answers have no reasoning. If the request asks for JSON, the JSON is
         content even if it looks like a call. Raises `BadRequest` if the answer may have calls but
         it is unknown how the model writes them."""
         form = PLAIN

@@ -18,7 +18,7 @@ from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
 _HELD_OUT_KEY = b"outrider distill: held out"
-DOCUMENT_TOKENS_MAX = 1024  # Longer texts are cut into pieces. Conversations are never longer.
+DOCUMENT_TOKENS_MAX = 1024  # Longer texts are cut. Texts that the target writes are never longer.
 CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]
@@ -27,8 +27,8 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The token ids before and after a user's turn. For a model without a template, `before` is the
-    beginning of a text, and `after` is empty."""
+    """The token ids before and after a user's turn. For a model without a template, `before` has
+    the tokens that begin every text (BOS, if any), and `after` is empty."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -40,7 +40,7 @@ class Document:
 
     token_ids: Array
     first: int  # at least 1, because nothing predicts the first token of a text
-    answer_first: int  # where the answer begins; `first` if the whole text is measured
+    answer_first: int  # where the target's answer begins; `first` for a text from `--corpus`
     temperature: float | None  # of the target's answer; None for a text from `--corpus`
     is_held_out: bool = False
 

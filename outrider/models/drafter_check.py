@@ -2,11 +2,11 @@
 
 Files of heads number the target's layers in several ways, or do not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
-For each of `DraftHead.ways`, the head then predicts tokens at each place of the text: the next
-token, and the token after it. The *agreement* is the share of predictions that are the target's
-likeliest token. For the first way, which the head's files state, the check also measures the
-agreement of "pairs one off", whose feature and id belong to the same token. This agreement is only
-reported, because a served head has to draft before the target computes that token's feature."""
+In each of `DraftHead.ways`, the head reads the target, and predicts tokens at each place of the
+text: the next token, and the token after it. The *agreement* is the share of predictions that are
+the target's likeliest token. A head pairs a token's id with the previous token's feature. For the
+way that its files state, the check also measures the agreement with the same token's feature
+("pairs one off"), but only reports it: a served head must draft before that feature is known."""
 
 import logging
 from collections.abc import Callable, Sequence

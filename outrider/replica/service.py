@@ -70,9 +70,9 @@ later. By then, pages of expired or silent sessions may be free."""
 
 
 class SteppedService(ReplicaService):
-    """Serves any number of streams with one worker. Runs items in order of arrival, in batches of
-    distinct sessions. If a step has several answers for a connection, sends them in one call. All
-    methods must be called on the event loop's thread.
+    """Serves any number of connections with one worker. Runs items in order of arrival, in batches
+    of distinct sessions. If a step has several answers for a connection, sends them in one call.
+    All methods must be called on the event loop's thread.
 
     A role that does more than queue items overrides `submit` and `_forget`."""
 
@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. At `num_max`, the oldest is dropped, and loses its pages when others need them."""
+        step. Beyond `num_max`, the oldest is dropped, and keeps pages until others need them."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -311,7 +311,7 @@ class SteppedService(ReplicaService):
             self.health_changed.set()
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
-            # The coordinator of a silent session may have died, or the session's release was lost.
+            # A session may be silent because its coordinator died, or because its release was lost.
             since, waiting = _now() - limits.SILENT_SESSION_MS / 1e3, self._queue.sessions
             silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
             self.park([name for name, _ in silent if name not in waiting])
@@ -387,7 +387,7 @@ class SteppedService(ReplicaService):
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            # With `is_timed`, the executor sleeps for both steps later, so `now` is too early.
+            # A timed executor sleeps only after both steps, so `now - start` is too short.
             if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))

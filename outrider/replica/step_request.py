@@ -97,7 +97,7 @@ class StepRequest:
     """An item that waits for a step, and the connection that wants its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called at the end, with this request and its answer; None = the item gets no answer."""
+    """Called at the end, with this request and its answer, or with None if it gets no answer."""
     follow: Callable[[Any, Any, float], Any] | None = None
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
     Returns the session's next item, or None if the answer must be sent first. Not set if the
@@ -179,10 +179,10 @@ class RequestQueue:
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes three lists of requests out of the queue, each in order of arrival:
 
-        1. For a step: the oldest request of each session. `max_batch` limits the number of new
-           requests, of requests that an earlier step began, and of requests that found no pages,
-           each on its own. So neither long prompts nor requests without pages keep rounds out of a
-           step. If the oldest of these requests `runs_alone`, the step has only this request.
+        1. For a step: the oldest request of each session. `max_batch` limits each of three kinds
+           separately: new requests, requests that an earlier step began, and requests that found no
+           pages. So neither long prompts nor requests without pages keep rounds out of a step. If
+           the oldest of these requests `runs_alone`, the step has only this request.
         2. Unwanted: the connection is closed, or the request was answered and its session has a
            newer request.
         3. Expired."""

@@ -85,6 +85,6 @@ class Verdict:
 
     accept_probability: tuple[float, ...]
     """[K]: the probability that each draft token passes its own test: min(1, p / q) under token,
-    h_i under block, 0 or 1 under coupled and greedy."""
+    h_i of docs/exactness.md under block, 0 or 1 under coupled and greedy."""
     correction: tuple[int, ...]
     """[K+1]: element n is the token that follows n accepted draft tokens."""

@@ -49,7 +49,7 @@ def audit(
     at = torch.zeros(num, dtype=torch.float64)
     at[inside] = p[inside, chosen]
     possible = at > 0
-    terms = torch.special.entr(p)  # -p log p, and 0 for p = 0. One pass, because V is large.
+    terms = torch.special.entr(p)  # -p log p, and 0 for p = 0; needs only one pass over p
     entropy = terms.sum(dim=1)
     terms.square_().div_(p.clamp_(min=_P_MIN))  # p log^2 p
     variance = (terms.sum(dim=1) - entropy.square()).clamp(min=0.0)

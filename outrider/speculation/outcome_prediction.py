@@ -34,8 +34,8 @@ class OutcomeGuesses:
     """A draft's guesses for a round of K draft tokens."""
 
     corrections: list[list[int]]
-    """Row n has the guesses of the correction after n accepted tokens, best first, without draft
-    token n + 1. Row K, for the bonus, may be missing."""
+    """Row n has the guesses of the correction after n accepted tokens, best first. It lacks draft
+    token n + 1, which was rejected. Row K, for the bonus, may be missing."""
     scores: RealArray
     """[K + 1, R], or [K, R] without the bonus: the score of each guess, up to a constant for each
     row. A score is log q + Gumbel noise, or log q if the parameters are greedy. Scores descend in
