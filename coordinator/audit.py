@@ -4,7 +4,7 @@ Sessions are chosen when they begin, because a choice among ended sessions would
 answers. After a chosen session has ended, a second session sends the same tokens to the target as
 proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). Tenants
 share no cached pages, and the second session has its own tenant. So the target computes all keys
-and values again, and the audit also detects tokens that wrong keys and values led to."""
+and values again, and the audit also detects tokens decoded from wrong keys and values."""
 
 import asyncio
 import logging

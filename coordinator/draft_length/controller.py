@@ -161,7 +161,7 @@ class LengthControls:
             return repeated
         if len(self._firsts) >= DRAFTED_SEEDS_MAX:
             # Forgets the seeds of ended sessions. A later session with such a seed counts as the
-            # first one, so it must not read what was learned from an earlier session.
+            # seed's first session. So what was learned until now must be forgotten, too.
             self._firsts = {known: one for known, one in self._firsts.items() if one is not None}
             self._learned.clear()
         first = LengthControl(self, self.learned(tried), rule, *bounds, seed)

@@ -217,7 +217,7 @@ class _Replica(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """Proposes tokens i + 1 to K after token i < K, tokens 1 to K after token K, else nothing."""
+    """Proposes i + 1 to K after token i < K, 1 to K after token K, and nothing after others."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens

@@ -20,7 +20,7 @@ import triton.language as tl
 from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
-"""Number of int64 words for each row:
+"""Number of int64 words for each row. The words are:
 
     0..2    temperature, min-p and top-p, as float64
     3       top-k
@@ -33,7 +33,7 @@ ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
 ENTRY_WORDS = tl.constexpr(3)
 """Number of int64 words for each token that `logits_processing.changed_tokens` lists."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Number of further int64 words that `settle_rows` reads for each row:
+"""Number of further int64 words for each row, which only `settle_rows` reads. The words are:
 
     0..4    the row's `RowKeys`
     5       the number of draft tokens before the row, or -1 if the row judges no draft token

@@ -61,7 +61,7 @@ class ServerOptions:
     reflection: bool = True
     credentials: grpc.ServerCredentials | None = None  # credentials for TLS; None = no TLS
     shares_port: bool = False  # whether a later server may take over the port
-    takes_over: bool = False  # whether to share the port of a server with `shares_port`
+    takes_over: bool = False  # whether to take over the port of a server with `shares_port`
     connection_age_ms: int | None = None
     """A connection of this age takes no new calls, so that the client connects again, perhaps to
     another server. None = no limit."""
@@ -174,7 +174,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 
 class _Health:
-    """All services of a server have the same status."""
+    """The health service. All services of a server have the same status."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
