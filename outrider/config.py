@@ -384,7 +384,7 @@ class CoordinatorConfig(ServerConfig):
     drafting_delays: Internal[bool] = False
     """Whether drafting slows the target down because draft and target share cores or a device."""
     shares_ports: Internal[bool] = False
-    """Whether a replacement may listen on the same ports while this coordinator still does."""
+    """Whether this coordinator and its replacement may share ports while both run."""
     takes_over_ports: Internal[bool] = False
     """Whether to listen on ports on which the replaced coordinator may still listen."""
     target_address: Internal[str] = ""
@@ -594,7 +594,7 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # In `found`, this key has synthetic acceptance rates. Drops those of earlier layers.
+            # Drops acceptance rates of earlier layers, which `found` has under this key.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):

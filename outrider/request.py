@@ -70,7 +70,7 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has, which are not sent again."""
+    """Number of completion tokens that the client has. They are sent again only if `cuts` is set."""
     num_characters: int | None = None
     """Number of characters (code points) that the client has; None = all text of these tokens."""
     deadline_ms: int | None = None
@@ -78,7 +78,7 @@ class ResumeRequest:
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Token counts at which an event must end. If set, all tokens are sent again. Not in gRPC."""
+    """Token counts at which an event must end. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

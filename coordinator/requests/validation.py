@@ -70,7 +70,7 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
         raise BadRequest("sampling.min_tokens", reason)
     num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})
     if sampling.min_tokens and num_ends >= model.vocab_size:
-        reason = "every token ends the answer before min_tokens; give fewer ids, or no min_tokens"
+        reason = "all tokens would end the answer, so min_tokens cannot be reached; give fewer ids"
         raise BadRequest("sampling.stop_token_ids", reason)
     check_roles(request.prompt)
     if len(request.stop) > (most := limits.STOP_STRINGS_MAX):
@@ -197,7 +197,7 @@ class PromptEncoder:
         size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
-            most = f"up to {bytes_max}, the most that {tokens_max} tokens (the model's limit) have"
+            most = f"up to {bytes_max}, because the model's limit is {tokens_max} tokens"
             raise BadRequest(field, f"has {size} bytes; allowed: {most}")
 
         def tokenize() -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Drafted:
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
     number of drawn tokens. 0 if no drafter was asked, or if a look-up replaced a drafter that was
-    late or not ready: the proposal does not show how often the drafter's tokens are accepted."""
+    late or not ready. Such a proposal does not show how often the drafter's tokens are accepted."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
@@ -40,7 +40,7 @@ class Drafted:
     ahead: bool = False
     """Whether the proposal arrived before the round began."""
     beside: DraftedBeside | None = None
-    """How the target drafted. None if the proposal did not come with the previous verdict."""
+    """Set if the target drafted the proposal and sent it with the previous verdict."""
 
 
 @value(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Drafts:
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Makes the draft prefill while the first round runs. Does not wait for the prefill. The
-        second round may ask for up to `num_draft_tokens` tokens."""
+        """Asks the draft to prefill the session's tokens while the first round runs. Does not wait
+        for the draft. The second round may ask for up to `num_draft_tokens` tokens."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
@@ -110,7 +110,7 @@ class Drafts:
         before the round, plus the number of accepted tokens."""
 
     def reject(self) -> None:
-        """Stops using the current drafter. Must be called if the target cannot read q."""
+        """Stops using the current drafter. Must be called if the target refuses the drafter's q."""
 
     def close(self) -> None:
         """Frees the session's state. Must be called when the session ends."""

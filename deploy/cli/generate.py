@@ -48,7 +48,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
 @command(
     "generate",
     argument(
-        "prompt", "the text to continue; - reads standard input, without its last line feed",
+        "prompt", "the text to continue, or - for standard input (without its last line feed)",
         required=False,
     ),
     Option(

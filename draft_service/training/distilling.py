@@ -6,7 +6,7 @@ that its content depends on.
 
 measured-<hash>     the answers that the target wrote to the prompts of `--measure`
 written-<hash>      the texts that the target wrote for training
-answers-<hash>      the target's distributions for the tokens of texts
+answers-<hash>      the target's distributions for the tokens of these texts and of the corpus
 <kind>-<hash>       the checkpoint of a drafter"""
 
 import math
@@ -37,7 +37,7 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4  # share of the time in which the target writes texts
 READING_SHARE = 0.15
-"""Share of the time in which the target computes its distributions for the tokens of texts. With
+"""Share of the time in which the target computes its distributions for the texts' tokens. With
 `--tokens`, half of `WRITING_SHARE` is added."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE  # least share; training gets all the time left
 MEASURED_TEMPERATURES = (0.0, 1.0)

@@ -5,8 +5,8 @@ In this module, the target's *answers* about a document with R learned tokens ar
 ids         [R, 64]: the target's likeliest tokens, likeliest first; uint16 or uint32
 logprobs    [R, 64]: their log-probabilities at temperature 1; float16
 written     [R]: the log-probability of the learned token itself; float16
-features    [T, W]: for an EAGLE-3 head, the inputs of some of the target's layers at each of the T
-            tokens, side by side, as the bits of bfloat16"""
+features    [T, W]: only for an EAGLE-3 head. For each of the document's T tokens, the
+            concatenated inputs of some of the target's layers; bfloat16, stored as int16"""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TeacherCache:
         return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
     def answers(self, name: str, indices: Iterable[int]) -> list[Array]:
-        """Returns the arrays `name` of these documents."""
+        """Returns the array `name` of each document in `indices`."""
         return [
             self._files[index // _DOCUMENTS_OF_A_FILE].get_tensor(f"{name} {index}")
             for index in indices
@@ -176,9 +176,9 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
 
 
 def packed(documents: Sequence[Document]) -> tuple[Array, Array, Array]:
-    """Returns the token ids [B, T] of B documents, padded with zeros. Also returns two arrays [R]
-    about their R learned tokens: the index of the position before each token, among all B * T
-    positions, and the tokens."""
+    """Returns the token ids [B, T] of B documents, padded with zeros. Also returns two arrays about
+    the documents' R learned tokens. The first [R] has the index of the position before each learned
+    token, among all B * T positions. The second [R] has the learned tokens."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -201,8 +201,8 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` unless the model's logits are the output of its head, because drafters
-    compute logits by the head alone."""
+    """Raises `ConfigError` unless the model's logits are the output of its LM head, because
+    drafters compute logits by the LM head alone."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():
@@ -212,7 +212,7 @@ def check_head(module: Any) -> None:
     if not same or head.bias is not None:
         raise ConfigError(
             f"no drafter can be made for a {type(module).__name__}: its logits are not computed "
-            "by its head alone"
+            "by its LM head alone"
         )
 
 
@@ -224,8 +224,8 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor  # [B, T], padded with zeros
-    rows: Tensor  # [R]: the indices of the positions before learned tokens, among all B * T
-    following: Tensor  # [R]: the learned tokens' columns in the drafter's head; -1 = no column
+    rows: Tensor  # [R]: indices of the positions before learned tokens, among all B * T positions
+    following: Tensor  # [R]: the learned tokens' columns in the drafter's LM head; -1 = no column
     written: Tensor  # [R]: the target's log-probabilities of the learned tokens
     likeliest: Tensor  # [R]: the columns of the target's likeliest tokens; -1 = no column
     columns: Tensor  # [R, M]: the columns of the M likeliest tokens; arbitrary where `mass` is 0
@@ -235,10 +235,10 @@ class Batch:
 
 
 class Dataset:
-    """Documents with the target's answers, for one drafter. An index stands for a document."""
+    """Documents with the target's answers, for one drafter. Indices refer to `cache.documents`."""
 
     def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
-        """`token_ids` [N], ascending, are the tokens of the columns of the drafter's head."""
+        """`token_ids` [N], ascending, are the tokens of the columns of the drafter's LM head."""
         self.cache = cache
         self._columns = np.full(cache.vocab_size, -1, dtype=np.int64)
         self._columns[token_ids] = np.arange(len(token_ids))

@@ -82,8 +82,8 @@ class Client:
         """Continues a generation whose stream broke, in this client or another. Yields `Started`
         again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
         session is still open, that stream ends with `StaleEpoch`. Raises `NotFound` for an
-        unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while
-        another coordinator owns the session. A dead coordinator owns it for about 2 s more."""
+        unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while another
+        coordinator owns the session. A coordinator's ownership ends about 2 s after its death."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 

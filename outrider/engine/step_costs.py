@@ -66,7 +66,7 @@ session adds too little time. On two cores, a slot of the demo target adds 2 us 
 CONTEXT_ROWS = 64
 """`row_slot_s` is computed from a step of one session with a long context and this many rows."""
 CONTEXTS_SHARE = 0.3
-"""After this share of the time limit, the measurement of contexts adds no more sessions."""
+"""Share of the time limit in which contexts are prefilled, one session after another."""
 TRIES = 3
 """Each measurement runs up to this many times. The shortest time counts, because other processes
 can only make steps slower."""
@@ -105,8 +105,8 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Returns the costs of the first `len(seconds)` of `rows`. If fewer rows took longer than
-    more rows, other processes have delayed the step. The shorter time then counts for both."""
+    """Returns the costs of the first `len(seconds)` of `rows`. If a step took longer than a
+    step of more rows, other processes delayed it. The shorter time then counts for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 

@@ -36,8 +36,8 @@ _KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
 
 def recognise(directory: Path) -> str | None:
     """Returns the kind of the published drafter in `directory` (`EAGLE3`, `MTP` or `PARD`). Returns
-    None if `directory` holds no known drafter, or a student (`student.py`). Raises `ConfigError`
-    for kinds that are not served, and for files that cannot be read."""
+    None if `directory` has a student (`student.py`), or no known drafter. Raises `ConfigError` for
+    kinds that are not served, and for files that cannot be read."""
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
@@ -90,7 +90,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         found = load_state_dict(pickled)
     except Exception as error:  # If the file contains code, the unpickler raises its own errors.
-        raise ValueError(f"{pickled} cannot be read as tensors alone: {error}") from error
+        raise ValueError(f"{pickled} cannot be read as plain tensors: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError(f"{pickled} holds no table of tensors")
     return found

@@ -29,8 +29,8 @@ _PASSING = re.compile(
     r"|The user executing the script can't run this command"
 )
 """Errors of a server that runs but cannot serve now: the server is busy or failing over, its disk
-or memory is full, or a user's rights are changing. The pattern has Redis' codes, and the client
-library's classes for some codes. An error inside a script has a code, but no such class."""
+or memory is full, or a user's rights are changing. The pattern has Redis' codes, and the classes by
+which the client library replaces some codes. Errors inside scripts keep their codes."""
 _REPLACED = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
     r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"
@@ -285,7 +285,7 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas of Redis have its writes
-        and all earlier writes. WAIT covers only the writes up to the last write of its connection.
+        and all earlier writes. WAIT covers its connection's last write and all writes before it.
         A script may write nothing, so this class writes `replicated_key` before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas

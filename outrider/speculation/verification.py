@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
 """A row is checked for emptiness if subtracting q leaves at most this share of its mass."""
 _PI_MIN = 1e-290
-"""The *path* to a row is the draft tokens before the row. A path with a smaller pi counts as
-impossible, because a division by pi could overflow."""
+"""The *path* to a row is the draft tokens before the row. If its pi is below this number, the path
+counts as impossible, because a division by pi could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions. All logits must have the same width, type and
     device. A verdict does not depend on the other questions, not even in its rounding. Raises
     `InvariantError` if rows, proposal and rule do not fit together, if a draft token is outside its
-    q, and for rows that `target_probabilities` refuses."""
+    q, or if a row of logits has NaN or +inf, or only -inf."""
     groups: dict[Callable[[Sequence[Question]], list[Verdict]], list[int]] = {}
     for index, question in enumerate(questions):
         shape, rule, num = question.logits.shape, question.noise.rule, len(question.proposal)

@@ -49,7 +49,7 @@ _EVENT_FIELDS = {
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
-    """A field that is None stays unset. Raises `BadRequest` for values that no message can hold."""
+    """A field that is None stays unset. Raises `BadRequest` for a value that gRPC cannot carry."""
     given: dict[str, Any] = {}
     if request.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs", "is available only by HTTP (`echo` of completions)")
@@ -117,7 +117,7 @@ def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
 
 
 def resume_to_proto(request: ResumeRequest) -> pb.ResumeRequest:
-    """Raises `BadRequest` for a number that no message can hold."""
+    """Raises `BadRequest` for a number outside the range of its protobuf field."""
     return to_proto(request, pb.ResumeRequest)
 
 
@@ -130,7 +130,7 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
-    """Converts an event of any kind."""
+    """Converts any event but `PromptTokens`, which only HTTP requests ask for."""
     name, kind = _EVENT_FIELDS[type(event)]
     told: dict[str, Any] = {name: fields_to_proto(event, kind)}
     return pb.GenerateEvent(**told)

@@ -193,8 +193,8 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Links:
-    """A rank's connections to other ranks. Each send or receive takes at most `timeout_s`. If a
-    rank is gone or does not answer in time, methods raise an `Unavailable` that names this rank."""
+    """A rank's connections to other ranks. Each send or receive takes at most `timeout_s`. If
+    another rank is gone or does not answer in time, methods raise `Unavailable` with its number."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
