@@ -70,9 +70,9 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has. They are sent again only if `cuts` is set."""
+    """Number of completion tokens that the client has. They are resent only if `cuts` is set."""
     num_characters: int | None = None
-    """Number of characters (code points) that the client has; None = all text of these tokens."""
+    """Number of characters (code points) that the client has; None = all text of its tokens."""
     deadline_ms: int | None = None
     """Time limit, counted from this request. Default and maximum: the session's time limit."""
     tokens_digest: int | None = None

@@ -121,8 +121,8 @@ def resolve(
     if known["max_tokens"] > room:
         raise BadRequest(
             "max_tokens",
-            f"the prompt's {num_ids} tokens and {known['max_tokens']} more exceed the model's "
-            f"length of {length}; allowed: up to {room}",
+            f"got {known['max_tokens']}; allowed: up to {room}, because the prompt has {num_ids} "
+            f"tokens, and the model's length is {length}",
         )
     if (least := request.sampling.min_tokens) > known["max_tokens"]:
         reason = f"got {least}; allowed: up to max_tokens, which is {known['max_tokens']}"

@@ -171,8 +171,8 @@ class _Run:
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """Computes the target's distributions for the written and the given texts. Holds out
-        conversations whose prompt is also a prompt of `--measure`."""
+        """Computes the target's distributions for the written texts and the texts of `--corpus`.
+        Holds out conversations whose prompt is also a prompt of `--measure`."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
