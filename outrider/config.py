@@ -68,7 +68,7 @@ class ServerConfig:
     host: str = LOOPBACK
     """Address that each server binds to."""
     insecure: bool = False
-    """Let servers without keys and TLS bind an address other than loopback."""
+    """Let servers that do not authenticate callers bind an address other than loopback."""
     internal_tls_dir: str = ""
     """Directory of the certificates that `outrider certs` made. Every machine needs a copy at the
     same path. Coordinators, targets and drafts authenticate each other by these certificates;

@@ -1,7 +1,7 @@
 """The request that a drafter answers with a proposal: a `DraftRequest` with a `DraftDeadline`.
 
-A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
-finished sessions of the same tenant. It must not depend on draft tokens that were not committed.
+A proposal may depend on the request's committed tokens, parameters and random numbers (`noise`),
+and on answers of the tenant's finished sessions. It must not depend on uncommitted draft tokens.
 Before each draw, a drafter may decide by the time and the tokens drawn so far whether to continue.
 
 Draft tokens and their number must be independent of the random numbers that test the tokens. So

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STANDARD_ERROR = "-"  # as a log directory: log to standard error
 SPIN_COUNT = 10_000
-"""How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All checks
-together, of about 50 ns each, should take longer than the gap between two operators. On two cores,
-a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms with 20,000.
-While two other processes ran, a step took 70 ms with 3,000 checks, and 1,500 ms with the library's
-default, which makes threads check for some milliseconds."""
+"""How many times a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All
+checks together, of about 50 ns each, should take longer than the gap between two operators. On two
+cores, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms with
+20,000. While two other processes ran, a step took 70 ms with 3,000 checks, and 1,500 ms with the
+library's default, which makes threads check for some milliseconds."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
