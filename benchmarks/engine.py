@@ -81,7 +81,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     target = config.target
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # If `num_threads` is 0, small steps may use one thread fewer. So it is always set here.
+    # `num_threads` is always set here, because with 0, small steps may use one thread fewer.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room, needed = engine.info.max_model_len, max(LENGTHS[part] for part in options.parts)
     if room < needed:

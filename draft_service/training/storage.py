@@ -1,4 +1,4 @@
-"""Writes files of `outrider distill` so that a kill leaves none incomplete. Times its stages."""
+"""Writes files so that a killed `outrider distill` leaves none incomplete, and times its stages."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.files import locked, write_whole
 
 CACHE_VERSION = 6
-"""Increment this number if the format of folders changes. Older folders are then ignored."""
+"""Increment this number if the format of cached folders changes. Older folders are then ignored."""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ serve now. Coordinators, drafts and targets restart within this time."""
 LOOK_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""At most this many endpoints that `server` no longer names are kept, for calls that use them."""
+"""Largest number of endpoints kept for running calls after `server` has stopped naming them."""
 AVOIDED_S = 5.0
 """If a coordinator does not answer, new calls avoid it for this time. If it answers that it cannot
 serve now, new calls avoid it for the `retry_after_ms` of its error."""

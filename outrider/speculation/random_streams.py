@@ -85,7 +85,7 @@ class RoundNoise:
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
     def accept_uniforms(self, num_draft_tokens: int) -> Iterator[float]:
-        """u_i in (0, 1) for each draft token."""
+        """u_i in (0, 1) for each draft token i, which decides whether the token is accepted."""
         if self.rule.absolute_noise:  # Acceptance probabilities are 0 or 1, so any u_i will do.
             return repeat(0.5, num_draft_tokens)
         ones, num = _joined([1] * num_draft_tokens), num_draft_tokens

@@ -78,8 +78,8 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes old log files until the log of a new replica can reach its largest size before the
-    directory exceeds `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended
+    """Removes old log files until the directory's size, plus the largest size of a replica's log,
+    is at most `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended
     processes, and of each kind the oldest first. Never removes the current file of a running
     process."""
     found = []
