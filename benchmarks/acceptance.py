@@ -67,14 +67,14 @@ class Answer:
     the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """For each token of the answer, the chance that a draft token at its place is accepted.
-        Values above 1 count as 1. Under block, the values are ratios, not chances."""
+        """Returns a value for each token x of the answer: under block, q(x) / p(x); otherwise, the
+        chance that a draft token at the place of x is accepted (a value above 1 means 1)."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i of each array counts the tokens that were the draft's guess i + 1. The last entry counts
+    Entry i of each array counts the tokens that the draft guessed at rank i. The last entry counts
     all other tokens. Under token and block, a correction x counts as 1 - q(x) / p(x) tokens."""
 
     def __init__(self) -> None:
@@ -293,10 +293,10 @@ class Reading:
         self, row: torch.Tensor, token_id: int, q: DraftDistribution | None,
         params: SamplingParams, guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:  # fmt: skip
-        """Returns ratio, overlap and match of one token, whose p is `row` [V]. Adds to `guessing`
-        the token's rank among the draft's guesses, once as a bonus, and once as a correction after
-        a rejected draft token. Under greedy and coupled, the rejected token is the draft's own draw
-        at this place. Under the other rules, this function draws the rejected token."""
+        """Returns a token's ratio, overlap and match (see `Answer`). `row` [V] is p at its place.
+        Adds to `guessing` the token's rank among the draft's guesses: as a bonus, and as a
+        correction after a rejected draft token. Under greedy and coupled, the rejected token is the
+        draft's own draw at this place. Under the other rules, this function draws the token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

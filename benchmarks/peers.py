@@ -122,7 +122,7 @@ async def start_peers(
             found = await libraries.fastest_settings(peer, inputs, progress, again=again)
             for mode, setting in found.items():
                 side, process = f"{peer.name} {mode}", LibraryProcess(peer, setting, inputs)
-                progress(f"loading the model once more: {side}")
+                progress(f"loading the model: {side}")
                 clients[side] = await stack.enter_async_context(process)
         except (ConfigError, Unavailable) as error:
             missing[peer.name] = error.message

@@ -86,8 +86,8 @@ class _Round(Work):
 
     def within(self, verdict: Verdict) -> Verdict:
         """Returns `verdict` if its outcome does not reach the row `untold`. Otherwise returns a
-        verdict that ends with the draft token before this row. The session then fails in the next
-        round, after the same token as in plain decoding."""
+        verdict that ends with the draft token before this row. The mask of the row is unknown, so
+        the session fails in the next round, after the same token as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -107,8 +107,8 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request but the newest token. Without penalties,
-        a request's `token_ids` may be only its newest token. For each request, `hidden_states` has
-        the feature [D] of the token before the newest. The engine's sequences stay unchanged.
+        a request's `token_ids` may have this token only. For each request, `hidden_states` has the
+        feature [D] of the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
         proposed. Dropping them could bias the output, because the failure may depend on their
@@ -117,7 +117,7 @@ class SelfDrafter:
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
-            # The engine's last token must be the token of `row`, which comes before the newest.
+            # The engine must hold all committed tokens except the newest.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:
@@ -324,7 +324,7 @@ class Verifier(StepWorker):
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
     positions. The number of positions is limited. Rounds with the fewest missing positions come
-    first, so that more sessions get all features. Without all, a draft proposes nothing."""
+    first, so that more sessions get all features. A draft needs all features to propose."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from

@@ -147,9 +147,9 @@ class OwnedSessions:
         scored: Sequence[int], deadline: float, audits: bool = False,
     ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
-        never stored. Yields parts of `scored` with their verdicts. A part is sent as a proposal,
-        because the target runs proposals even if their tokens are cached, and is appended to the
-        session after its verdict. Raises `TimeoutError` at the deadline, and the target's error."""
+        never stored. Yields parts of `scored` with their verdicts. Sends each part as a proposal,
+        because the target runs proposals even if their tokens are cached. Appends the part to the
+        session after the verdict. Raises `TimeoutError` at the deadline, and the target's error."""
         session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -197,8 +197,8 @@ class OwnedSessions:
                 self.give_up(run.record)
 
     async def vacate(self, record: SessionRecord) -> None:
-        """Ends the earlier runs of a session that was just taken over with the epoch of `record`.
-        Raises `StaleEpoch` if a later take-over has already begun a run."""
+        """Ends a session's earlier runs after the take-over that returned `record`. Raises
+        `StaleEpoch` if a later take-over has already begun a run."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -339,8 +339,8 @@ class OwnedSessions:
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call to the store takes
-        over, releases or ends the session. Such a call may have the epoch that the new run would
-        get. If the call reached the store late, it would then end the new run."""
+        over, releases or ends the session. Such a call may have the same epoch as the new
+        run. If it reached the store after the take-over, it would end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

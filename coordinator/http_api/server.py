@@ -2,8 +2,8 @@
 
 - A client must send complete headers within `HTTP_HEADERS_S` after its connection is accepted, or
   after the first byte of a later request.
-- The kernel breaks a connection if its client reads nothing for `HTTP_STUCK_WRITE_S` while data
-  wait.
+- The kernel breaks a connection if its client reads nothing for `HTTP_STUCK_WRITE_S` although the
+  server has data to send.
 - When the maximum number of connections is reached, each new connection replaces a connection
   without a request.
 
@@ -257,7 +257,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. `create_server` limits the kernel's queue to `backlog`. `listen` lengthens it.
+        # handshake. `backlog` is also the length of the kernel's queue, which `listen` raises.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -344,8 +344,8 @@ class HttpServer:
 
 class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
-    is cancelled. If the server cancels an incomplete response, the error is `Unavailable`. An error
-    before the response has begun is raised. A later error becomes the stream's last event."""
+    is cancelled. If the server cancels an incomplete response, `Unavailable` replaces the
+    cancellation. Errors are raised before the response begins. Later they become the last event."""
 
     _has_begun = False
 

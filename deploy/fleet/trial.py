@@ -18,10 +18,10 @@ SHARE_MAX = 0.9
 MINUTES_DEFAULT = 15.0
 MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN, ROUNDS_MIN = 10, 200
-"""Each drafter needs this many sessions, and rounds of all its sessions, before a judgement."""
+"""Before a judgement, each drafter needs this many sessions, and this many rounds in total."""
 EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
-"""A trial ends early if the speeds differ by `EARLY_ERRORS` standard errors. At its end, the new
-drafter must be faster by `LATE_ERRORS`. The early test is stricter, because it runs many times."""
+"""A trial ends early if the speeds differ by `EARLY_ERRORS` standard errors. At its time
+limit, the new drafter must lead by `LATE_ERRORS`. The early test runs often, so it is stricter."""
 
 
 @dataclass(frozen=True)

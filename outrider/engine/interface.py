@@ -94,8 +94,8 @@ class Engine(Protocol):
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """Whether `forward` could run these steps with the free and the evictable pages, if the
-        sequences in `without` were released first. These sequences must have no steps. Changes
-        nothing."""
+        sequences in `without` were released first. `steps` must have no step of these sequences.
+        Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids` and were

@@ -18,8 +18,8 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def last_norm(module: Any) -> nn.Module:
-    """Returns the norm between the decoder's last layer and the head. Raises `ConfigError` unless
-    the norm is at `base_model.norm`, as in Llama, Qwen and Gemma."""
+    """Returns the norm between the decoder's last layer and the LM head. Raises `ConfigError`
+    unless the norm is at `base_model.norm`, as in Llama, Qwen and Gemma."""
     norm = getattr(module.base_model, "norm", None)
     if not isinstance(norm, nn.Module):
         raise ConfigError(f"a {type(module).__name__} has no norm after its layers")

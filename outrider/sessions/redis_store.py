@@ -1,8 +1,8 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: other coordinators' requests to this owner: <id> of a
-                                      session to take over, or `cancel:<id>` to cancel it; expires
+    <prefix>lease:{<owner>}:wanted    set: <id> of each session that others tried to take over
+                                      from this owner, or `cancel:<id>` to cancel it; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;

@@ -2,9 +2,9 @@
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
 from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
-Counts are the differences of the cumulative distribution, after it was multiplied by `COUNT_TOTAL`
-and rounded. A draw takes one uniform u, and returns the first token at which the running sum of
-counts exceeds u * `COUNT_TOTAL`.
+The cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. A token's count is its value
+minus the previous value. A draw takes one uniform u, and returns the first token at which the
+running sum of counts exceeds u * `COUNT_TOTAL`.
 
 Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`)."""
 
@@ -246,8 +246,8 @@ def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArra
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
-    """Runs a race among the tokens of each row. Returns the tokens [R, M], highest score first, and
-    their log mass + Gumbel noise [R, M]. Tokens without mass come last, as -1 and -inf."""
+    """Runs a race among the tokens of each row. A token's score is log mass + Gumbel noise. Returns
+    tokens and scores, both [R, M], highest first. Tokens without mass come last, as -1 and -inf."""
     found = scores(rows.mass, rows.ids, keys)
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)

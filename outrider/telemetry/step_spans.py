@@ -20,7 +20,7 @@ _KINDS = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 _FIGURES = {
     "num_preemptions": ("num_preemptions", "Sequences that lost their pages to older sequences."),
-    "num_prefill_chunks": ("num_prefill_chunks", "Times that only part of a prefix fit in a step."),
+    "num_prefill_chunks": ("num_prefill_chunks", "How often a prefix did not fit into a step."),
     "kv_cache_usage_perc": ("pages.usage", "Share of pages that running requests hold, 0..1."),
     "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),
@@ -77,7 +77,7 @@ class ObservedSteps:
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
             is_ahead = isinstance(answer, ProposalReply) and answer.assumed
-            if isinstance(answer, Unfinished) or is_ahead:  # No request waits for this answer.
+            if isinstance(answer, Unfinished) or is_ahead:  # This is not the answer to a request.
                 continue
             began = start if work.started_at is None else work.started_at
             self._queue.record(max(0.0, began - work.arrived_at))

@@ -249,7 +249,7 @@ class FusedSteps(Steps):
         taps: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Runs the first `len(caches)` layers. If `has_logits` is false, `run` returns the output
-        of the last of these layers instead of logits. Keeps the inputs of the layers in `taps`."""
+        of the last of these layers instead of logits. `taps`: layers whose inputs are kept."""
         self._decoder, self._span_tokens, self._has_logits = decoder, span_tokens, has_logits
         self._taps = sorted(taps)
         self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in `taps`
@@ -313,9 +313,9 @@ def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
     """Returns the greatest `span_tokens` of `FusedSteps` with which a token's output has the same
-    bits in steps of any size. Returns None if even spans of one token fail. The trial runs the last
-    tokens of short and of long sequences, with each of the `thread_counts`. The trial leaves out
-    the last layers if earlier layers have the same `kind` and so compute alike."""
+    bits in steps of any size. Returns None if even spans of one token fail. Tries the last
+    tokens of short and of long sequences, with each of the `thread_counts`. Leaves out the last
+    layers if earlier layers have the same `kind` and so compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs the last `num` tokens in one step, in spans of 1 on `thread_counts[0]` threads.
-        Returns whether steps of `counts` of them, in spans of `span`, give the same rows."""
+        """Whether steps of the sizes `counts`, in spans of `span` on `num_threads` threads, give
+        the same rows as one step over the last `num` tokens, in spans of 1."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

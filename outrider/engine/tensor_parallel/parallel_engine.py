@@ -94,7 +94,7 @@ class ParallelEngine:
 
     def _changed(self, name: str, *arguments: Any) -> Any:
         """Makes a call on the leader's engine. A call that raises `StepUndone` has taken and freed
-        slots, which `forward_draft` repeats on the followers. A call that raises another
+        slots. `forward_draft` makes the followers do the same. A call that raises another
         `OutriderError` has changed nothing. After any other exception no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
