@@ -109,7 +109,7 @@ class AnswerForm:
     """How an answer's text is parsed. The session stores this form as JSON."""
 
     calls: str = ""
-    """A key of `CALL_FORMATS`, `LIST` or `ARGUMENTS`. Empty = no calls."""
+    """`LIST`, `ARGUMENTS` or a key of `CALL_FORMATS`. Empty = no calls."""
     names: Sequence[str] = ()
     """The tools that may be called."""
     several: bool = True

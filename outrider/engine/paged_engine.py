@@ -56,7 +56,7 @@ class PagedEngine(PagedSequences):
         drafts_apart: bool = False, kernels: PaceKernels | None = None,
     ) -> None:  # fmt: skip
         """A step has at most `max_num_seqs` sequences. The pages take at most
-        `kv_cache_memory_bytes`. There are no more pages than `max_num_seqs` sequences of full
+        `kv_cache_memory_bytes`. There are at most as many pages as `max_num_seqs` sequences of full
         length need. If all pages together hold fewer than `max_model_len` tokens, the engine lowers
         this limit. A *trial* compares the engine's logits with those of the unchanged module.
 

@@ -121,8 +121,8 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     if found[best] < AGREEMENT_MIN:
         return (
             f"agrees with its target at only {found[best]:.0%} {summary}; heads that fit a target "
-            f"agree at {AGREEMENT_MIN:.0%} or more. It was made for another target, or reads the "
-            "target in an unknown way"
+            f"agree at {AGREEMENT_MIN:.0%} or more. This head was made for another target, or "
+            "reads the target in an unknown way"
         )
     if best != stated:
         return (

@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. Beyond `num_max`, the oldest is dropped, and keeps pages until others need them."""
+        step. Beyond `num_max`, the oldest is dropped, and keeps its pages until they are needed."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
