@@ -144,8 +144,8 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """Loads the model in `directory` with values only for embeddings and head. Errors name the
-    drafter `drafter`. Raises `ConfigError`."""
+    """Loads the model in `directory` with values only for embeddings and head. Raises
+    `ConfigError` with the name `drafter`."""
     where = loading.use_device(**options)
     empty = loading.empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "a drafter needs a head without a bias")
