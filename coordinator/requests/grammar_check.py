@@ -1,7 +1,7 @@
 """Checks in child processes whether constraints can be compiled within limits of time and memory.
 
-If a constraint cannot be compiled, its request is refused. A compiled constraint is dropped,
-because each replica compiles the constraint for itself. Tenants take turns.
+If a constraint cannot be compiled, its request is refused. A compiled grammar is not kept, because
+each replica compiles the constraint for itself. Tenants take turns.
 """
 
 import asyncio

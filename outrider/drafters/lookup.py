@@ -89,8 +89,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. `digests`
-        is a prefix of `token_ids`. If it is at least as long as the text, this takes O(1)."""
+        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. Takes O(1)
+        if `digests`, a prefix of `token_ids`, is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
