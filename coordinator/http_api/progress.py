@@ -96,7 +96,7 @@ class Progress:
         return any(now != Position() for now in self._now)
 
     def is_behind(self, index: int) -> bool:
-        """Whether the client already has the choice's next event."""
+        """Whether the choice's next event repeats an event that the client has."""
         now, known = self._now[index], self._sent[index]
         return now.num_tokens < known.num_tokens or now.num_others < known.num_others
 

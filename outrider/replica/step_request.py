@@ -36,7 +36,7 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, a newer item replaces this item."""
+    """Whether the caller waits for later answers. If not, the session's next item ends this one."""
 
 
 class StepFigures:
