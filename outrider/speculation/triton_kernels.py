@@ -39,7 +39,7 @@ JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
     5       the number of draft tokens before the row, or -1 if the row judges no draft token
     6       whether the rule is block
     7, 8    the byte offset of the draft token's `DraftDistribution.packed`, and the number of
-            tokens in q, or 0 if q is one-hot
+            tokens in q, or 0 if the draft drew its token with certainty
 """
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
 """Indices of the results [6, R]:
