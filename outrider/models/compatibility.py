@@ -120,8 +120,8 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
     if not difference <= tolerance:  # Also true if the difference is NaN.
         raise ConfigError(
-            f"its {what} with paged and with dense attention differ by {difference:.2g} of their "
-            f"norm; {tolerance:g} is allowed"
+            f"its {what} with a paged cache differ from the expected {what} by {difference:.2g} of "
+            f"their norm; {tolerance:g} is allowed"
         )
 
 
