@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
-GAIN = 0.9  # a step waits only if the cycle together is below GAIN times the cycle in turns
+GAIN = 0.9  # a step waits only if `together` is shorter than GAIN times `in turns`
 MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust
 SPREAD = 2.5  # a session is late if its gap exceeds mean + SPREAD * mean deviation + SPREAD_S
 SPREAD_S = 0.0005  # time that allows for jitter of event loops and networks, s
@@ -47,7 +47,7 @@ class BatchingDelay:
         self._typical = _Rhythm(1)  # averages over all sessions, with which a new session starts
         self._num_gaps = 0
         self._trust = 1.0  # share of the awaited sessions that came in time, averaged over delays
-        self.awaited: set[str] = set()  # sessions that the newest delay awaits or has missed
+        self.awaited: set[str] = set()  # sessions of the newest delay that have not come in time
         self._num_awaited = 0
         self._until = 0.0
 
