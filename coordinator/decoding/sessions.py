@@ -176,9 +176,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run, unless it has ended already. The session can then be resumed for
-        `resume_grace_ms` if the client `is_gone`, or if the session is `resumable` and its end
-        could not be stored."""
+        """Ends a run, unless it has ended already. If the client `is_gone`, or if the end of a
+        `resumable` session could not be stored, the session can then be resumed for
+        `resume_grace_ms`."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -406,7 +406,7 @@ class OwnedSessions:
                 except errors.StoreUnavailable as error:
                     is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
                     if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
-                        _log.warning("release or end of %s was not stored: %r", session_id, error)
+                        _log.warning("session %s: release or end not stored: %r", session_id, error)
                         return error
                 except errors.OutriderError as error:
                     return error
