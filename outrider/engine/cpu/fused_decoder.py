@@ -312,8 +312,8 @@ _NUM_PAGES = 257  # pages of the cache in `find_span_tokens`; a longer context r
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """Returns the greatest `span_tokens` of `FusedSteps` with which a token's output has the same
-    bits in steps of any size. Returns None if even spans of one token fail. Tries the last
+    """Returns the greatest length of spans with which a token's output has the same bits in steps
+    of any size. Returns None if even spans of one token fail. Tries the last
     tokens of short and of long sequences, with each of the `thread_counts`. Leaves out the last
     layers if earlier layers have the same `kind` and so compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
