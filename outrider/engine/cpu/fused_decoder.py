@@ -313,9 +313,9 @@ def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
     """Returns the greatest length of spans with which a token's output has the same bits in steps
-    of any size. Returns None if even spans of one token fail. Tries the last
-    tokens of short and of long sequences, with each of the `thread_counts`. Leaves out the last
-    layers if earlier layers have the same `kind` and so compute alike."""
+    of any size. Returns None if even spans of one token fail. Tries the last tokens of short and of
+    long sequences, with each of the `thread_counts`. Leaves out the last layers if earlier layers
+    have the same `kind` and so compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
