@@ -1,7 +1,7 @@
 """The process in which one inference library runs. `libraries.LibraryProcess` starts this process.
 
-The process runs in the library's own virtual environment, where Outrider is not installed. So this
-module imports Outrider only in `Engine` and `Transformers`, which run in Outrider's environment.
+Most libraries have a virtual environment of their own, without Outrider. So this module imports
+Outrider only in `Engine` and `Transformers`, which run in Outrider's environment.
 
 The process reads JSON lines until its input ends, and answers each line. The first line says what
 to load, and the answer is `{}`. Each further line is a batch of prompts, and the answer is

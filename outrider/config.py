@@ -185,8 +185,8 @@ class ModelServerConfig(ServerConfig):
     an equal share of the cluster's GPUs, at most one GPU."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
-    for a draft. With 0, a target runs small steps on one thread fewer while other processes slow it
-    down."""
+    for a draft. With 0, a target that other processes slow down runs small steps on one thread
+    fewer."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""

@@ -236,7 +236,7 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # A proposal drafted ahead, pushed or not, has at most `looked_for` tokens.
+        # Also a proposal that was drafted ahead but not pushed has at most `looked_for` tokens.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:

@@ -53,9 +53,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
         """The proposal that the newest verdict is about. If it is shorter than the proposal given
-        to `verify`, the target could not read q. The caller must then stop using the drafter. Its q
-        may be unreadable only after certain tokens, and cutting proposals at these tokens in every
-        round would bias the output."""
+        to `verify`, the target could not read q. The caller must then stop using the drafter: if
+        q is unreadable only after certain tokens, cutting at them in every round would bias the
+        output."""
 
     async def verify(
         self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
@@ -67,9 +67,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         error with which the target refuses the session, and `Unavailable` if no target can be
         reached for `target_gone_ms`.
 
-        If the target cannot read the proposal's q, the client cuts the proposal before the first
-        token whose q the client cannot read either, and asks again. If the client can read all of
-        q, or if the target also refuses the cut proposal, the client asks without a proposal."""
+        If the target cannot read the proposal's q, the client itself tries to read q, cuts the
+        proposal before the first unreadable q, and asks again. If the client can read all of q, or
+        if the target also refuses the cut proposal, the client asks without a proposal."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # Ignores the second refusal, as the uncut proposal may have been sent twice.
+                    # Ignores the second refusal: it may answer a repetition of the uncut proposal.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED

@@ -61,7 +61,7 @@ SEARCH_S = 5.0
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
-"""Multiples of a role's lower bound, the number of replicas that the load keeps busy all the time.
+"""Multiples of a role's lower bound: the number of replicas that the load would always keep busy.
 While the search varies one role, each later role has `GENEROUS` times its own lower bound. The
 search gives up at `HOPELESS` times the lower bound of the varied role."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
@@ -217,7 +217,7 @@ class _Replica(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """Proposes i + 1 to K after token i < K, 1 to K after token K, and nothing after others."""
+    """After token i < K, proposes i + 1 to K. After K, proposes 1 to K. Otherwise nothing."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens

@@ -44,7 +44,7 @@ RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def whole_blocks(width: int) -> int:
-    """`width` rounded up to a multiple of `BLOCK`. `race` copies rows of any other width."""
+    """`width` rounded up to a multiple of `BLOCK`. `race` need not copy rows of this width."""
     return -(-width // BLOCK) * BLOCK
 
 
