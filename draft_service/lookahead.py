@@ -296,7 +296,7 @@ class LookAhead:
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
         """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has
-        the likely tokens of the rows from the pass that reads the round; None before this pass."""
+        the likely tokens of the rows of `now.reading`; None = not read yet, or unusable."""
         # For each x_i, the likely tokens of its distribution.
         parts = [] if now.basis is None else now.basis.rows[: len(now.drafted)]
         if read is not None:
@@ -362,7 +362,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran this draft.
+        elif branch.token_ids or not branch.deadline.has_cut:  # A draft cut at 0 tokens never ran.
             length = len(now.committed) - 1
             is_held = self._engine.keep(now.session_id, length) == length
             now.unseen = now.committed[-1:] if is_held else ()

@@ -37,8 +37,8 @@ class Measured:
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Measures drafts in the held-out documents. In conversations, measures only answers, because
-    user turns were drawn with other parameters. `greedy` and `sampled` use the first token of each
-    chain (see `learners.py`)."""
+    user turns are given, or were drawn with other sampling parameters. `greedy` and `sampled` use
+    the first token of each chain (see `learners.py`)."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -106,8 +106,8 @@ def render_card(
     start = ""
     if options.start_from is not None:
         start = (
-            f"\n- Training began with the drafter `{options.start_from}`. "
-            "The table does not list that drafter's training documents. Some may be held out here."
+            f"\n- Training began with the drafter `{options.start_from}`, "
+            "whose training documents are not in the table. Some of them may be held out here."
         )
     num_own = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {target}

@@ -317,7 +317,7 @@ class _Document:
         listed = self._listed(schema)
         if sum(count > 0 for count in counts) < 2:
             return listed
-        # A combination has one alternative, or none, of each part, and counts as a list.
+        # A combination takes at most one alternative of each part, and has the weight of a list.
         ways = prod(1 + count / limits.LIST_ALTERNATIVE for count in counts) - 1
         return min(max(listed, limits.LIST_ALTERNATIVE * ways), _MANY)
 
@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names. Without such a part: all alternatives."""
+        """`_reach` of the referenced part. If that is not found, the count of all alternatives."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
