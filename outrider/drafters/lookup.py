@@ -30,8 +30,8 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of a match's occurrences that precede the guessed token: `num` of `num_all`. Adds
-    1 / `match_length` to `num_all`, because a few short matches are weak evidence."""
+    """Estimates the probability of a token that followed `num` of `num_all` occurrences of a match.
+    Adds 1 / `match_length` to `num_all`, because a few short matches are weak evidence."""
     return num / (num_all + 1 / match_length)
 
 
@@ -89,8 +89,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. Takes O(1)
-        if `digests`, a prefix of `token_ids`, is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text. Do not call this after `cut`. `digests`
+        has a prefix of `token_ids`. If it is at least as long as the text, this takes O(1)."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -160,7 +160,7 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow, the text ends with a repetition of them, and the guess continues it."""
+        few tokens follow, the guess repeats them, as the end of the text does."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.occurrences(tail), 1, OCCURRENCES_MAX + 1):

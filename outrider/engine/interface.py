@@ -127,8 +127,8 @@ class Engine(Protocol):
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
     """An engine that also runs a drafting head, as one more layer on the same slots. A feature is D
-    numbers, computed from inputs of the model's layers. The head reads *pairs*, each of a token's
-    feature and the next token. A pair's key and value are in the slot of the next token."""
+    numbers, computed from inputs of the model's layers. The head reads *pairs* of a token's feature
+    and the next token. A pair's key and value are in the slot of the next token."""
 
     def features(self) -> Sequence[Tensor]:
         """Returns features [num_logits, D] for each step of the last `forward`, in the model's

@@ -12,8 +12,8 @@ the previous pair (with `norm_output`, norm(h)) takes the place of g. With `fc_n
 normed before `fc`. With `norm_before_fc`, the concatenation of all t is normed before `fc`.
 
 form         sizes in config.json         ids of tapped layers           tensors
-speculators  `transformer_layer_config`   a, b..                         `layers.0.*`
-raw          at the top, as for a Llama   a, b.. or (outputs) a-1, b-1.. `midlayer.*`, `layers.0.*`
+speculators  `transformer_layer_config`   inputs a, b..                  `layers.0.*`
+raw          at the top, as for a Llama   inputs a, b.. or outputs a-1.. `midlayer.*`, `layers.0.*`
 
 Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
 `embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's
@@ -239,7 +239,7 @@ def _head_config(
     layer = _layer_config(stated_layer, tensors)
     for key in _NEUTRAL_AT_ONE:
         for factor in (find(key), stated_layer.get(key), layer.rope_parameters.get(key)):
-            _require(factor in (None, 1), key, factor, "only 1 is served")
+            _require(factor in (None, 1), key, factor, "only 1 is supported")
     num_rows, num_tokens = len(tensors[_HEAD]), len(target.get_output_embeddings().weight)
     of_target, size = f"the target {target_name} has", stated_layer.get("vocab_size")
     has_size, shape = size in (None, sizes.vocab_size, num_tokens), [*tensors[_EMBEDDINGS].shape]
@@ -248,7 +248,7 @@ def _head_config(
     if find("use_aux_hidden_state") is False:
         raise ValueError(
             "use_aux_hidden_state is False; only heads that read several layers of the target are "
-            "served"
+            "supported"
         )
     num_layers = sizes.num_hidden_layers
     ids_key = next((key for key in _LAYER_IDS if find(key)), _LAYER_IDS[0])
@@ -273,13 +273,13 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     at_least_1 = isinstance(heads, int) and heads > 0
     _require(at_least_1, "num_attention_heads", heads, "at least 1 is needed")
     divides = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0
-    _require(divides, "num_key_value_heads", kv_heads, f"only divisors of {heads} are served")
+    _require(divides, "num_key_value_heads", kv_heads, f"only divisors of {heads} are supported")
     kinds = stated.get("layer_types") or []
     is_full = "sliding_attention" not in kinds
-    _require(is_full, "layer_types", kinds, "only full_attention is served")
+    _require(is_full, "layer_types", kinds, "only full_attention is supported")
     window = None if kinds else stated.get("sliding_window")
     is_full = window is None or stated.get("use_sliding_window") is False
-    _require(is_full, "sliding_window", window, "only attention without a window is served")
+    _require(is_full, "sliding_window", window, "only attention without a window is supported")
     for name, key, per in (
         ("hidden_size", "fc.weight", 1),
         ("intermediate_size", "layers.0.mlp.gate_proj.weight", 1),
