@@ -201,7 +201,7 @@ def test_a_drafter_learns_on(target: Target, whole: tuple[Path, Measured], tmp_p
     last = run(target, tmp_path, **start).measured[0]
     assert first.sampled == pytest.approx(whole[1].sampled, abs=0.02)
     assert last.sampled > first.sampled
-    assert f"the drafter `{start['start_from']}`." in (tmp_path / "out/README.md").read_text()
+    assert f"the drafter `{start['start_from']}`, whose" in (tmp_path / "out/README.md").read_text()
     after = weights(tmp_path)
     assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
     assert any(not torch.equal(values, before[name]) for name, values in after.items())
