@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # Coordinators would count a pass for each draft token, but one pass gives all tokens.
+        # With `costs`, coordinators would count a pass for each token, but one pass draws them all.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -115,13 +115,13 @@ class Proposer(StepWorker):
         self._unfinished: dict[str, _Drafting] = {}  # by session; a later step continues them
 
     def looks_ahead(self, item: DraftItem) -> bool:
-        """Whether look-ahead drafts for the item's session. Any thread may call this."""
+        """Whether the draft looks ahead for the item's session. Any thread may call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._drafter.looks_ahead
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. Runs no look-ahead pass if look-ahead already knows the answer to
-        an item, because the answer is sent only after the step."""
+        """Like `StepWorker.step`. If look-ahead already knows the answer to an item, runs no pass
+        of look-ahead, because it would delay the answer."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         self._begin([work for work in works if not ahead.works_on(work.item)])

@@ -24,7 +24,7 @@ class Usage(Schema):
 
 
 class SpeculativeDecoding(Schema):
-    """Statistics of drafting, for all choices together. A step is a round."""
+    """Statistics of drafting, for all choices together. `num_spec_steps` counts rounds."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float

@@ -204,8 +204,8 @@ class DraftClient(_ModelDrafts):
     async def _by_replica(
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
-        """Returns the replica's proposal; None if the replica is away, does not answer, refuses,
-        lacks hidden states, or had no time for a first token.
+        """Returns the replica's proposal; None if the replica cannot be reached, does not answer,
+        refuses, lacks hidden states, or had no time for a first token.
 
         The replica itself stops drawing at the time limit. The coordinator never drops a late
         proposal. Delays may depend on the drawn tokens, so dropping would bias the output."""
@@ -236,7 +236,7 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # Also a proposal that was drafted ahead but not pushed has at most `looked_for` tokens.
+        # A proposal drafted ahead has at most `looked_for` tokens, even if it comes on request.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -440,7 +440,7 @@ class SelfDraftClient(_ModelDrafts):
             is_sure = score >= self._confident
             if reply is None or is_sure:
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
-                # If the look-up replaces the head, its acceptance must not count as the head's.
+                # 0: a look-up in place of the head shows nothing about the head's acceptance.
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
         found = reply.next_proposal

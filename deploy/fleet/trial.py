@@ -29,7 +29,7 @@ class Trial:
     values: dict[str, Value]
     share: float
     seconds: float
-    """Length of the trial. It begins when the trial's replica serves."""
+    """Length of the trial, which begins when its replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with the settings `values`."""
 
@@ -90,7 +90,7 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
         raise ConfigError(
-            f"--trial-share: {share:g} is wrong beside {num_replicas} {role} replicas; it must be "
+            f"--trial-share: {share:g} does not suit {num_replicas} {role} replicas; it must be "
             f"from {least:.3g} to {most:.3g}, best {fair:.3g}, so that loads are similar"
         )
 

@@ -199,7 +199,7 @@ class PlanReport:
 
     @property
     def pair(self) -> Pair:
-        """The target and draft to simulate, with the option for the first temperature."""
+        """The target and draft to simulate, with the option chosen for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 
@@ -241,9 +241,9 @@ class PlanReport:
             return "One prompt does not show how certain this plan is. Use several (--prompts)."
         low, high = plan.speedup_interval
         return (
-            f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {self.num_prompts} prompts, this "
-            f"option has a speed-up of {low:.2f} to {high:.2f}. Errors of the measured times are "
-            "not included."
+            f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {self.num_prompts} prompts, the "
+            f"chosen option has a speed-up of {low:.2f} to {high:.2f}. Errors of the measured "
+            "times are not included."
         )
 
     def _sentence(self, plan: TemperaturePlan) -> str:

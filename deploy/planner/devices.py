@@ -63,8 +63,8 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     """Memory bandwidth of a device: 0.75 of 4.8 TB/s."""
     compute_rows: _Count = 206
     """Number of rows at which a step takes as long to compute as to read the weights: 990 TFLOP/s
-    divided by 4.8 TB/s. With 8 bits, computing and reading are both twice as fast, so the number is
-    the same."""
+    divided by 4.8 TB/s. In FP8, computing and reading are both twice as fast, so the number is the
+    same."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07

@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
     num_steps: int
     """Number of steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
-    """The result of the function `survival` for the draft tokens within the text."""
+    """The result of the function `survival`, without draft tokens beyond the end of the text."""
 
 
 class Rounds(NamedTuple):

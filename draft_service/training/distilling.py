@@ -119,7 +119,7 @@ class _Run:
         self._report("measuring", 0.0, "")
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
-            learner.load(directory, self._target)  # Measures what was saved.
+            learner.load(directory, self._target)  # The measured drafter must be the saved one.
             measured = {name: measure(learner, one) for name, one in datasets.items()}
             name = self._target.name
             card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)

@@ -175,8 +175,8 @@ class ResumingTransport(Transport):
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the first answer. If all coordinators raise `Unavailable`, raises the last error.
-        If a function names the coordinators and none answered, first calls them again until the
-        time is over."""
+        But if a function names the coordinators and the last one did not answer, calls all of them
+        again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -263,7 +263,7 @@ class Tries:
             )
             return is_first
         if isinstance(event, Tokens) and (known := self.received) is not None:
-            if event.token_ids:  # Only tokens count as progress, because their number is limited.
+            if event.token_ids:  # Empty events could repeat forever, so they are no progress.
                 self._tried_until, self._num_waits, self._stayed = None, 0, False
             characters, digest = known.num_characters, known.tokens_digest
             if characters is not None:
@@ -288,8 +288,8 @@ class Tries:
         that its error states, because no other coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. If all coordinators have failed to begin the call, raises `error`, except in two
-        cases: a stream is tried again if at least one coordinator answered, and any call is tried
+        over. Also raises `error` if all coordinators have failed to begin the call. There are two
+        exceptions. A stream is tried again if at least one coordinator answered. Any call is tried
         again if `tried` did not answer and a function may name other coordinators later."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None

@@ -53,7 +53,7 @@ class EmulatedEngine:
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """A buffer for logits. All values are -inf, except those that the last step wrote."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
-        """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
+        """[n, columns]: the columns that the last step wrote in the first n rows of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
         """The acceptance probability at each place in a round if earlier tokens are accepted."""

@@ -37,8 +37,8 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""Only steps of fewer tokens than this may run on fewer threads (`ContendedThreads`), because the
-times of longer steps vary too much to be compared."""
+"""Only steps of fewer tokens than this may run on fewer threads. `ContendedThreads` compares the
+times of steps, and the times of longer steps vary too much."""
 _log = logging.getLogger(__name__)
 
 

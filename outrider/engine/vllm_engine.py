@@ -429,8 +429,8 @@ class VllmEngine(PagedSequences):
         self, attention: Any, mapping: Any, size: int, is_captured: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the first `size` tokens of the buffers. Returns the input of the LM head [size, D],
-        and the inputs of the layers that `_show` has set. If `_show` has set no layers, the list
-        has only the input of the LM head."""
+        and a list of the inputs of the layers that `_show` has set. If `_show` has set no layers,
+        the list has only the input of the LM head."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,

@@ -407,8 +407,8 @@ async def test_a_trial_outlasts_a_store_that_is_away() -> None:
         ({}, {"max_num_seqs": 7}, 0.5, "change each coordinator and each target, too|target, t"),
         ({}, {"deadline_ms": 7}, 0.5, "nothing to try; draft replicas"),
         # Shares with which the replica on trial and the others would have unlike loads.
-        ({}, TRIED, 0.2, "--trial-share: 0.2 is wrong beside 1 .* from 0.25 to 0.9, best 0.5, so"),
-        ({"num_drafts": 3}, TRIED, 0.6, "0.6 is wrong beside 3 .* from 0.125 to 0.5, best 0.25,"),
+        ({}, TRIED, 0.2, "--trial-share: 0.2 does not suit 1 .* from 0.25 to 0.9, best 0.5, so"),
+        ({"num_drafts": 3}, TRIED, 0.6, "0.6 does not suit 3 .* from 0.125 to 0.5, best 0.25,"),
     ],
 )
 async def test_what_replicas_of_one_role_cannot_try_is_refused(
