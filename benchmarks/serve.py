@@ -86,7 +86,7 @@ class ServeOptions(PromptOptions):
         return {name: float(ms) for name, ms in (text.split(":") for text in self.goodput)}
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
-        """The options for the JSON object. `server` is HOST:PORT."""
+        """The options, for `Report.values`. `server` is HOST:PORT."""
         values = {"backend": backend, "server": server, "model_id": model, **asdict(self)}
         return {
             name: str(value) if value == math.inf or isinstance(value, Path) else value

@@ -81,9 +81,9 @@ class Progress:
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request for all events of a choice, from the first. Must be called before the
-        choice's first event. The client has all parts of the events before `cuts[0]`. If `cuts[1]`
-        is larger, the client has some parts of the event from `cuts[0]` to `cuts[1]`."""
+        """Returns a request for all events of a choice. Must be called before the choice's first
+        event. `ResumeRequest.cuts` has two token counts. The client has all parts of the events up
+        to the first count. If the second is larger, the client has some parts of the next event."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)

@@ -117,8 +117,8 @@ class ConstraintChecks:
 
 
 class _Compiler:
-    """Runs `coordinator.requests.grammar_process` in a child process, from the first constraint on.
-    If the process dies, a new process is started."""
+    """Runs `coordinator.requests.grammar_process` in a child process. Starts the process for the
+    first constraint, and a new process if it dies."""
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
@@ -138,7 +138,7 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            # A timer of the process should end the process after half of this time.
+            # The process sets itself an alarm (`limit`), which should kill it after half this time.
             async with asyncio.timeout(2 * limits.COMPILE_WAIT_S_MAX):
                 line = await process.stdout.readline()
         except TimeoutError:

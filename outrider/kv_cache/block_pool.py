@@ -38,7 +38,7 @@ class _PagedSequence:
         self.pages: list[int] = []
         """The page table, with exactly the pages that the slots of `tokens` need."""
         self.keys = [blake2b(salt.encode()).digest()]
-        """`keys[i]` is a hash of the prefix of i full and written pages (`_next_key`)."""
+        """`keys[i]` is the key (`_next_key`) of the first i pages, if they are full and written."""
 
     def branch(self) -> _PagedSequence:
         self.check_written()
@@ -52,8 +52,8 @@ class _PagedSequence:
 
 
 def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the key of the prefix that extends the prefix of `key` by one page of tokens. Equal
-    keys mean equal salts and tokens."""
+    """Returns the key of a prefix: a hash of the `key` of all pages but the last, and of the tokens
+    of the last page. Equal keys mean equal salts and tokens."""
     return blake2b(key + array("I", token_ids).tobytes()).digest()
 
 
@@ -139,9 +139,9 @@ class BlockPool:
         written. After the step, call `written`. If the step fails, call `keep` with the old length
         instead. If a page copy fails, also call `release`, because the new page is unfilled.
 
-        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If `whole` is
-        false, only a drafting head writes to the new slots, so they must never be shared: do not
-        call `written`, and drop these slots with `keep` before the next call with `whole`."""
+        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. `whole` is
+        false if only a drafting head writes to the new slots. Such slots must never be shared: do
+        not call `written`, and drop them with `keep` before the next call with `whole`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):

@@ -2,7 +2,7 @@
 result up to rounding. On a CPU, linear layers are also replaced (`linear_layers.py`).
 
 The names and shapes of a module's parts suggest a replacement, but only a call shows whether the
-module also clamps, adds an offset or rotates in another way. So a probe calls the module and its
+module computes anything else, for example clamps its output. So a probe calls the module and its
 replacement with a few random rows of different magnitudes. The probe of an MLP or attention leaves
 out the last linear layer, because the replacement has the same layer, and a call of this layer may
 wait for other ranks. If the probe fails, only the linear layers in the module are replaced. Nothing

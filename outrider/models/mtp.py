@@ -53,7 +53,7 @@ _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.w
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
 """The suffix of the names of float8 scales, and the default size (rows, columns) of a block. Each
 block of a float8 weight has one scale."""
-_OWN = " (and the layer's output before the layer's norm)"
+_OWN = " (and the MTP layer's output before its norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
     for own in ("", _OWN)

@@ -2,7 +2,7 @@
 
 kind     recognised by
 eagle3   `speculators_model_type`; or a tensor `fc` and a layer with a `hidden_norm`
-mtp      `speculators_model_type`; or tensors of MTP layers and no layer 0 (as in a whole model)
+mtp      `speculators_model_type`; or tensors of MTP layers, but no layer 0 (whole models have one)
 pard     `pard_token` in the configuration of a causal language model
 
 Drafters of other known kinds are refused."""

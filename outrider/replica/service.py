@@ -81,7 +81,7 @@ class SteppedService(ReplicaService):
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
     ) -> None:  # fmt: skip
         """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is
-        the expected time of a step with `rows` tokens of `sessions` sessions, s. If it is above 0,
+        the expected duration of a step with this number of tokens and sessions. If it is above 0,
         the step may wait for sessions whose next items are expected soon. An item with a new
         constraint waits until its grammar is compiled, so that no step compiles a grammar."""
         self._worker = worker
@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. Beyond `num_max`, the oldest is dropped, and keeps its pages until they are needed."""
+        step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -387,7 +387,7 @@ class SteppedService(ReplicaService):
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            # A timed executor sleeps only after both steps, so `now - start` is too short.
+            # If the engine is emulated, the executor sleeps after both steps: `now` is too early.
             if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))
@@ -543,7 +543,7 @@ def describe_model(
     )  # fmt: skip
 
 
-_RELEASED = 2**64  # the newest round of a released session; larger than every round
+_RELEASED = 2**64  # noted as a released session's newest round; larger than every round
 
 
 class StaleRoundFilter:

@@ -61,8 +61,8 @@ def find_server() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Copies the environment. If another thread changes the environment at the same time,
-    `os.environ.copy` may raise `KeyError`, and `execv` with the original may fail with EFAULT."""
+    """Copies the environment. If another thread changes the environment meanwhile,
+    `os.environ.copy` may raise `KeyError`, and starting a process without a copy may fail."""
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -53,7 +53,7 @@ def target_probabilities(
 def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> None:
     """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
     [R, W], float32 or float64. Biases and penalties must already be applied to `logits`. Columns
-    beyond V become 0. A row without a distribution becomes NaN, and `check_weights` refuses it."""
+    beyond V become 0. A row with NaN or +inf, or only -inf, becomes NaN (see `check_weights`)."""
     width = logits.shape[1]
     weights[:, width:] = float("-inf")
     weights[:, :width] = logits
@@ -82,7 +82,7 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows [n, V] of all parts as [R, V]. Parts that are adjacent in memory are not copied."""
+    """Joins parts [n, V] to one tensor [R, V]. Copies nothing if they are adjacent in memory."""
     first = parts[0]
     begin = end = first.data_ptr()
     for part in parts:
@@ -97,7 +97,7 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The lowest index of the largest value of each row [R, V], and this value. NaN is largest."""
+    """The lowest index of each row's largest value, and this value. NaN counts as the largest."""
     # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
@@ -108,9 +108,9 @@ def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:  # fmt: skip
-    """Applies bias and penalties to `logits`, which are [R, V], or [1, N] with a `vocabulary`.
-    Returns a copy on the CPU, in float64 if `logits` are float64, else in float32. Without bias and
-    penalties, returns `logits` itself.
+    """Applies bias and penalties to `logits`, which are [R, V], or [1, N] with a `vocabulary` of N
+    tokens. Returns a copy on the CPU, in float64 if `logits` are float64, else in float32. Without
+    bias and penalties, returns `logits` itself.
 
     The repetition penalty divides positive logits of tokens in the prompt or output, and multiplies
     their negative logits (Keskar et al. 2019). Presence and frequency penalties are subtracted from
@@ -140,11 +140,11 @@ def changed_tokens(
     params: SamplingParams, history: TokenHistory, width: int,
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:  # fmt: skip
-    """A table [E, 3] of the tokens that have a bias or occur in any part of the history. Tokens
-    without a column in the logits, which have `width` columns, are left out. A row has the token's
-    column, the bits of the token's bias as a float64, and 2 n + m. Here n is the token's count in
-    the output, and m is 1 if the prompt has the token. Draft tokens are in the table, but not in n,
-    because each row of logits has other draft tokens before it."""
+    """A table [E, 3] of the tokens that have a bias or occur in the prompt, the output or the draft
+    tokens. Leaves out tokens that have none of the `width` columns of the logits. A row of the
+    table has the token's column, the bits of its bias as a float64, and 2 n + m. Here n is the
+    token's count in the output, and m is 1 if the prompt has the token. n does not count draft
+    tokens, because the draft tokens before a row of logits differ from row to row."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     ids = np.array(sorted(prompt.union(biases, output, history.drafted_ids)), dtype=np.int64)
@@ -301,8 +301,8 @@ class DraftVocabulary:
 def masked_logits(
     logits: Tensor, masks: Sequence[TokenMask | None], vocabulary: DraftVocabulary | None = None
 ) -> Tensor:
-    """A copy of `logits` ([R, V], or [R, N] with a `vocabulary`) with -inf for forbidden tokens.
-    `masks` has the mask of each row, or None. If no row has a mask, returns `logits` itself."""
+    """A copy of `logits` ([R, V], or [R, N] with a `vocabulary` of N tokens) with -inf for
+    forbidden tokens. `masks` has each row's mask, or None. If all are None, returns `logits`."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -317,18 +317,18 @@ def masked_logits(
 
 
 class RowMasks(NamedTuple):
-    """The masks of a proposal's rows."""
+    """The masks of the K + 1 rows of logits that verify a proposal."""
 
     masks: list[TokenMask | None]
     """[K + 1]: element n has the tokens that may follow n draft tokens. All elements after
     a forbidden draft token are None. The target rejects that token, so no outcome uses them."""
     untold: int | None
-    """The row, if any, whose mask cannot be computed although the draft token before it is allowed.
-    An outcome that reaches this row ends with that draft token (`ending_at`)."""
+    """The first row whose mask cannot be computed, if no draft token before this row is forbidden.
+    If an outcome accepts all these draft tokens, it ends with the last of them (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks of a proposal's rows. Raises `Incompatible` if the mask after the committed tokens
+    """The masks for a proposal. Raises `Incompatible` if the mask after the committed tokens
     cannot be computed. A later mask that cannot be computed is None, and the session goes on."""
     masks = [allowed.after(())]
     untold: int | None = None

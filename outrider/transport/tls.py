@@ -1,4 +1,4 @@
-"""TLS of gRPC servers and channels, between users and coordinators and between services.
+"""TLS of gRPC servers and channels: between users and coordinators, and between services.
 
 If the files of a server change, new connections use the new contents. A channel uses the contents
 that the files had when its `Trust` was made.

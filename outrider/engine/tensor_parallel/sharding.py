@@ -29,16 +29,16 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Ignored styles: one concerns only gradients, the other the embedding, which is always divided."""
+"""Styles to ignore. One concerns only gradients. The embedding is divided without a style too."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """Finds the linear layers to divide among `size` ranks. Returns each layer's style in the plan
-    of transformers, by the layer's path. Raises `SettingError` about the setting `key` if the model
-    has no plan, if the plan has an unknown style, or if `size` ranks would get unequal shares."""
+    """Finds the linear layers to divide among `size` ranks. Returns {path of a layer: its style}.
+    The styles are from transformers' plan for the model. Raises `SettingError` about the setting
+    `key` if there is no plan, if it has an unknown style, or if ranks would get unequal shares."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
@@ -68,7 +68,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields (name, number) for each number that the ranks must divide, attention heads first."""
+    """Yields (name, number) for each number that must be a multiple of the number of ranks."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -93,8 +93,8 @@ class Ranks(Protocol):
     size: int
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called this method. Waits as long as ranks may take to load.
-        The other methods wait at most as long as a step may take."""
+        """Returns once every rank has called this method. Has the time limit for loading. All other
+        methods have the time limit for a step."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum of the tensors of all ranks, bit-equal on all ranks. May overwrite
@@ -275,8 +275,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
 
 
 def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
-    """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if the stored
-    tensor has another shape than `tensor`."""
+    """Reads this rank's `share` of a stored tensor (None = all of it), in the dtype of `tensor`.
+    Returns None if the stored tensor has another shape than `tensor`."""
     view = file.get_slice(stored)
     if view.get_shape() != [*tensor.shape]:
         return None

@@ -76,7 +76,7 @@ def test_the_sides_of_an_mtp_layers_norms_are_found(is_normed: bool, carries_nor
     carried = head.layer.post_norm(rows) if carries_normed else rows
     assert torch.equal(found.module.carry(rows), carried)
     side = "after" if is_normed else "before"
-    own = "" if carries_normed else " (and the layer's output before the layer's norm)"
+    own = "" if carries_normed else " (and the MTP layer's output before its norm)"
     stated = "hidden states after the target's last norm"
     fitting = f"hidden states {side} the target's last norm{own}"
     note = f"drafter mtp reads the {fitting} in place of the {stated}, "
