@@ -4,7 +4,7 @@ bandwidth sets. `python -m benchmarks.device MODEL` measures the same without Ra
 | figure | meaning (times are medians) |
 | --- | --- |
 | `weight_bytes` | bytes of all weights that a step reads |
-| `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
+| `copy_gb_per_s` | bytes read plus bytes written by the fastest copy of a large tensor, GB/s |
 | `ideal_step_ms` | time to read `weight_bytes` at `copy_gb_per_s` |
 | `decode_step_ms` | a step of one token, and the choice of the likeliest next token |
 | `decode_over_ideal` | `decode_step_ms` divided by `ideal_step_ms` (goal: at most 1.25) |
@@ -107,7 +107,7 @@ def measure(
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second, read and written."""
+    """Bytes read plus bytes written in a second by the fastest copy."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     names = {"source": source, "target": torch.zeros_like(source)}
     timer = Timer("target.copy_(source)", globals=names, num_threads=torch.get_num_threads())

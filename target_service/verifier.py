@@ -85,9 +85,9 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """Returns `verdict` if its outcome does not reach the row `untold`. Otherwise returns a
-        verdict that ends with the draft token before this row. The mask of the row is unknown, so
-        the session fails in the next round, after the same token as in plain decoding."""
+        """Returns `verdict` if its outcome does not reach the row `untold`, whose mask could not be
+        computed. Otherwise returns a verdict that ends with the draft token before this row. Then
+        the session fails in the next round for lack of this mask, as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -107,7 +107,7 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request but the newest token. Without penalties,
-        a request's `token_ids` may have this token only. For each request, `hidden_states` has the
+        a request's `token_ids` need only this token. For each request, `hidden_states` has the
         feature [D] of the token before the newest. The engine's sequences stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are

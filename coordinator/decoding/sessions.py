@@ -176,9 +176,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run, unless it has ended already. If the client `is_gone`, or if the end of a
-        `resumable` session could not be stored, the session can then be resumed for
-        `resume_grace_ms`."""
+        """Ends a run, unless it has ended already. If the client `is_gone`, the session can be
+        resumed for `resume_grace_ms`. The same holds if the session is `resumable` and its end
+        could not be stored."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -306,10 +306,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Handles another coordinator's request to take over a session. If the session does not run
-        here, but this coordinator is still its owner in the store, a failover of the store has lost
-        the release. The session is then released again. If the store does not answer, the next
-        renewal of the lease will report the request again."""
+        """Handles another coordinator's request to take over a session. Releases the session again
+        if it does not run here, but the store still names this coordinator as its owner. (A
+        failover of the store has then lost the first release.) If the store does not answer, the
+        next renewal of the lease will report the request again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -339,8 +339,8 @@ class OwnedSessions:
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call to the store takes
-        over, releases or ends the session. Such a call may have the same epoch as the new
-        run. If it reached the store after the take-over, it would end the new run."""
+        over, releases or ends the session. That call may have the same epoch as the new run, and
+        would end the new run if the store got the call after the take-over."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

@@ -209,7 +209,7 @@ class Forwarded(LiveResponse):
 
 
 def _reason(error: object) -> str:
-    """Returns an error's text. If the text is empty, returns the class's name (`read error`)."""
+    """Returns an error's text. If it has none, returns its class's name, such as `read error`."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 

@@ -1,8 +1,8 @@
 """Reads the registry (the replicas' entries in Redis), and updates the replica pools.
 
 - A new replica joins the pool of its role if it answers, and fits the pool's first replica.
-- A leaving replica joins only if no other replica of the pool has the same weights, because
-  sessions that began with these weights can run only on such a replica.
+- A leaving replica joins only if no replica of the pool has its weights. Only this replica can then
+  continue sessions that began with these weights.
 - If the registry marks a replica of the pool as leaving, its sessions move to other replicas.
 - A replica that the registry has not listed for `LEASE_S` is removed if it does not answer, or if
   another replica has its address now.

@@ -98,8 +98,8 @@ def render_card(
     options: DistillOptions, target: str, fingerprint: str, trainer: Trainer, dataset: Dataset,
     seconds: Sequence[float], measured: Mapping[str, Measured],
 ) -> str:  # fmt: skip
-    """Returns the model card. `fingerprint` identifies the target's tensors. `seconds` are those of
-    writing, scoring and training. The keys of `measured` are names of the texts."""
+    """Returns the model card. `fingerprint` identifies the target's tensors. `seconds` are the
+    times of writing, scoring and training. The keys of `measured` are names of the texts."""
     learner, now = trainer.learner, trainer.progress
     writing, scoring, training = (f"{spent / 60:.1f} min" for spent in seconds)
     num_learned = sum(dataset.cache.known[index].num_learned for index in dataset.learned)

@@ -1,4 +1,4 @@
-"""A drafting head as one more layer on the pages of the model that it drafts for.
+"""A drafting head that keeps its state in the pages of the model for which it drafts.
 
 The head reads pairs. Pair j consists of token j and the feature g_{j-1}, which the head makes from
 the model's hidden states at token j - 1. Slot j of a sequence holds the model's keys and values of
@@ -34,7 +34,7 @@ def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
     """Returns the shapes of a `DraftLayer`'s `layers`: one for g, stored as a key without a value,
-    and one for pairs. With `drafts_apart`, draft replicas keep the pairs, so only g has a shape."""
+    and one for pairs. With `drafts_apart`, returns only the first; draft replicas keep pairs."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -78,7 +78,7 @@ class PairLayer:
 
 
 class DraftLayer:
-    """A head on the pages of an engine. The head makes g from the inputs of the model's layers."""
+    """A head in an engine's pages. The head makes g from the inputs of some layers of the model."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
         """`layers` are caches with the shapes of `draft_shapes`."""

@@ -133,7 +133,7 @@ class Grammars:
     refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """Calls `load` for the first constraint, and refuses it if `load` raises `ConfigError`."""
+        """Calls `load` at the first constraint, which is refused if `load` raises `ConfigError`."""
         self._load = cache(load)
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -180,8 +180,8 @@ class Grammars:
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A grammar in place of `used_up`, which can compute no more masks. If no other session has
-        compiled the constraint again, compiles it on this thread, while all sessions wait. Does not
-        compile, and raises `BadRequest`, if the first compilation took over `MASK_S_MAX`."""
+        compiled the constraint again, compiles it on this thread, which delays the current step.
+        If the first compilation took over `MASK_S_MAX`, raises `BadRequest` instead."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -306,8 +306,8 @@ class _Document:
         self.num_alternatives = sum(map(self._own, schemas))
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The larger of two numbers: how many alternatives a schema itself lists, and how many ways
-        there are to combine the alternatives of parts that apply together."""
+        """The larger of two counts: the alternatives that a schema lists, and the combinations of
+        alternatives from parts of the schema that apply at the same time."""
         at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
         counts = [self._reach(part) for part in at_once]
         counts.append(self._reach_by(schema.get("$ref")))
@@ -317,7 +317,7 @@ class _Document:
         listed = self._listed(schema)
         if sum(count > 0 for count in counts) < 2:
             return listed
-        # A combination takes at most one alternative of each part, and has the weight of a list.
+        # A combination takes at most one alternative of each part, and counts like a list.
         ways = prod(1 + count / limits.LIST_ALTERNATIVE for count in counts) - 1
         return min(max(listed, limits.LIST_ALTERNATIVE * ways), _MANY)
 

@@ -38,8 +38,8 @@ class BatchingDelay:
     """Tracks the gaps of a replica's sessions. All times are in seconds, on one clock."""
 
     def __init__(self, seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`seconds(rows, sessions)` is the expected time of a step with `rows` tokens, s. If this
-        time is 0, no step waits. A step has at most `max_batch` sessions."""
+        """`seconds(rows, sessions)` is the expected time of a step with `rows` tokens of `sessions`
+        sessions. If this time is 0, no step waits. A step has at most `max_batch` sessions."""
         self._seconds = seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)

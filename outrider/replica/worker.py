@@ -39,7 +39,7 @@ class SlotDemand(NamedTuple):
 
     head: RoundHead
     num_extra: int  # number of slots in addition to those of the committed tokens
-    num_last: int = 1  # tokens, from the last committed token on, that must run in one step
+    num_last: int = 1  # tokens that must run in one step: the last committed token and any drafts
     reach: int | None = None  # number of committed tokens that can run now; None = no limit
 
 
@@ -96,7 +96,7 @@ class StepWorker:
             Admitted      The item runs.
             CONTINUES     The step has no room left for the item.
             WAITS         No pages are free for the item.
-            Resync        Pages are free, but the session lacks the stated prefix.
+            Resync        Pages are free, but this replica lacks tokens of the session's prefix.
             an error      The item is refused.
         """
         names = [demand.head.session_id for demand in demands]
@@ -205,8 +205,8 @@ class StepWorker:
         self._budget.note_seconds(seconds)
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
-        """Forgets the sessions whose value is True. Frees the slots of the other sessions. Filled
-        pages stay in the cache until other sessions need pages."""
+        """Frees the slots of these sessions, and forgets those that are over (True). Others keep
+        their age. Filled pages stay in the cache until other sessions need pages."""
         for session_id, is_over in session_ids.items():
             if is_over:
                 self.release(session_id)

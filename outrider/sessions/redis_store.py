@@ -4,10 +4,10 @@
     <prefix>lease:{<owner>}:wanted    set: <id> of each session that others tried to take over
                                       from this owner, or `cancel:<id>` to cancel it; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
-                                      counters (JSON), prefix_digest,
-                                      tokens_start, tokens_end, logprobs_start, logprobs_end;
-                                      rewrite ('1' while the owner sends all tokens again, because
-                                      Redis lost a take-over); pending_... (ranges of these tokens)
+                                      counters (JSON), prefix_digest, tokens_start, tokens_end,
+                                      logprobs_start, logprobs_end; rewrite ('1' while the owner
+                                      sends all tokens again, because Redis lost a take-over);
+                                      pending_tokens_start, ... (ranges of what was sent again)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte

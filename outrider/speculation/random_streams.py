@@ -7,15 +7,15 @@
 | greedy         | -                | -             | -                | -                    |
 
 Under the rules token and block, a draft's draw uses one number: the number for token id 0. Every
-other draw is a race over the numbers of all tokens (`gumbel_max.py`).
+other draw is a Gumbel-max draw, which uses a number for each token id (`gumbel_max.py`).
 
 A *position* is absolute: the committed length at the round's start plus the index. An *index place*
 keeps the committed length and the index apart, so every round of a session has new index places.
 
-The rules token and block must not use positions. After a rejection, the next round would draw the
-token at the same position with the rejected token's noise. This would bias the draw, because block
-verification and the choice of K may depend on the rejected token. Coupled may use positions,
-because its draw at a position is the target's own draw, whatever was drafted there."""
+The rules token and block must not use positions. After a rejection, the next round would draw new
+tokens with the noise of the draft tokens that were dropped at the same positions. This would bias
+the draws, because block verification and the choice of K may depend on the dropped tokens. Coupled
+may use positions, because its draw is the target's own draw, whatever was drafted there."""
 
 from __future__ import annotations
 
