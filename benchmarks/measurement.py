@@ -92,7 +92,7 @@ class BenchClient(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Decodes one prompt, which is a text. Raises an `OutriderError` if decoding fails."""
+        """Decodes a request whose prompt is a text. Raises an `OutriderError` if decoding fails."""
 
     async def generate_all(
         self, requests: Sequence[GenerateRequest], concurrency: int
@@ -194,7 +194,7 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
 
     With several requests at a time, there are two turns, each with every second prompt. At the end
     of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With a
-    single turn, the first side would never find prefixes that another side has cached."""
+    single turn, later sides could use prefixes that the first side cached, but not vice versa."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 

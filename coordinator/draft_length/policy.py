@@ -21,8 +21,8 @@ class RoundLength:
     """Time limit of this round's proposal. The configured limit of drafting also applies."""
     is_timed: bool = True
     """Whether a time limit may stop drafting for this round, or a head's drafting for the next
-    round. False if another session uses or has used the same seed: both use the same random
-    numbers. Times may depend on these numbers, so a time limit could bias the output."""
+    round. False if another session uses or has used the same seed, and so the same random numbers.
+    These numbers may have affected measured times, so a time limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):

@@ -156,7 +156,7 @@ class Reconciler(PlacedActor):
             await self._cluster.save("")  # An earlier deployment may have saved changes.
             await self._fleet.start()
         except (asyncio.CancelledError, Unavailable) as error:
-            # After `Unavailable`, a `ReconcilerClient` would repeat its call.
+            # Not `Unavailable`, because a `ReconcilerClient` would then repeat its call.
             reason = f"the deployment did not start: {str(error) or 'it was stopped'}"
             self._begun.set_exception(OutriderError(reason))
         except Exception as error:  # noqa: BLE001 (`_ready` raises it)

@@ -46,7 +46,7 @@ REST_S_MAX = 30.0
 STABLE_S = 30.0
 """Once a replica has served for this time, earlier failures of its role no longer count."""
 HOPELESS_AFTER = 4
-"""`serve` ends after this many failures in a row of targets or coordinators, if none is left."""
+"""`serve` ends if a role other than draft fails this many times in a row and has no replica."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ReplicaView:
     """Where the ranks run, the serving rank first; empty while the replica does not serve."""
     http_address: str = ""
     on_trial: bool = False
-    """The replica of a `Trial` does not count towards the wanted number, and is never stale."""
+    """Whether this is a `Trial`'s replica. It is never stale, and `wanted` does not count it."""
 
 
 @dataclass(frozen=True)
@@ -499,8 +499,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # If no old replica uses the known ports, another process may have taken these ports. In
-        # this case, only the first start tries them.
+        # Another process may have taken known ports that no old replica uses. So only one start
+        # tries these ports.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)

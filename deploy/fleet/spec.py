@@ -173,7 +173,7 @@ def plan_fleet(
         for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
     config = replace(found, **parts)
-    # The hash of coordinators includes the role that drafts, as they read it only at their start.
+    # Coordinators read only at their start which role drafts, so their hash includes this role.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans: dict[Role, str] = {}
     for role in ROLES:

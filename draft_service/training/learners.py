@@ -33,15 +33,15 @@ factor. Without the factor, predictions are far too confident, because the targe
 for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
-"""Initial standard deviation of the weights `_QUIET`. It is small, so a new head passes on
-its input almost unchanged. In `fc`, the identity matrix is added to the part for the last tap."""
+"""Initial standard deviation of the weights `_QUIET`. It is small, and an identity matrix is
+added in `fc` for the last of the `taps`. So a new head passes on this input almost unchanged."""
 
 
 class Depth(NamedTuple):
     """Draft token i of C chains along the texts of a batch."""
 
     hidden: Tensor  # [C, D]: the input from which `Learner.head` computes the tokens' logits
-    rows: Tensor  # [C], ascending: the batch's rows with the target's answers for these tokens
+    rows: Tensor  # [C], ascending: the batch's rows with the target's distributions of these tokens
 
 
 class Learner:
@@ -50,8 +50,8 @@ class Learner:
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads
     num_depths: int | None = None
-    """Number of tokens of a chain that `draft` returns. None = chains of one token. Acceptance is
-    then measured as if consecutive tokens of the text were a chain."""
+    """Number of tokens of a chain that `draft` returns. None = chains of one token. In this
+    case, the measurement treats draft tokens at consecutive positions as a chain."""
     stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any
     weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and output head
@@ -270,7 +270,7 @@ def use_plain_attention(module: Any) -> None:
 
 
 _NUM_TEXTS, _NUM_TOKENS = 8, 64
-_SCORE_MIN = 0.2  # a copying head gives its token at least this mean share of attention
+_SCORE_MIN = 0.2  # least mean share of attention for both heads of `copying_layers`
 
 
 def kept_layers(
@@ -292,9 +292,9 @@ def kept_layers(
 def copying_layers(target: Any) -> tuple[int, int] | None:
     """Returns the two layers with which the target copies from earlier text (an induction head). An
     attention head of the lower layer attends to the previous token. A head of the upper layer
-    attends to the token that followed an earlier occurrence of the current token. Measures the mean
-    shares of attention in repeated random texts. Returns None if no head's share is large enough,
-    as in an untrained model, or if the library does not return attention."""
+    attends to the token that followed an earlier occurrence of the current token. In repeated
+    random texts, measures the mean share of attention that heads give to these tokens. Returns None
+    if the shares are too low, as in an untrained model, or if the library returns no attention."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)

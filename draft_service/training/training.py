@@ -23,9 +23,9 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # at the end of training, padding included
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (limit, share). If an epoch begins before the used share of the budget reaches the limit,
-its batches have this share of `BATCH_TOKENS`. The first such pair applies. At first, many small
-steps gain most. Later, steps with less noise gain more."""
+"""Pairs (limit, share). When an epoch begins, the first pair applies whose limit is above the used
+share of the budget. The epoch's batches then have `share * BATCH_TOKENS` tokens. At first, many
+small steps gain most. Later, steps with less noise gain more."""
 _PEAK_RATE_BY_WIDTH = 0.864  # the peak learning rate times the model's width
 _PEAK_RATE_MAX = 2e-3
 _TRAINED_RATE = 0.5  # factor of the learning rate if a drafter is trained further

@@ -47,8 +47,8 @@ class _Occurrence(NamedTuple):
     length: int  # number of tokens before the place that equal the session's last tokens
 
     def follower(self, drafted: Sequence[int]) -> int:
-        """The token `len(drafted)` tokens after the place. The drafted tokens count as the
-        continuation of the text, because a session's text ends where the draft begins."""
+        """The token at `place + len(drafted)`. The drafted tokens continue a session's text, which
+        ends where the draft begins."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
@@ -66,10 +66,10 @@ class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
     Of a tenant's sessions with the same seed, only the first adds its output to the history, when
-    this session ends. A drafter that forgets the seed also forgets this output. Under the rules
-    token and block, only this first session reads the history (`drafter.py` says why). The others
-    read no outputs, not even those of other seeds, because the length of the first session's output
-    may decide which outputs are kept.
+    this session ends. The drafter remembers `seeds_max` seeds. When it forgets a seed, it also
+    forgets this output. Under the rules token and block, only the first session reads the history
+    (`drafter.py` says why). The others read no outputs, not even those of other seeds, because the
+    length of the first session's output may decide which outputs are kept.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
     """

@@ -37,7 +37,7 @@ def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
 
 
 def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
-    """Keys and values [heads, N * L, width] of a group's slots.
+    """Keys and values [heads, N * L, width] of a group's slots. `Group` defines N, T and L.
 
     `index_select` divides only the first dimension among threads. So with several threads, heads
     and slots are merged into one dimension. For 16 sequences of 320 slots, this shortens the call
@@ -76,7 +76,7 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
     """Like `_attend_group`, for fixed shapes. Sums over the slots of each split, and then over the
-    splits in order, so that the result does not depend on how many masked splits follow."""
+    splits in order, so that masked splits at the end do not change the result."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]

@@ -8,7 +8,7 @@ Triton is installed. Each program computes one of the R rows, so grids are [R].
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
   q from the weights (`verification.py`), and draws the next token (`gumbel_max.py` defines blocks,
   waits and scores). A draw first scores two tokens of each block: the token with the shortest wait
-  and the token with the largest weight. Then it scores whole blocks in which another could win.
+  and the token with the largest weight. Then it scores whole blocks where another token could win.
 """
 # mypy: ignore-errors
 
