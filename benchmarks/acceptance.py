@@ -67,8 +67,8 @@ class Answer:
     the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """Returns a value for each token x of the answer: under block, q(x) / p(x); otherwise, the
-        chance that a draft token at the place of x is accepted (a value above 1 means 1)."""
+        """For each token x of the answer, the estimated chance that a draft token in its place is
+        accepted. Values above 1 count as 1. Under block, the values are q(x) / p(x) instead."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
@@ -296,7 +296,7 @@ class Reading:
         """Returns a token's ratio, overlap and match (see `Answer`). `row` [V] is p at its place.
         Adds to `guessing` the token's rank among the draft's guesses: as a bonus, and as a
         correction after a rejected draft token. Under greedy and coupled, the rejected token is the
-        draft's own draw at this place. Under the other rules, this function draws the token."""
+        draft's own draw at this place. Otherwise, this function draws the rejected token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

@@ -371,8 +371,8 @@ class LengthControl:
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting is expected to gain more tokens than are lost while the draft reads the
-        missed tokens, or whether the trial budget covers the expected loss."""
+        """Whether to begin drafting. Drafting must be expected to gain more tokens than are lost
+        while the draft reads the missed tokens, or the trial budget must cover the loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

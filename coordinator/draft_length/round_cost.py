@@ -110,7 +110,7 @@ class Forecast:
     round_s: float
     """Time of a round that asks for draft tokens and gets none."""
     round_lost: float
-    """Tokens that other sessions lose to such a round."""
+    """Tokens that other sessions lose to a round as in `round_s`."""
     token_s: Array
     """[K]: time that the first, second, ... proposed token adds."""
     token_lost: Array
@@ -175,8 +175,8 @@ class RoundCosts:
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. `is_typical` is false if the draft had to
-        read missed tokens first. The wait for the proposal then does not count."""
+        """Counts a round that asked for draft tokens. `is_typical` is false if the draft first
+        had to read tokens that it had missed. The wait for such a proposal does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s

@@ -79,9 +79,10 @@ async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
     """Merges the events of all streams. First yields the first event of each stream. Then yields,
-    stream by stream, the events that the client already has (see `progress.py`). Later events
-    follow as they arrive. An error of one stream ends all. Streams pause while `EVENTS_AHEAD_MAX`
-    events are queued. A stream can raise `BadRequest` only in place of its first event."""
+    stream by stream, the events that the client has (`progress.py` does not resend them). Later
+    events follow as they arrive. An error of one stream ends all. Streams pause while
+    `EVENTS_AHEAD_MAX` events are queued. A stream can raise `BadRequest` only in place of its first
+    event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -150,8 +151,8 @@ class Generations:
         key, event_id = headers.idempotency_key, headers.last_event_id
         if event_id is not None and not (answer.is_stream and (key or session_id)):
             reason = (
-                "needs an Idempotency-Key, and stream set to true; resume other streams with "
-                "POST /v1/sessions/ID/resume"
+                "needs an Idempotency-Key, and stream set to true; without a key, resume a stream "
+                "with POST /v1/sessions/ID/resume"
             )
             raise BadRequest("Last-Event-ID", reason)
         progress = Progress(len(asked.requests), event_id)
@@ -248,7 +249,7 @@ def build_app(
     service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> FastAPI:
     """Makes the application of a coordinator. By default, the model's chat template decides the
-    `formats` of calls and reasoning."""
+    `formats` of tool calls and reasoning."""
     access = options.access
     app = schemas.DocumentedApp(
         title="Outrider", version=version("outrider"), responses=_ERRORS, redirect_slashes=False,

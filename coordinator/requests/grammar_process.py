@@ -5,7 +5,7 @@ timer's signal kills the process. If a constraint takes too much memory, the com
 The process reads lines of JSON from standard input until the input is closed: first the tokenizer,
 then the constraints. For each constraint, it writes one line to standard output.
 
-    <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
+    <- {"tokenizer": content of the tokenizer.json, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}
     -> ""                              if the constraint compiles, otherwise the reason to refuse it
 """

@@ -173,7 +173,7 @@ class PromptEncoder:
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
         """Running calls by (`id` of the prompt object, `add_special_tokens`). The call keeps the
-        object alive, so its id is unique. All generations of a request share one object."""
+        object alive, so its id is unique. All generations of a request share the prompt object."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(

@@ -1,5 +1,5 @@
 """A session's client for its target. The client asks for verdicts, repeats requests that get no
-answer, and moves to another target if the current target is away."""
+answer, and moves to another target if the current target is leaving or does not answer."""
 
 import asyncio
 import logging
@@ -53,9 +53,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
         """The proposal that the newest verdict is about. If it is shorter than the proposal given
-        to `verify`, the target could not read q. The caller must then stop using the drafter: if
-        q is unreadable only after certain tokens, cutting at them in every round would bias the
-        output."""
+        to `verify`, the target could not read q. The caller must then stop using the drafter. If
+        only certain draft tokens make q unreadable, cutting proposals before these tokens in every
+        round would bias the output."""
 
     async def verify(
         self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # Ignores the second refusal: it may answer a repetition of the uncut proposal.
+                    # Ignores the second refusal: it may be about a repeated, uncut proposal.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
@@ -155,8 +155,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
-            # An earlier run with the same epoch has released the session at the target. So the
-            # store has lost its last writes, and has given the epoch a second time.
+            # An earlier run of the session had the same epoch, and has released the session at the
+            # target. So the store has lost its last writes, and has issued this epoch twice.
             raise DataLoss(f"the target has already released this session: {answer.message}")
         if isinstance(error, BadRequest):
             # The coordinator has validated the user's request, so the refusal shows a bug.

@@ -73,8 +73,8 @@ Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 @checked()
 class SimulationOptions(Options):
     simulate: bool = False
-    """Also simulate a fleet, with the real services on a virtual clock. Simulating 20 sessions for
-    10 s takes about 20 s, or a minute with look-ahead. Finding the numbers of replicas takes
+    """Also simulate a fleet, with the real services on a virtual clock. Simulating 10 s of 20
+    sessions takes about 20 s, or a minute with look-ahead. Finding the numbers of replicas takes
     about ten times as long."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan

@@ -55,8 +55,8 @@ class AutoregressiveDraft:
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
-        """Whether to draw another token. If no time is left, the draft ends. After True, a draw
-        must follow before the next call."""
+        """Whether to draw another token. If no time is left, the draft ends. After each True,
+        the caller must draw a token before it calls again."""
         if not self.is_whole and not self.deadline.allows_draw():
             self.stop()
         return not self.is_whole

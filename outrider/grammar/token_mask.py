@@ -43,5 +43,5 @@ class Allowed(Protocol):
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The `Allowed` of the session as if the tokens `committed` were committed, too."""
+        """The session's `Allowed` after the tokens `committed` are committed."""
         ...

@@ -3,8 +3,8 @@
 For each token, a layer of the model must keep one key and one value and nothing else. The logits of
 a sequence must not depend on the other sequences of a step. The trial runs the same tokens as two
 sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
-the logits of the module's own dense attention. A deterministic engine also compares steps of
-several sizes with each other (`dependent_at`)."""
+the logits that the model's own dense attention yields. A deterministic engine also compares steps
+of several sizes with each other (`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. Where the target h
 the previous pair (with `norm_output`, norm(h)) takes the place of g. With `fc_norm`, each t is
 normed before `fc`. With `norm_before_fc`, the concatenation of all t is normed before `fc`.
 
-form         sizes in config.json         ids of tapped layers           tensors
+form         sizes in config.json         what the layer ids name        tensors
 speculators  `transformer_layer_config`   inputs a, b..                  `layers.0.*`
 raw          at the top, as for a Llama   inputs a, b.. or outputs a-1.. `midlayer.*`, `layers.0.*`
 
@@ -292,7 +292,7 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     is_one = not any(isinstance(value, dict) for value in rope.values())
-    allowed = f"it must be a single entry of one of the types {', '.join(_ROPE_TYPES)}"
+    allowed = f"it must be one entry for all layers, of a type among {', '.join(_ROPE_TYPES)}"
     _require(kind in _ROPE_TYPES and is_one, "rope_scaling", rope, allowed)
     return Eagle3LayerConfig(**values)
 

@@ -78,7 +78,7 @@ class Session:
 
     def next_append(self) -> store.Append | None:
         """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks, or None if
-        it has all tokens. All appends before the next `acknowledge` begin with the same token."""
+        it has all tokens. Until the next `acknowledge`, all appends start at the same token."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -122,8 +122,8 @@ class Session:
 
     def supersede(self, error: OutriderError) -> None:
         """Marks the session as lost: another coordinator took it over (`StaleEpoch`), or it is no
-        longer stored (`DataLoss`). A lost session sends nothing more to the store, and shows no
-        tokens that were never stored."""
+        longer stored (`DataLoss`). A lost session sends nothing more to the store, and shows only
+        tokens that were stored."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 

@@ -2,11 +2,11 @@
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
 from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
-The cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. A token's count is its value
-minus the previous value. A draw takes one uniform u, and returns the first token at which the
-running sum of counts exceeds u * `COUNT_TOTAL`.
+The cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. A token's count is the
+difference between its rounded value and that of the token before it. A draw takes one uniform u,
+and returns the first token at which the running sum of counts exceeds u * `COUNT_TOTAL`.
 
-Under the rule coupled, a draw is a race with the noise of the target's race (`gumbel_max.py`)."""
+Under the rule coupled, a draw is a Gumbel-max race with the target's noise (`gumbel_max.py`)."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _read_on_host(asked: _Asked) -> _Rows:
             tokens[indices] = race(_spread(source, vocabulary), keys[indices])
         found, columns = largest(source, ids.shape[1])
         maxima[indices] = (found[:, 0] if source is part else part.amax(dim=1)).numpy()
-        columns.clamp_(max=width - 1)  # Columns that pad a row have no weight.
+        columns.clamp_(max=width - 1)  # Changes only columns that pad a row. Their weight is 0.
         if source is not part:
             found = part.gather(1, columns).masked_fill_(found == 0, -torch.inf)
         ids[indices], values[indices] = _token_ids(columns.numpy(), vocabulary), found.numpy()

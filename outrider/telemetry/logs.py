@@ -51,7 +51,7 @@ class LogFile(RotatingFileHandler):
     rotated files, whose names end with `.1`, `.2` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
-        """`take_over` and each rotation redirect the file `descriptors` to the log file."""
+        """After `take_over`, the file descriptors write to the log file, also after rotations."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
@@ -78,8 +78,8 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes old log files until the directory's size, plus the largest size of a replica's log,
-    is at most `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended
+    """Removes old log files until the directory has room for the largest log of one more replica,
+    within `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended
     processes, and of each kind the oldest first. Never removes the current file of a running
     process."""
     found = []

@@ -283,7 +283,7 @@ def test_a_whole_vocabulary_needs_no_table(target: Any, tmp_path: Path) -> None:
         ({"fc_norm": True}, "Missing .*fc_norm.0.weight"),
         ({"layer_types": ["sliding_attention"]}, "full_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic.*llama3, yarn"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "must be a single entry"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "must be one entry"),
         ({"rope_scaling": "linear", "rope_parameters": None}, "cannot be loaded: 'str' object"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; only divisors of 4"),
         ({"logit_scale": 0.5}, "logit_scale is 0.5; only 1 is supported"),
