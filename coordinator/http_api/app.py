@@ -78,11 +78,10 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. First yields the first event of each stream. Then yields,
-    stream by stream, the events that the client has (`progress.py` does not resend them). Later
-    events follow as they arrive. An error of one stream ends all. Streams pause while
-    `EVENTS_AHEAD_MAX` events are queued. A stream can raise `BadRequest` only in place of its first
-    event."""
+    """Merges the events of all streams. Yields the first event of each stream. Then yields, stream
+    by stream, the events that the client has (`progress.py` does not resend them). Later events
+    follow as they arrive. An error of one stream ends all. Streams pause while `EVENTS_AHEAD_MAX`
+    events are queued. A stream raises `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 

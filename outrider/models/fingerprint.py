@@ -108,8 +108,8 @@ def _add_range(
 
 TokenizerTable = dict[str, str]
 """Maps "id N" to the spelling of token N, and "merge N" to the N-th pair that a byte-pair encoding
-merges. The table does not say which tokens end a text, because a base model may draft for its
-instruction-tuned variant, which may use another EOS token."""
+merges. The table does not say which tokens end a text. So a base model may draft for its
+instruction-tuned variant, even if their EOS tokens differ."""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:
