@@ -93,7 +93,7 @@ class Overview:
     @property
     def num_stale(self) -> int:
         """Number of replicas that an upgrade has yet to replace. For each role, this is the
-        larger of two numbers: stale replicas, and new replicas that do not serve yet."""
+        number of stale replicas or of new replicas that do not serve yet, whichever is larger."""
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)

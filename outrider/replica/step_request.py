@@ -97,7 +97,7 @@ class StepRequest:
     """An item that waits for a step, and the connection that wants its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called at the end, with this request and its answer, or with None if it gets no answer."""
+    """Called when the request ends, with the request and its answer (None = no answer)."""
     follow: Callable[[Any, Any, float], Any] | None = None
     """Called on the executor's thread with the item, its answer and the duration of the step, s.
     Returns the session's next item, or None if the answer must be sent first. Not set if the

@@ -28,8 +28,8 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
-"""The most rows of a program's score matrix. Each row belongs to one token of the block and one of
-the query heads that share the key head. Only a block of one token may have more rows."""
+"""The most rows of a program's score matrix, unless its block has only one token. The matrix has a
+row for each pair of a token of the block and a query head that shares the key head."""
 _BLOCK_ROWS_MIN = 16  # a matrix product on tensor cores has at least this many rows
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
