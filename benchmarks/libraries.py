@@ -43,9 +43,9 @@ class TargetInputs:
     """The target's model and the prompts, as all libraries get them."""
 
     setup: Mapping[str, Any]
-    """The first message to each library's process: the context length in tokens (`context_tokens`),
-    the number of prompts at a time (`batch`), the `directory` of the target's safetensors, settings
-    of the `target`, and a `gguf` file with the same weights in float16 (empty = none)."""
+    """The first message to each library's process: `context_tokens` (length of the context),
+    `batch` (number of prompts at a time), `directory` (of the target's safetensors), `target` (the
+    target's settings), and `gguf` (file with the same weights in float16; empty = none)."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Token ids of each prompt, by the prompt's text."""

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S = 10.0, 2.0
 """Time limits for a new and for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
-"""Pause between two probes of replicas that are away."""
+"""Pause between two probes of replicas that could not be reached."""
 
 LOAD_SLACK = 0.25
 """Share by which a replica's number of sessions may exceed the mean (see `choose`)."""
@@ -278,8 +278,8 @@ class ReplicaPool:
 # session's first replica. So sessions with the same start find each other's pages, and all
 # coordinators choose the same replica. If a replica joins or leaves, the choice changes only for
 # prompts that this replica gains or loses. A bound on loads (Mirrokni, Thorup and Zadimoghaddam
-# 2018) excludes replicas that have too many sessions. The bound is relative to the mean load. So a
-# replica's total load is bounded, too, although each coordinator counts only its own sessions.
+# 2018) excludes replicas that have too many sessions. Each coordinator bounds its own sessions on a
+# replica, relative to their mean over the replicas. So the replica's total load is bounded, too.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
@@ -341,8 +341,8 @@ class SessionRoute(Generic[Item, Answer]):
         """Whether the replica answers. `DraftClient` sets this to False after a message without an
         answer. The next answer sets it to True."""
         self.was_lost = False
-        """Whether the stream broke between the end of the last `take` and `begin`. If so, all open
-        requests must be sent again."""
+        """Whether the stream broke after the last `take` and before the last `begin`. If so, all
+        requests without an answer must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Gets each proposal that was drafted ahead."""
         self._pool = pool
@@ -383,7 +383,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target (without one, the pool's first target) has a head."""
+        """Whether the session's target has a head. Without a target, asks the pool's first."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -398,7 +398,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
-        number for messages. Each move adds more than `RUN_AHEAD_ROUNDS_MAX` to this number. So if
+        number in messages. Each move adds more to this number than a target can run ahead. So if
         the session returns to a replica, late answers of this replica match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
@@ -422,8 +422,8 @@ class SessionRoute(Generic[Item, Answer]):
         )  # fmt: skip
 
     def send(self, item: Item) -> None:
-        """Sends a message. Raises the errors of `Link.send`, and `LinkLost` if the replica is away,
-        or can no longer run the session because it came back with other weights."""
+        """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` without a
+        replica, and if the replica is away or no longer fits the session."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -470,9 +470,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current round, to a later round or to `awaited`, and returns True.
-        Returns False for an answer of another epoch or to an ended round, for a second verdict or
-        proposal of a round, and if `MAILBOX_REPLIES_MAX` answers are kept already."""
+        """Keeps an answer to the current round, a later round or the round `awaited`, and returns
+        True. Returns False if the answer has another epoch, its round has ended, its round already
+        has a verdict or proposal, or `MAILBOX_REPLIES_MAX` answers are kept already."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -525,8 +525,8 @@ class SessionRoute(Generic[Item, Answer]):
             self._leave()
 
     def move(self) -> bool:
-        """Moves to another replica that fits, and returns True. If none fits, returns False, and
-        leaves the current replica if it is a leaving draft. A move drops all open requests."""
+        """Moves to another replica that fits, drops requests without an answer, and returns True.
+        If none fits, returns False, and keeps the current replica unless it is a leaving draft."""
         before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":

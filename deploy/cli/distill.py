@@ -46,19 +46,19 @@ _SETTINGS = {
     ),
     Option(
         "--prompts", type=Path, metavar="FILE",
-        help="JSONL file whose lines have `prompt`; the target answers these prompts first, and "
+        help="JSONL file with a `prompt` in each line; the target answers these prompts first, and "
         "then prompts that it writes itself",
     ),
     Option(
         "--measure", type=Path, metavar="FILE",
-        help="JSONL file whose lines have `prompt`; also measure the acceptance in the target's "
+        help="JSONL file with a `prompt` in each line; also measure the acceptance in the target's "
         "answers to these prompts. None of these prompts may be in --prompts. The command does "
         "not check whether --corpus contains them",
     ),
     Option(
         "--corpus", type=Path, metavar="DIR",
-        help="folder of further texts to train on: .txt and .md files, and .jsonl files whose "
-        "lines have `text`",
+        help="folder of further texts to train on: .txt and .md files, and .jsonl files with a "
+        "`text` in each line",
     ),
     json_option(),
     epilog="To continue a run that was killed, give the same command again. Intermediate results "

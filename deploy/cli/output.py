@@ -44,7 +44,7 @@ class Progress:
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
         """Prints `line`. The work that it describes lasts until the next call or `rest`. Unless
-        `at_once`, the line is first printed after `period_s`. A warning begins no work."""
+        `at_once`, the line is first printed after `period_s`. A warning does not end the work."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:

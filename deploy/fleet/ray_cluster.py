@@ -319,8 +319,8 @@ async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's object store is small, because no large objects go through Ray."""
 _TEMPORARY_BYTES_MAX = 16
-"""Longest path of the temporary directory, in bytes. Ray appends about 85 bytes for its sockets,
-and the path of a socket may have at most 107 bytes."""
+"""Longest path of the system's temporary directory, in bytes. Outrider and Ray append about 90
+bytes for Ray's sockets, and the path of a socket may have at most 107 bytes."""
 _RAY_FOLDER = "r"
 """Ray's directory. All users can open it, so it is made inside a directory of mode 0700."""
 ENVIRONMENT = {

@@ -1,4 +1,4 @@
-"""Runs the target over documents, and stores the target's distribution for every learned token.
+"""Runs the target over documents. Stores its distribution for every token that a drafter learns.
 
 In this module, the target's *answers* about a document with R learned tokens are these arrays:
 
@@ -177,8 +177,8 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
 
 def packed(documents: Sequence[Document]) -> tuple[Array, Array, Array]:
     """Returns the token ids [B, T] of B documents, padded with zeros. Also returns two arrays about
-    the documents' R learned tokens. The first [R] has the index of the position before each learned
-    token, among all B * T positions. The second [R] has the learned tokens."""
+    the documents' R learned tokens. The first [R] has the positions before the learned tokens, as
+    indices of the flattened [B * T]. The second [R] has the learned tokens."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -224,7 +224,7 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor  # [B, T], padded with zeros
-    rows: Tensor  # [R]: indices of the positions before learned tokens, among all B * T positions
+    rows: Tensor  # [R]: positions before the learned tokens, as indices of the flattened [B * T]
     following: Tensor  # [R]: the learned tokens' columns in the drafter's LM head; -1 = no column
     written: Tensor  # [R]: the target's log-probabilities of the learned tokens
     likeliest: Tensor  # [R]: the columns of the target's likeliest tokens; -1 = no column

@@ -24,7 +24,7 @@ _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 """Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
-_BEGINNING = 16  # how many first tokens of an answer are hashed; see `WrittenCorpus.documents`
+_BEGINNING = 16  # tokens at the start of an answer that are hashed; see `WrittenCorpus.documents`
 
 
 class WrittenCorpus:
@@ -63,8 +63,8 @@ class WrittenCorpus:
     def documents(self) -> list[Document]:
         """Returns the written conversations. With `tokens`, returns only the first conversations
         whose answers together have this many tokens. A hash of the prompt decides whether a
-        conversation is held out, because answers to the same prompt are alike. All texts without a
-        user's turn have the same prompt, so their hash includes the answer's beginning."""
+        conversation is held out, because answers to the same prompt are alike. Conversations
+        without a user's turn share their prompt, so their hash includes the answer's beginning."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -96,7 +96,7 @@ class WrittenCorpus:
         """Lets the target write the missing conversations, up to `together` at a time. When the
         time is over, keeps an unfinished conversation only if its answer has `_BEGINNING` tokens,
         because these tokens may decide whether the conversation is held out. After each step, calls
-        `progress` with `part` and a text: the number of written tokens, "" if `tokens` is None."""
+        `progress` with `part` and a text about the written tokens (empty if `tokens` is None)."""
         room = engine.page_counts().num_slots // self.tokens_max
         together = max(1, min(together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None

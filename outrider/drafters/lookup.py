@@ -90,7 +90,7 @@ class TextIndex:
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
         """Whether `token_ids` starts with this whole text. Do not call this after `cut`. `digests`
-        has a prefix of `token_ids`. If it is at least as long as the text, this takes O(1)."""
+        has a prefix of `token_ids`. If the prefix is not shorter than the text, this takes O(1)."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -159,8 +159,8 @@ class NgramDrafter(LookupDrafter):
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow, the guess repeats them, as the end of the text does."""
+        """The tokens that followed the longest match (of equally long matches, the latest). If
+        fewer tokens follow than are wanted, the guess repeats them."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.occurrences(tail), 1, OCCURRENCES_MAX + 1):

@@ -2,11 +2,11 @@
 
 Files of heads number the target's layers in several ways, or do not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
-In each of `DraftHead.ways`, the head reads the target, and predicts tokens at each place of the
-text: the next token, and the token after it. The *agreement* is the share of predictions that are
-the target's likeliest token. A head pairs a token's id with the previous token's feature. For the
-way that its files state, the check also measures the agreement with the same token's feature
-("pairs one off"), but only reports it: a served head must draft before that feature is known."""
+`DraftHead.ways` has the possible ways to read the target. In each way, the head predicts the next
+two tokens at each place of the text. The *agreement* is the share of predictions that are the
+target's likeliest token. A head pairs each token's id with the previous token's feature. For the
+way that the files state, the check also measures and reports the agreement with each token's own
+feature ("pairs one off"). A served head cannot do this: it drafts before that feature exists."""
 
 import logging
 from collections.abc import Callable, Sequence

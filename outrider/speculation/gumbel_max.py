@@ -1,4 +1,4 @@
-"""Noise for each token of a row of weights, and draws with this noise.
+"""Draws one token from each row of weights, with random noise for each token.
 
 *Numbers*: a row's seed, place and stream give four Philox words (`random_streams.py`), which form
 two 64-bit keys. From the keys and an index i, SplitMix64's finaliser (Steele, Lea, Flood: Fast
@@ -33,7 +33,7 @@ from outrider.speculation.random_streams import RowKeys, row_words
 BLOCK = 128
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""The shortest wait of block b comes from number `_BLOCK_NUMBERS` + b, above all token ids."""
+"""The shortest wait of block b comes from number 2^32 + b. Lower indices are token ids."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -55,7 +55,7 @@ def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
 
 
 def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
-    """The numbers with these `indices` ([R, M] or [1, M]) of each row: [R, M], int64. `keys` are
+    """Computes the numbers `indices` ([R, M] or [1, M]) of each row: [R, M], int64. `keys` are
     columns [R, 1]."""
     first, second = keys
     bits = indices * _GAMMA + first

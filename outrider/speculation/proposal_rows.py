@@ -18,7 +18,7 @@ from outrider.speculation.sampling_params import Rule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedRows:
-    """Results for R rows. Each field has the shape [R] and is on the CPU."""
+    """What a device has computed from R rows. Each field has the shape [R] and is on the CPU."""
 
     behind: RealArray
     """If the row judges draft token x_i: min(1, p_i(x_i) / q_i(x_i)) under token, pi_i under block.

@@ -73,8 +73,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens that penalties count. In row i of a verdict, these are the prompt, the output and
-    `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
+    """The tokens that penalties count. For row i of the target's logits over a proposal, these are
+    prompt, output and `drafted_ids[:i]`. A drafter adds its own draft tokens to `output_ids`."""
 
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()

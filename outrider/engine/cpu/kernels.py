@@ -20,7 +20,7 @@ TORCH_VERSION = "2.13"  # the version of torch for which `amd-pace` is built
 _LIBRARY = "pace/lib/libpace_cpp.so"
 _OUT_UNIT, _IN_UNIT = 32, 64
 """The sizes of a packed weight [out, in] are multiples of these numbers."""
-_ISA = "vec16"  # the kernels' attention for pages of 16 tokens
+_ISA = "vec16"  # selects the attention kernel for pages of 16 tokens
 
 
 class KernelsUnavailable(OutriderError):
@@ -201,8 +201,8 @@ class PaceKernels:
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
         """Divides the work of attention among threads, for all layers with this window. Never
-        splits contexts, because the order in which a row's terms are added would then depend on the
-        other rows of the step."""
+        splits a context: with a split, the order in which a row's terms are added would depend on
+        the other rows of the step."""
         torch.get_num_threads()  # In a new thread, this call tells OpenMP the number of threads.
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,

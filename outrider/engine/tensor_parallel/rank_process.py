@@ -74,7 +74,7 @@ def _load_share(
 def engine_of_a_replica(
     config: ReplicaConfig, num_threads: int, leadership: RankLeader | None
 ) -> Engine:
-    """Builds a replica's engine, in this process alone or together with followers (`leadership`).
+    """Builds a replica's engine: in this process if `leadership` is None, else also in followers.
     Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a rank ends or does not
     join in time.
 
