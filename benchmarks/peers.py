@@ -33,7 +33,7 @@ StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]
 """Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a
 subject for speculative decoding. In a new deployment, the subjects share no prefix cache."""
 Level = Mapping[str, Any]
-"""The JSON object of one temperature and concurrency."""
+"""The figures of one temperature and concurrency, as a JSON object."""
 
 
 @checked()

@@ -121,7 +121,7 @@ class CoordinatorService:
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
         target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
-        replica of a fixed set does not fit the others, or if no known replica of a role fits."""
+        replica of a fixed set does not fit the others, or if a role has replicas, but none fits."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():
@@ -167,8 +167,8 @@ class CoordinatorService:
     ) -> AsyncGenerator[Event]:  # fmt: skip
         """Validates a request, runs its session, and yields the events. If the iterator is closed
         early, the session is cancelled. A `resumable` session is cancelled only after
-        `resume_grace_ms`, and can be resumed until then. The same holds for a session with a `key`
-        if an error ends its stream. `traceparent` is the caller's trace context; empty = none.
+        `resume_grace_ms`, and can be resumed until then. A session with a `key` can also be
+        resumed for this time after an error. `traceparent` is the caller's trace context or empty.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -213,8 +213,8 @@ class CoordinatorService:
         self, tenant: str, asked: GenerationParameters, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
-        their log-probabilities. A second session proposes these tokens to the target. Raises
-        `DeadlineExceeded`, and the target's error."""
+        their log-probabilities. To get these, a second session sends the tokens to the target as
+        proposals. Raises `DeadlineExceeded`, and the target's error."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -287,8 +287,8 @@ class CoordinatorService:
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
         """Ends the run when its stream ends. If an error ends the stream, and `outlasts_errors` is
-        true, the session can be resumed for some time. The same holds if the client disconnects,
-        and the session is `resumable` or this coordinator is leaving."""
+        true, the session can be resumed for some time. The same holds if the client disconnects
+        from a `resumable` session, or from a coordinator that is leaving."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield

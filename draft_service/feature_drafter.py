@@ -87,7 +87,7 @@ class FeatureDrafter(ModelDrafter):
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
         """Like `ModelDrafter.extend`. Drops the draft tokens of finished drafts from the engine.
-        They are inexact, because the head ran them with its own outputs in place of features."""
+        Their keys and values are inexact: the head ran them on its own outputs, not on features."""
         super().extend(branches)
         for branch in branches:
             if branch.is_whole:

@@ -27,7 +27,7 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns an array [5, K] for a round that asked for K = `num_asked` tokens, with a column for
     each depth. For each proposed token, `survival` has the chance that this token and all earlier
     tokens were accepted. A token is *due* at a depth if the round asked for it and all earlier
-    tokens were proposed. These are the rows, which have 0 where the condition does not hold:
+    tokens were proposed. The rows have these values, or 0 where the stated condition is false:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -80,7 +80,7 @@ class DepthAverages:
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # Assumes that the ratio of rate to prior is that of the previous depth.
+                # Assumes the same ratio of rate to prior as at the previous depth.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)

@@ -31,7 +31,7 @@ class Drafted:
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
     number of drawn tokens. 0 if no drafter was asked, or if a look-up replaced a drafter that was
-    late or not ready. Such a proposal does not show how often the drafter's tokens are accepted."""
+    late or not ready: a look-up does not show how often the drafter's tokens are accepted."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
@@ -89,7 +89,7 @@ class Drafts:
 
     def prefill(self, num_draft_tokens: int) -> None:
         """Asks the draft to prefill the session's tokens while the first round runs. Does not wait
-        for the draft. The second round may ask for up to `num_draft_tokens` tokens."""
+        for the draft. The second round asks for at most `num_draft_tokens` draft tokens."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""

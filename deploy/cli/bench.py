@@ -52,7 +52,7 @@ PURPOSES = {
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
-    "engine": "measure many sessions at once, and compare the time of a step with transformers",
+    "engine": "measure many sessions at once, and compare a step's time with that of transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",
     "device": "compare the speed of a step at batch size 1 with the memory bandwidth",
 }
@@ -136,7 +136,7 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     target, draft = build(TargetConfig, settings), build(DraftConfig, settings)
     _note_copies(connection, draft)
     num_draft_tokens = settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
-    # Target and draft take turns, so both may use all of these threads.
+    # Target and draft take turns, so only the larger of their numbers of threads counts.
     num_threads = max(target.num_threads or available_cores(), draft.num_threads)
     directory = connection.target_directory
     return Subject(

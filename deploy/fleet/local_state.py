@@ -24,7 +24,7 @@ LOCK_NAME, LOG_NAME = "deployment.lock", "serve.log"
 ERROR_PREFIX = "outrider: error: "
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""An attempt may fail while `lock_holder` in another process holds the lock for a moment."""
+"""Pause between attempts, because `lock_holder` in another process may hold the lock briefly."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ SEARCH_S = 5.0
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
-"""Multiples of a role's lower bound: the number of replicas that the load would always keep busy.
+"""Multiples of a role's lower bound. At the bound, all replicas of the role would always be busy.
 While the search varies one role, each later role has `GENEROUS` times its own lower bound. The
 search gives up at `HOPELESS` times the lower bound of the varied role."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
@@ -146,15 +146,15 @@ def simulate(scenario: Scenario) -> FleetFigures:
 
 
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
-    """Logits [VOCABULARY + 1, VOCABULARY]. Row i is for contexts that end with token i, the last
-    row for an empty context.
+    """Logits [VOCABULARY + 1, VOCABULARY]. Row i is for contexts that end with token i. The last
+    row is for an empty context.
 
     The draft proposes token d at depth d = 1..K, so the last token tells the depth. At depth d, the
     target draws token d with the plan's chance of acceptance, and otherwise a correction: token 0
     or K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
     nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
     hits, or how often a look-up proposes. The other guesses of look-ahead are decoys, which the
-    target never draws. With them, the draft drafts for as many outcomes as the plan states."""
+    target never draws. They bring the number of guessed outcomes to the number in the plan."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]

@@ -6,8 +6,8 @@ Before each draw, a drafter may decide by the time and the tokens drawn so far w
 
 Draft tokens and their number must be independent of the random numbers that test the tokens. So
 under the rules token and block, a proposal must not depend on answers of other sessions with the
-same seed, which had the same random numbers. Under coupled and greedy, committed tokens never
-depend on proposals."""
+same seed, which had the same random numbers. Coupled and greedy do not need this, because under
+them, committed tokens never depend on proposals."""
 
 from __future__ import annotations
 

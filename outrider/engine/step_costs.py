@@ -71,7 +71,7 @@ TRIES = 3
 """Each measurement runs up to this many times. The shortest time counts, because other processes
 can only make steps slower."""
 TRIES_SHARE = 0.05  # a measurement is repeated for at most this share of the time limit
-MANY_ROWS = 64  # steps of more rows are measured after contexts
+MANY_ROWS = 64  # steps of more rows are measured last
 _TOKEN_ID = 0
 
 

@@ -1,7 +1,7 @@
 """Computes which tokens may follow a session's tokens, by the session's grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation. `stand` also accepts other tokens that begin the same continuation.
+begin this continuation. `PrefixMatcher.stand` also accepts other tokens that begin it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PrefixMatcher:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of added tokens. `is_ahead` says
         whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar needs too many
-        states or too much time. With `is_ahead`, also if earlier draft tokens took too long."""
+        states or too much time, or with `is_ahead`, if it was too slow for earlier draft tokens."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow for draft tokens")

@@ -14,8 +14,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
 width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""The name under which transformers finds `_attention`. Its argument `attend` is an `Attend` whose
-shapes have two axes [B, L] in place of N."""
+"""The name under which transformers finds `_attention`. The argument `attend` of `_attention` is an
+`Attend` whose shapes have two axes [B, L] in place of N."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
 

@@ -4,12 +4,12 @@
     a round                   all its tokens if there is room, otherwise none
     a longer item (a prefix)  a chunk that fills the remaining room, in order of arrival
 
-A step has at most `max_num_batched_tokens` tokens. While rounds run, the time of a step is limited,
-too. Let n be the number of waiting prefixes. The time from the end of one step with rounds to the
-end of the next is at most 1 + STEP_GROWTH * n times the time of a step of the rounds alone. So one
+A step has at most `max_num_batched_tokens` tokens. While rounds run, the step's time is limited,
+too. Let n be the number of waiting prefixes. From the end of one step with rounds to the end of the
+next, at most (1 + STEP_GROWTH * n) times the time of a step of the rounds alone may pass. So one
 long prompt does not stall sessions that decode, and many prompts are prefilled soon. When prompts
-are done, n falls slowly, by the factor WAITING_DECAY in each step, so that the last of many prompts
-is prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
+are done, n falls only by the factor WAITING_DECAY in each step, so that the last of many prompts is
+prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
 sessions that decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
 PREFIX_TOKENS_MIN tokens, so rounds cannot starve prefixes.
 
@@ -29,8 +29,7 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
 """A round has at most this many tokens before its last `num_last` tokens (`TokenDemand`), because
-the previous round committed no more. A demand with more is a prefix and runs in chunks. Chunks
-matter most at the end of a long prompt, where each token reads the most context."""
+the previous round committed no more. A demand with more such tokens is a prefix."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens, although some
@@ -85,10 +84,10 @@ class TokenBudget:
         self._corrections = {False: 1.0, True: 1.0}  # measured / predicted time, by `has_prefix`
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
-        """Returns how many tokens of each demand, in order of arrival, this step runs. A round gets
-        all its tokens or none. A prefix may also get a chunk that leaves at least `num_last` tokens
-        for later steps. At least one demand gets tokens. Without demands, the step only continues
-        earlier work, and its time is not predicted."""
+        """Returns how many tokens of each of the `demands` this step runs. `demands` are in order
+        of arrival. A round gets all its tokens or none. A prefix may also get a chunk that leaves
+        at least `num_last` tokens for later steps. At least one demand gets tokens. Without
+        demands, the step only continues earlier work, and its time is not predicted."""
         if not demands:
             self.drop_step()
             return []
@@ -168,7 +167,8 @@ class TokenBudget:
 
     def _seconds_allowed(self, rounds: _Load) -> float:
         """Returns how many seconds a step with this load of rounds may take. Subtracts the time of
-        earlier steps since the last step with rounds, and of that step too if `rounds` is empty."""
+        all steps after the last step with rounds. If `rounds` is empty, also subtracts the time of
+        the last step with rounds."""
         newest = rounds if rounds.rows else self._last_rounds
         if newest is None:
             return math.inf

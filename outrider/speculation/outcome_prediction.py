@@ -5,8 +5,8 @@ a correction follows (for n = K, the bonus). The target draws the correction by 
 (`gumbel_max.py`). The draft knows the noise of this race, and runs the race over its own
 distribution q. Its guesses are the tokens with the highest log q + Gumbel noise. Acceptance is also
 predicted from noise. Under coupled and greedy, acceptance is likelier if the draft token leads the
-race by more. Under token and block, acceptance is likelier if the uniform u that tests the token is
-smaller.
+race by more. Under token and block, acceptance is likelier if the uniform random number u that
+tests the token is smaller.
 
 Predictions do not bias the output. Under token and block, tokens that are drafted for an outcome
 use the next round's noise, which is independent of the noise that predictions use. Under coupled
@@ -185,8 +185,8 @@ class OutcomeModel:
 
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature. Under token
-    and block, sessions with the same seed have the same noise. A shared model would learn from this
-    noise in the first session, before a later session uses the noise. So only the first session
+    and block, sessions with the same seed have the same noise. A shared model that learned from
+    this noise in one session must not influence the drafts of another. So only the first session
     with a seed uses a shared model, and each later session has its own model."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:

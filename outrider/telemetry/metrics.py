@@ -75,7 +75,7 @@ AUDIT_COUNTERS = {
 }  # fmt: skip
 """Counter -> field of `AuditSums`."""
 REQUEST_TIMES = {
-    **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
+    **{f"{PREFIX}round_{phase}_seconds": f"Time of a round's phase {phase}." for phase in PHASES},
     "outrider.request_queue_time_seconds": "From arrival to the start of the first target step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
     "outrider.inter_token_latency_seconds":

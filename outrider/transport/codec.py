@@ -84,7 +84,7 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
     """Returns the fields of a message of class `kind`. Takes the fields in `others` as they are and
     the rest from the dataclass `value`. Omits None and protobuf's default values. Most nested
-    messages are dictionaries of their fields, because protobuf would copy messages."""
+    messages become dictionaries of their fields, because protobuf would copy message objects."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
