@@ -253,7 +253,7 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes slots with these names. Slots that the caller already holds
+        """Counts a request, and takes the named `slots`. Slots that the caller already holds
         do not count again. `depth` multiplies the size of the bucket. Raises `Overloaded` and
         changes nothing if the bucket is empty or too few slots are free."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))

@@ -383,7 +383,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target has a head. Without a target, asks the pool's first."""
+        """Whether the session's target, or without one the pool's first target, has a head."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
