@@ -125,7 +125,7 @@ class LookAhead:
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
         """Ends the session's previous round and begins that of `item`. Returns the answers that are
-        known. `unseen` are the last `committed` tokens. The session's sequence holds the rest."""
+        known. `committed` ends with `unseen`, the tokens that the session's sequence lacks."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After any other error, all `wanted` drafts end if at least
-        one has tokens. Otherwise returns False, and the caller must raise the error."""
+        without tokens runs again alone. After any other error, returns False if no `wanted` draft
+        has tokens, and the caller must raise the error. Otherwise drafts without tokens fail."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

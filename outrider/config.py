@@ -185,8 +185,8 @@ class ModelServerConfig(ServerConfig):
     an equal share of the cluster's GPUs, at most one GPU."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
-    for a draft. With 0, a target that other processes slow down runs small steps on one thread
-    fewer."""
+    for a draft. With 0, a target uses one thread fewer for small steps while other processes
+    slow it down."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
@@ -336,7 +336,7 @@ class CoordinatorConfig(ServerConfig):
     redis: Internal[RedisAddress] = RedisAddress()
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the
-    primary must store it. A failover cannot lose tokens that all replicas have."""
+    primary must store it. If all replicas must store it, a failover cannot lose it."""
     num_draft_tokens: Annotated[int, between(0, limits.NUM_DRAFT_TOKENS_MAX)] = 8
     """Number of draft tokens in a round, for requests that do not set it; 0 = plain decoding. With
     `length_control`, rounds may have fewer draft tokens."""
@@ -452,7 +452,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica if one replica fewer would have been enough for all of this time, s."""
+    """Time for which the load must allow one replica fewer before a replica is removed, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -594,7 +594,7 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # Drops acceptance rates of earlier layers, which `found` has under this key.
+            # Drops earlier layers' acceptance rates. `found` has them under this key.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):

@@ -70,7 +70,7 @@ LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
 LOOK_AHEAD_DEFAULT = 16  # predicted outcomes by default, if drafting does not delay the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of the proposals that a draft pushes for one round
 SUFFIX_TENANTS = 4  # suffix decoding has room for the full histories of this many tenants
-SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
+SUFFIX_SEEDS_MAX = 65_536  # seeds whose first session suffix decoding remembers
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
 AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen for an audit and not yet audited
@@ -81,7 +81,7 @@ LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine
 EMBEDDED_REDIS_BYTES_MAX = 2**30  # of memory; the server's files may take three times as much
 PASSWORD_BYTES_MAX = 4096  # of a file that holds the password of Redis
 REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces
-REPLICA_NUMBER_MAX = 10**12  # of each number that a replica announces
+REPLICA_NUMBER_MAX = 10**12  # largest number that a replica may announce
 TENSOR_PARALLEL_SIZE_MAX = 64  # ranks of one model
 COLLECTIVE_TIMEOUT_S = 60  # how long ranks wait for each other within a step
 FRAME_OF_CALLS_BYTES_MAX = 2**27  # of a message from the leading rank to the other ranks
@@ -95,7 +95,7 @@ DRAFT_SUPPORT_ENTRIES_MAX = 4096  # tokens that a distribution q in a message ma
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may run without another request
 STREAM_INTERVAL_MS = 40  # between messages in plain decoding, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # a longer delay of a coordinator's event loop counts as overload
-LOOP_LAG_LOOKS = 4  # after this many overloads in a row, checked every 0.25 s, requests are refused
+LOOP_LAG_LOOKS = 4  # requests are refused after this many overloads in a row; checked every 0.25 s
 MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
@@ -108,8 +108,8 @@ HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # fields of one object in a body, known or unknown
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
 """Connections of a coordinator, but at most half of the files that its process may open. At the
-limit, a new connection replaces the connection that has been idle longest. If no connection is
-idle, the coordinator refuses the new connection."""
+limit, a new connection replaces a connection without a request. If every connection has a request,
+the coordinator refuses the new connection's request."""
 HTTP_HEADERS_S = 10  # for the TLS handshake and the headers of a request
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # how long a stopping server still takes requests on open connections
@@ -165,11 +165,11 @@ REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replay
 SLOTS_PER_SCRIPT_MAX = 256  # slots (permissions to run a request) that one script renews or frees
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
-ABANDON_TRIES_MAX = 20  # tries to store a session's end, if over UNTOLD_SESSIONS_MAX ends wait
+ABANDON_TRIES_MAX = 20  # tries to store an end while over UNTOLD_SESSIONS_MAX ends are not stored
 CANCEL_WAIT_S = 10  # how long `Cancel` waits for the store if no coordinator runs the session
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # the wait between tries to reach the store doubles up to this
-REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
+REDIS_TIMEOUT_MS = 900  # for a call to Redis, including a new connection
 REDIS_TIMEOUT_SLICES = 9  # parts of the timeout; a pause of the process uses up only one part
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
 REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary

@@ -9,7 +9,7 @@ EMPTY_DIGEST = 0
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """Returns the digest of a prefix after one more token: SplitMix64's finaliser (Steele et al.
+    """Returns the digest of a prefix and one more token: SplitMix64's finaliser (Steele et al.
     2014) of digest + c * (token_id + 1), with an odd constant c. Different digests show that two
     processes hold different tokens. Digests do not protect against forged tokens."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK

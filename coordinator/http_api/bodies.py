@@ -583,7 +583,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# These tags contain spaces, so `wrong_body` does not take them for fields in paths of errors.
+# Tags appear in pydantic's error paths. `wrong_body` drops them, as no field's name has a space.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

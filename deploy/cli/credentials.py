@@ -84,7 +84,7 @@ def _key_file(arguments: Arguments) -> Path:
     if not arguments.api_key_file:
         raise ConfigError(f"--api-key-file: is missing; give this option, or set {FILE_VARIABLE}")
     path = Path(arguments.api_key_file).expanduser()
-    if path.exists() and not path.is_file():  # A write would replace a device file.
+    if path.exists() and not path.is_file():  # A write would replace e.g. /dev/null.
         raise ConfigError(f"--api-key-file: {path} is not a regular file")
     return path
 

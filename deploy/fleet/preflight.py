@@ -215,8 +215,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
-    """The settings with which coordinators draft by `suffix` or `ngram`. Has no settings of draft
-    replicas, because a change of any setting in the result replaces the coordinators."""
+    """The settings with which coordinators draft by `suffix` or `ngram`. Leaves out the settings
+    of draft replicas, because coordinators are replaced if any setting in the result changes."""
     lookup, model = draft.drafter.lookup, "model"
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:
@@ -294,9 +294,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, dict[str, str]]:
-    """Removes the secrets, which Ray must not get. Returns the configuration, in which hashes
-    replace API keys; a new API key for this machine's commands, empty if callers need no key; and
-    the passwords of Redis, by field of `RedisAddress`. Raises `SettingError`."""
+    """Removes the secrets, which Ray must not get, and replaces API keys by their hashes. Returns
+    the configuration, a new API key for commands on this machine (empty if callers need no key),
+    and the passwords of Redis by field of `RedisAddress`. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:

@@ -119,7 +119,7 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Adds to `known` the corrections of the cost tables, fitted to the times of the sessions."""
+    """Returns `known` with lines that correct the cost tables, fitted to the measured sessions."""
     plain, wait, verify = (list[tuple[float, float]]() for _ in range(3))
     first: dict[int, tuple[float, float]] = {}
     rest = list[float]()

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STANDARD_ERROR = "-"  # as a log directory: log to standard error
 SPIN_COUNT = 10_000
-"""How many times a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). All
-checks together, of about 50 ns each, should take longer than the gap between two operators. On two
-cores, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms with
-20,000. While two other processes ran, a step took 70 ms with 3,000 checks, and 1,500 ms with the
-library's default, which makes threads check for some milliseconds."""
+"""How many times a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A
+check takes about 50 ns. All checks together should take longer than the gap between two operators.
+On two cores, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms
+with 20,000. While two other processes ran, a step took 70 ms with 3,000 checks, and 1,500 ms with
+the library's default, which makes threads check for some milliseconds."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
@@ -109,9 +109,9 @@ def use_threads(num_threads: int, engine: str = "") -> None:
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a new thread, which then ends together with its OpenMP threads. With more
-    OpenMP threads than cores, the threads of steps would sleep between operators: on two cores, a
-    step of 16 sessions took 42 ms instead of 27 ms."""
+    """Runs `work` on a new thread. When this thread ends, its OpenMP threads end, too. If they
+    stayed, the process would have more OpenMP threads than cores, and the threads of steps would
+    sleep between operators. On two cores, a step of 16 sessions took 42 ms instead of 27 ms."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -202,7 +202,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         speed_up(layer.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
-    # While another process uses a core, a target runs small steps on one thread fewer.
+    # While another process uses a core, a target uses one thread fewer for small steps.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)

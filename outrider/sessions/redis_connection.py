@@ -29,8 +29,8 @@ _PASSING = re.compile(
     r"|The user executing the script can't run this command"
 )
 """Errors of a server that runs but cannot serve now: the server is busy or failing over, its disk
-or memory is full, or a user's rights are changing. The pattern has Redis' codes, and the classes by
-which the client library replaces some codes. Errors inside scripts keep their codes."""
+or memory is full, or a user's rights are changing. The pattern has Redis' codes, and the classes to
+which the client library converts some codes. Errors inside scripts keep their codes."""
 _REPLACED = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
     r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"

@@ -63,9 +63,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """True if this append and the next repeat tokens that the store has already acknowledged. An
-    owner repeats all tokens if the store has lost the owner's take-over. Until an append with
-    `more_follow` false is stored, readers get the tokens stored before the repetition."""
+    """True if this append repeats tokens that the store once acknowledged, and the next append does
+    so, too. An owner sends all tokens again if the store has lost the owner's take-over. Readers
+    get the old tokens until an append with `more_follow` false is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ class SessionStore(Protocol):
       - Same epoch and owner: the write is carried out.
       - Lower epoch (a former owner), or same epoch and other owner (the store lost a take-over, and
         later gave the epoch to another owner): the write raises `StaleEpoch` and changes nothing.
-      - Higher epoch: the store lost the take-over that gave this epoch. The session belongs to this
-        owner again and runs, even if it was finished. The stored tokens may be a former owner's, so
-        the stored length counts as 0, and the owner sends all tokens again. The first append
-        without `Append.more_follow` replaces the old tokens by the new ones. Until then readers get
-        the old tokens, and a `finish` with a length does not finish the session.
+      - Higher epoch: the store lost the take-over that gave this epoch. The store gives the session
+        to this owner again, and a finished session becomes unfinished. The stored tokens may be a
+        former owner's, so their number counts as 0, and the owner sends all tokens again. The first
+        append without `Append.more_follow` replaces the old tokens by the new ones. Until then
+        readers get the old tokens, and a `finish` with a length does not finish the session.
     """
 
     async def open(self, session: SessionRecord) -> None:

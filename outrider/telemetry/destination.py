@@ -25,7 +25,7 @@ class Destination:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses `otlp=URL,prometheus=PORT`, one of them, or nothing. Raises `SettingError`."""
+        """Parses `otlp=URL`, `prometheus=PORT`, both with a comma, or "". Raises `SettingError`."""
         parts = [part.strip() for part in text.split(",") if part.strip()]
         found = dict(part.split("=", 1) for part in parts if _PART.fullmatch(part))
         port = int(found["prometheus"]) if "prometheus" in found else None

@@ -314,8 +314,8 @@ def find_span_tokens(
 ) -> int | None:
     """Returns the greatest length of spans with which a token's output has the same bits in steps
     of any size. Returns None if even spans of one token fail. Tries the last tokens of short and of
-    long sequences, with each of the `thread_counts`. Leaves out the last layers if earlier layers
-    have the same `kind` and so compute alike."""
+    long sequences, with each of the `thread_counts`. Layers of one `kind` compute alike, so only
+    the first layers run, until each kind has run at least once."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
