@@ -285,7 +285,7 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas of Redis have its writes
-        and all earlier writes. WAIT covers its connection's last write and all writes before it.
+        and all earlier writes. WAIT covers the last write on its connection and all earlier writes.
         A script may write nothing, so this class writes `replicated_key` before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas

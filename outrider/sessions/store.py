@@ -141,21 +141,21 @@ class SessionStore(Protocol):
     """
 
     async def open(self, session: SessionRecord) -> None:
-        """Stores a `SessionRecord.new`. If the session exists with the same owner, changes nothing.
-        Raises `InvariantError` if another session has the same id."""
+        """Stores a new session. If the same owner has stored it already, changes nothing. Raises
+        `InvariantError` if another session has the same id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended. After a smaller
-        length, the owner sends the missing tokens again. A larger length shows that the store has
-        the tokens already. An append without tokens only asks for the length."""
+        length is not expected_length + len(token_ids), nothing was appended. If it is smaller, the
+        owner sends the missing tokens again. If it is larger, the store has the tokens already. An
+        append without tokens only asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
         of this owner. Returns the sessions that others have tried to take over since the last
-        call: id -> whether the owner should cancel the session. If the owner does not run one of
-        these sessions, it should release the session."""
+        call: id -> whether the owner should cancel the session. The owner should release any of
+        these sessions that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""

@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether steps of the sizes `counts`, in spans of `span` on `num_threads` threads, give
-        the same rows as one step over the last `num` tokens, in spans of 1."""
+        """Whether the last `num` of `length` tokens give the same rows in steps of the sizes
+        `counts`, in spans of `span` on `num_threads` threads, as in one step in spans of 1."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)
