@@ -40,8 +40,8 @@ class PromptOptions(Options):
     """Prompts, and the length of their completions."""
 
     prompts: Path | None = None
-    """JSONL file whose lines have `prompt`, and optionally `category` and `max_tokens`; unset = the
-    built-in prompts."""
+    """JSONL file with a `prompt` in each line, and optionally `category` and `max_tokens`; unset =
+    the built-in prompts."""
     num_prompts: NumPrompts = None
     """Number of prompts, taken evenly from the categories."""
     max_tokens: MaxTokens = 256
