@@ -106,9 +106,10 @@ class SelfDrafter:
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
-        engine must hold all committed tokens of a request but the newest token. Without penalties,
-        a request's `token_ids` need only this token. For each request, `hidden_states` has the
-        feature [D] of the token before the newest. The engine's sequences stay unchanged.
+        engine must hold all committed tokens of a request except the newest. If a request has no
+        penalties, its `token_ids` may contain the newest token alone. For each request,
+        `hidden_states` has the feature [D] of the token before the newest. The engine's sequences
+        stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
         proposed. Dropping them could bias the output, because the failure may depend on their
@@ -117,7 +118,6 @@ class SelfDrafter:
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
-            # The engine must hold all committed tokens except the newest.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:

@@ -86,7 +86,7 @@ class Overview:
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error of a command after it has waited `after_s` for the state `what`."""
+        """The error of a command that waited `after_s` in vain for `what`: "serving" or "done"."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
@@ -381,7 +381,7 @@ class Fleet:
         num_started = await retried("Redis cannot be read", self._registry.started)
         self._num_started = max([num_started, *(role_and_age(name)[1] + 1 for name in names)])
         self.wanted |= Counter(one.role for one in self.replicas if not one.on_trial)
-        await retried("the wanted numbers cannot be read", self._agree)
+        await retried("the wanted numbers of replicas cannot be read", self._agree)
         try:
             self.spec = self.settled(self.spec)
         except ConfigError as error:  # The existing replicas continue to serve.
@@ -429,7 +429,7 @@ class Fleet:
             try:
                 await self._agree()
             except OutriderError as error:
-                _log.info("the wanted numbers cannot be read: %s", error)
+                _log.info("the wanted numbers of replicas cannot be read: %s", error)
             self._step()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):
@@ -499,8 +499,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # Another process may have taken known ports that no old replica uses. So only one start
-        # tries these ports.
+        # If no old replica has the known ports, another process may have taken them. So only one
+        # start tries them.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)
@@ -580,6 +580,6 @@ class Fleet:
         await self._registry.note_started(self._num_started)
         found = self.spec.bounded(self.wanted | wanted)
         if found != self.wanted:
-            _log.info("wanted numbers: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
+            _log.info("wanted replicas: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self.wanted = found
             self._forget_troubles()

@@ -289,7 +289,7 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
             field,
             "has too many alternatives that are objects or lists: the sum over anyOf, oneOf and "
             f"enum is {found:.0f}; allowed: {most}. An alternative that may be a list "
-            f"counts {weight}; the counts of combined schemas are multiplied",
+            f"counts {weight}; if schemas are combined, as in allOf, their counts are multiplied",
         )
 
 
@@ -317,7 +317,7 @@ class _Document:
         listed = self._listed(schema)
         if sum(count > 0 for count in counts) < 2:
             return listed
-        # A combination takes at most one alternative of each part, and counts like a list.
+        # A combination takes at most one alternative of each part, and weighs as much as a list.
         ways = prod(1 + count / limits.LIST_ALTERNATIVE for count in counts) - 1
         return min(max(listed, limits.LIST_ALTERNATIVE * ways), _MANY)
 

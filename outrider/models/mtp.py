@@ -193,7 +193,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # Since transformers 5.23, `MtpModel.get_weight_conversions` returns the same conversions.
+    # `MtpModel.get_weight_conversions` returns the same, but only since transformers 5.23.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),

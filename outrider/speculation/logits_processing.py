@@ -141,8 +141,8 @@ def changed_tokens(
     vocabulary: DraftVocabulary | None = None,
 ) -> npt.NDArray[np.int64]:  # fmt: skip
     """A table [E, 3] of the tokens that have a bias or occur in the prompt, the output or the draft
-    tokens. Leaves out tokens that have none of the `width` columns of the logits. A row of the
-    table has the token's column, the bits of its bias as a float64, and 2 n + m. Here n is the
+    tokens. Leaves out tokens without a column in the logits, which have `width` columns. A row of
+    the table has the token's column, the bits of its bias as a float64, and 2 n + m. Here n is the
     token's count in the output, and m is 1 if the prompt has the token. n does not count draft
     tokens, because the draft tokens before a row of logits differ from row to row."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
@@ -323,8 +323,8 @@ class RowMasks(NamedTuple):
     """[K + 1]: element n has the tokens that may follow n draft tokens. All elements after
     a forbidden draft token are None. The target rejects that token, so no outcome uses them."""
     untold: int | None
-    """The first row whose mask cannot be computed, if no draft token before this row is forbidden.
-    If an outcome accepts all these draft tokens, it ends with the last of them (`ending_at`)."""
+    """The first row whose mask cannot be computed; None if no outcome can reach such a row. An
+    outcome that reaches this row ends with the draft token before the row (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
