@@ -83,9 +83,9 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # With `follow`, the executor runs the next round right after this round. A third round must
-        # be allowed too: while it runs, the coordinator has time to ask for more rounds. Emulated
-        # rounds get no `follow`: the executor would sleep for their times only after both rounds.
+        # With `follow`, the executor runs the next round right after this one. One more round must
+        # be allowed after these two: while it runs, the coordinator has time to ask for more.
+        # Emulated rounds get no `follow`: the executor would sleep for both only after the second.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round

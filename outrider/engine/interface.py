@@ -135,8 +135,8 @@ class DraftingEngine(Engine, Protocol):
         dtype and on its device. The next `forward` invalidates the features."""
 
     def forward_draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """Runs the head on one pair for each of N >= 1 steps: a feature [D] and the step's only
-        token. Each sequence must already hold slots. Returns the head's output [N, D], in the
+        """Runs the head on N >= 1 pairs. Each pair consists of a feature [D] and the only token of
+        a step. Each sequence must already hold slots. Returns the head's output [N, D], in the
         model's dtype. Each pair takes a new slot, which lacks the model's keys and values. The
         caller must drop these slots with `keep` before the sequence's next `forward`."""
 
