@@ -53,7 +53,7 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     head: Annotated[_Model, Parts] = _Model(0.85, 1, 12.3)
     head_width: _Count = 4096
     link_gb: PositiveFloat = 3.0
-    """Speed of each link, GB/s (25 Gbit/s): target to coordinator, and coordinator to draft."""
+    """Speed of each link (target to coordinator, coordinator to draft), GB/s: about 25 Gbit/s."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84

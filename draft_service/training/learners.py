@@ -33,8 +33,8 @@ factor. Without the factor, predictions are far too confident, because the targe
 for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
-"""Initial standard deviation of the weights `_QUIET`. It is small, and an identity matrix is
-added in `fc` for the last of the `taps`. So a new head passes on this input almost unchanged."""
+"""Small initial standard deviation of the weights `_QUIET`. `make` adds an identity matrix to the
+columns of `fc` that read the last tap. So a new head passes this tap on almost unchanged."""
 
 
 class Depth(NamedTuple):

@@ -65,8 +65,8 @@ class PagedEngine(PagedSequences):
         deterministic      whether the same prefix always has bit-equal logits: alone or beside
                            other sequences, run in one step or in several, cached or not
         backend            attention kernels of a device; not used if their trial fails on any rank
-        least              returns the least number that any rank passes, so that all ranks agree on
-                           the number of pages and on the results of trials
+        least              returns the minimum of its argument over all ranks, so that all ranks
+                           agree on the number of pages and on the results of trials
         draft_layer        a drafting head for this model; None on all ranks but rank 0
         drafts_apart       whether the head drafts on draft replicas; the engine then supports
                            `held_features`, but not `forward_draft`

@@ -25,7 +25,7 @@ def on_threads(num: int) -> Iterator[None]:
 
 NICENESS = 5
 """Added to the niceness of a step's worker threads, so that the operating system preempts them
-earlier for an incoming message. On two cores, this cut the delay before a message is queued
+earlier for an incoming message. On two cores, the time from sending a message to queueing it fell
 from 4.7 to 3.7 ms (99th percentile), and steps were not slower. The thread that calls the engine
 keeps its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
