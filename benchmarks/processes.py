@@ -68,7 +68,7 @@ class Process:
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
-            # Ctrl-C must reach only this process. This process then ends the new process.
+            # Ctrl-C must not reach the new process, which `__aexit__` ends.
             start_new_session=True,
         )  # fmt: skip
         try:

@@ -53,7 +53,7 @@ def to_json(value: Mapping[str, object]) -> str:
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key of the rows. The first column has names."""
+    """A table with a column for each key of the rows. The first column names the rows."""
     from rich.table import Table
 
     found = Table(title=title)

@@ -65,9 +65,9 @@ _NGRAM_TOKENS = 5
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
     """Yields the name, the unchecked value and the origin of each setting that follows from a
     `speculative_config`. The origin is `source`, followed by vLLM's key if one key gave the value.
-    `raw` is JSON, or a value from YAML. With synthetic acceptance, also yields the setting
-    `speculative_config`, whose value is then the emulated engine's `acceptance_rates`. The
-    `ConfigError` for a wrong key names `source` and the key."""
+    `raw` is JSON, or a value from YAML. With synthetic acceptance, also yields a new value of
+    `speculative_config`: the `acceptance_rates` for the emulated engine. The `ConfigError`
+    for a wrong key names `source` and the key."""
     if raw == "":
         return
     values = _values(raw, source)

@@ -36,7 +36,7 @@ class TargetService(SteppedService):
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
         `costs`, the time of a step is limited too, and a step may wait for sessions that are
         expected soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the
-        time of drafting, s. Without `grammars`, sessions with a constraint are refused. Verdicts of
+        time of drafting. Without `grammars`, sessions with a constraint are refused. Verdicts of
         rounds that run ahead wait up to `stream_interval_ms`, because one message with several
         verdicts costs less than several messages."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
@@ -85,7 +85,7 @@ class TargetService(SteppedService):
             work.held_s = self._held_s
         # With `follow`, the executor runs the next round right after this one. One more round must
         # be allowed after these two: while it runs, the coordinator has time to ask for more.
-        # Emulated rounds get no `follow`: the executor would sleep for both only after the second.
+        # An emulated round gets no `follow`: its answer would wait for the time of both rounds.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round

@@ -17,7 +17,7 @@ class TokenMask:
     """The tokens allowed at one position."""
 
     bits: npt.NDArray[np.uint8]
-    """[W]: one bit for each token, the lowest bit first. Tokens without a bit are forbidden."""
+    """[W]: one bit for each token, lowest bit first. Tokens after the last bit are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""
 
@@ -43,5 +43,5 @@ class Allowed(Protocol):
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The session's `Allowed` after the tokens `committed` are committed."""
+        """Returns the `Allowed` that is valid after these tokens are committed."""
         ...

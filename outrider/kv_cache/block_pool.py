@@ -10,7 +10,7 @@ The pool holds no tensors. It returns the page copies that the engine must make 
 The *prefix* of a page is all tokens up to the end of the page. These tokens alone determine the
 page's keys and values. Once the prefix of a full page is known, new sequences with this prefix
 share the page. Before a sequence writes to a page that other sequences hold too, it gets a copy of
-the page. Before it writes to a page that only it holds, the pool forgets the page's prefix."""
+the page. If no other sequence holds the page, the pool instead forgets the page's prefix."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class BlockPool:
         """Takes slots for the tokens of the steps. No sequence may have two steps. An unknown
         sequence begins with an empty salt. Returns the page copies to make before any slot is
         written. After the step, call `written`. If the step fails, call `keep` with the old length
-        instead. If a page copy fails, also call `release`, because the new page is unfilled.
+        instead. If a page copy fails, then also call `release`, because the copy was not filled.
 
         Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. `whole` is
         false if only a drafting head writes to the new slots. Such slots must never be shared: do

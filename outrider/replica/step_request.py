@@ -36,7 +36,7 @@ class Answers(NamedTuple):
     answers: tuple[Any, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the session's next item ends this one."""
+    """Whether the caller waits for more answers. If not, the session's next item ends this item."""
 
 
 class StepFigures:
@@ -99,10 +99,10 @@ class StepRequest:
     on_done: Callable[[StepRequest, Any], None] | None = None
     """Called when the request ends, with the request and its answer (None = no answer)."""
     follow: Callable[[Any, Any, float], Any] | None = None
-    """Called on the executor's thread with the item, its answer and the duration of the step, s.
+    """Called on the executor's thread with the item, its answer and the step's time in seconds.
     Returns the session's next item, or None if the answer must be sent first. Not set if the
     coordinator sends the next item."""
-    held_s: float = 0.0  # how long the answer may wait, to share a message with others, s
+    held_s: float = 0.0  # how long the answer may wait to share a message with others
     started_at: float | None = None  # when the first step that worked on the item began
     unfinished: Unfinished | None = None  # why the last step left the item unfinished
     runs_alone: bool = False  # whether an earlier step with this item crashed

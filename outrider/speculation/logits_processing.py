@@ -159,9 +159,9 @@ def changed_tokens(
 def raw_logprobs(
     logits: Tensor, chosen: Sequence[int], num_top: int, rows: Sequence[int]
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V]
-    (-inf outside the vocabulary), and the `num_top` likeliest tokens of this row as (id,
-    log-probability), likeliest first. Of equally likely tokens, the lowest id comes first."""
+    """For each token `chosen[i]`, returns its log-probability in row `rows[i]` of the raw `logits`
+    [R, V] (-inf outside the vocabulary), and the row's `num_top` likeliest tokens. These are pairs
+    (id, log-probability), likeliest first. Of equally likely tokens, the lowest id comes first."""
     check_maxima(logits.amax(dim=1).tolist())
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)

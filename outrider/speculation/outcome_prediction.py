@@ -3,8 +3,8 @@
 A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft tokens are accepted, and
 a correction follows (for n = K, the bonus). The target draws the correction by a race
 (`gumbel_max.py`). The draft knows the noise of this race, and runs the race over its own
-distribution q. Its guesses are the tokens with the highest log q + Gumbel noise. Acceptance is also
-predicted from noise. Under coupled and greedy, acceptance is likelier if the draft token leads the
+distribution q. Its guesses are the tokens with the highest log q + Gumbel noise. The draft also
+predicts acceptance. Under coupled and greedy, acceptance is likelier if the draft token leads the
 race by more. Under token and block, acceptance is likelier if the uniform random number u that
 tests the token is smaller.
 

@@ -52,7 +52,7 @@ class ObservedSteps:
         )
 
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
-        """Exports the number of items that wait for a step, and the counters of the steps."""
+        """Exports the number of items that wait for a step, and the metrics of `_FIGURES`."""
         about = "Items that wait for a step."
         watch(self._meter, "num_items_waiting", lambda: {"": queued()}, about)
         for name, (attribute, about) in _FIGURES.items():
