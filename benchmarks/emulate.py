@@ -5,7 +5,7 @@ services and Redis are real, each in a process of its own.
 
 Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting, and drafting
 with look-ahead, which drafts the next round during verification. Both modes with drafts also run
-with a longer round trip between coordinator and draft. `RUNS` has the fastest K that was found.
+with a longer round trip between coordinator and draft. Each run has the fastest K that was found.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens

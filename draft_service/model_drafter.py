@@ -38,10 +38,10 @@ class ModelDrafter:
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
         """Draws tokens for drafts of distinct sessions. Returns early if the time limit of a
-        finished draft is over, because this draft is sent only after the step. The next call
-        continues the other drafts.
+        finished draft is over, because this draft is sent only after `extend` returns. The next
+        call continues the other drafts.
 
-        For each draft, the engine must hold the committed and drafted tokens before `unseen`. A
+        The engine must hold each draft's committed and draft tokens, except those in `unseen`. A
         draft with draft tokens ends if the engine has lost a token. A draft that wants no tokens
         still runs its prefix. Raises an error of the first pass if no draft has draft tokens."""
         for branch in branches:
@@ -184,7 +184,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # The engine holds no draft token, so look-ahead must not fork the draft (`is_seen`).
+            # Look-ahead must not fork a draft (`is_seen`) if the engine lacks the draft tokens.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

@@ -21,7 +21,7 @@ class TextStream(Protocol):
 @value(frozen=True, slots=True)
 class Piece:
     num_tokens: int
-    """Number of pushed tokens that belong to the completion."""
+    """Number of tokens that this call of `push` added to the completion."""
     text: str
     finish_reason: FinishReason | None
 

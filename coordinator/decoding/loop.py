@@ -80,7 +80,7 @@ class SessionRun:
         self._handed_over = False
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. It is sent together with
-        `Finished`. If the stream broke between the two, a resumed stream would repeat the text."""
+        `Finished`. If the stream broke after the text, a resumed stream would repeat the text."""
         self._task = asyncio.create_task(self._decode())
 
     @property

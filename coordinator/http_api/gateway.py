@@ -127,8 +127,8 @@ class Forwarded(LiveResponse):
 
     async def _answer(self, send: Send) -> Response | None:
         """Asks one coordinator after another until one serves the request or refuses it for good.
-        Returns the result of `_ask`. If no further try is allowed, returns the last refusal, or
-        raises `Unavailable` if the last coordinator did not answer."""
+        Returns the result of `_ask`. When no further try is allowed, returns the refusal of the
+        last coordinator. If this coordinator did not answer, raises `Unavailable`."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -164,8 +164,8 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """A stream whose events have no ids cannot be resumed. A request other than `POST` may be a
-        probe, which must fail soon. So each coordinator gets such a request only once."""
+        """A stream whose events have no ids cannot be resumed. Each coordinator gets a request
+        other than `POST` only once, because the request may be a probe, which must fail soon."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)

@@ -138,7 +138,7 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            # The process sets itself an alarm (`limit`), which should kill it after half this time.
+            # The process sets an alarm, which should kill the process after half of this time.
             async with asyncio.timeout(2 * limits.COMPILE_WAIT_S_MAX):
                 line = await process.stdout.readline()
         except TimeoutError:

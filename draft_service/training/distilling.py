@@ -57,7 +57,7 @@ class Distilled:
     measured: Sequence[Measured]
     """The acceptance in held-out texts, and in the answers to the prompts of `--measure`."""
     num_steps: int  # training steps, including those before an interruption
-    seconds: float  # duration of this call, without earlier calls whose files it used
+    seconds: float  # duration of this call, not of earlier calls whose files it used
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:

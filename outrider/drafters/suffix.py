@@ -47,8 +47,8 @@ class _Occurrence(NamedTuple):
     length: int  # number of tokens before the place that equal the session's last tokens
 
     def follower(self, drafted: Sequence[int]) -> int:
-        """The token at `place + len(drafted)`. The drafted tokens continue a session's text, which
-        ends where the draft begins."""
+        """The token at `place + len(drafted)`. If the session's text ends before this place, the
+        token is one of `drafted`."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]

@@ -38,7 +38,7 @@ from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
 """Only steps of fewer tokens than this may run on fewer threads. `ContendedThreads` compares the
-times of steps, and the times of longer steps vary too much."""
+times of steps, and the times of larger steps vary too much."""
 _log = logging.getLogger(__name__)
 
 

@@ -3,12 +3,12 @@ Triton is installed. Each program computes one of the R rows, so grids are [R].
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
 - `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. To
-  find the smallest weight to keep, it searches a range of bit patterns, which sort like the
-  weights themselves. Each pass over the row reduces the range to a quarter.
+  find the smallest weight to keep, it searches a range of bit patterns. (A larger weight has a
+  larger bit pattern.) Each pass over the row reduces the range to a quarter.
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
   q from the weights (`verification.py`), and draws the next token (`gumbel_max.py` defines blocks,
   waits and scores). A draw first scores two tokens of each block: the token with the shortest wait
-  and the token with the largest weight. Then it scores whole blocks where another token could win.
+  and the token with the largest weight. Then it scores whole blocks, if they could still win.
 """
 # mypy: ignore-errors
 
@@ -38,8 +38,8 @@ JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
     0..4    the row's `RowKeys`
     5       the number of draft tokens before the row, or -1 if the row judges no draft token
     6       whether the rule is block
-    7, 8    the byte offset of the draft token's `DraftDistribution.packed`, and the number of
-            tokens in q, or 0 if the draft drew its token with certainty
+    7       the byte offset of the draft token's `DraftDistribution.packed`
+    8       the number of tokens in q; 0 if the draft drew its token with certainty
 """
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
 """Indices of the results [6, R]:

@@ -92,9 +92,9 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
     "target_available":
-        ("1 if a target answers; 0 if none answers and sessions make no progress.",),
+        ("1 if a target answers; 0 if none answers, so that sessions make no progress.",),
     "store_available":
-        ("1 if the session store answers; 0 if it does not answer and sessions pause.",),
+        ("1 if the session store answers; 0 if it does not answer, so that sessions pause.",),
     "replicas_wanted":
         ("Replicas that the deployment should have; the same at every coordinator.", "role"),
     "replicas_present": (
