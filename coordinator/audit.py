@@ -1,10 +1,10 @@
 """Audits committed tokens against the target's distribution (docs/operations.md).
 
-Sessions are chosen when they begin, because a choice among ended sessions would prefer short
-answers. After a chosen session has ended, a second session sends the same tokens to the target as
-proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). Tenants
-share no cached pages, and the second session has its own tenant. So the target computes all keys
-and values again, and the audit also detects tokens decoded from wrong keys and values."""
+Sessions are chosen when they begin. A choice among ended sessions would prefer short answers,
+which end sooner. When a chosen session has ended, a second session sends the same tokens to the
+target as proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`).
+Tenants share no cached pages, and the second session has its own tenant. So the target computes all
+keys and values again, and the audit also detects tokens decoded from wrong keys and values."""
 
 import asyncio
 import logging

@@ -70,7 +70,7 @@ def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """Selects the first prompts of each category, as evenly as possible, in the given order."""
+    """Selects the first prompts of each category, equally many if possible. Keeps their order."""
     seen, ranks = Counter[str](), list[int]()
     for prompt in prompts:
         seen[prompt.category] += 1

@@ -47,8 +47,8 @@ class Replayed:
     events: tuple[Tokens, ...] = ()
     """The stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None
-    """Why the stored tokens end the completion; None if they do not. The stored record may not have
-    this reason yet."""
+    """Why the stored tokens end the completion; None if they do not. The stored record may still
+    lack this reason."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:

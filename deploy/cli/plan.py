@@ -2,7 +2,7 @@
 target, a drafter and prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
-rehearse  the services run short sessions, whose times correct the engines' tables of step times
+rehearse  the services run short sessions, whose times correct the step times of the engines
 choose    the plan computes the speed of every rule and K on the answers, and takes the fastest
 simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """
@@ -73,8 +73,8 @@ Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 @checked()
 class SimulationOptions(Options):
     simulate: bool = False
-    """Also simulate a fleet, with the real services on a virtual clock. Simulating 10 s of 20
-    sessions takes about 20 s, or a minute with look-ahead. Finding the numbers of replicas takes
+    """Also simulate a fleet, with the real services on a virtual clock. Simulating 20 sessions
+    for 10 s takes about 20 s, or a minute with look-ahead. Finding the numbers of replicas takes
     about ten times as long."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan

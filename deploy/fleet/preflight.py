@@ -221,7 +221,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig:
     prefixes: tuple[str, ...] = ("ngram_",)
     if lookup is not None:
         prefixes = ("ngram_", "suffix_", "hybrid_")
-        # `model` stands for any model of a hybrid.
+        # Whatever model a hybrid has, its name here is `model`.
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})

@@ -20,8 +20,8 @@ MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN, ROUNDS_MIN = 10, 200
 """Before a judgement, each drafter needs this many sessions, and this many rounds in total."""
 EARLY_ERRORS, LATE_ERRORS = 4.0, 2.0
-"""A trial ends early if the speeds differ by `EARLY_ERRORS` standard errors. At its time
-limit, the new drafter must lead by `LATE_ERRORS`. The early test runs often, so it is stricter."""
+"""A trial ends early if the speeds differ by `EARLY_ERRORS` standard errors. When its time is
+over, the new drafter must lead by `LATE_ERRORS`. The early test runs often, so it is stricter."""
 
 
 @dataclass(frozen=True)

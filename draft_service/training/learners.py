@@ -33,15 +33,15 @@ factor. Without the factor, predictions are far too confident, because the targe
 for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
-"""Small initial standard deviation of the weights `_QUIET`. `make` adds an identity matrix to the
-columns of `fc` that read the last tap. So a new head passes this tap on almost unchanged."""
+"""Small initial standard deviation of `_QUIET`. `Eagle3.make` adds an identity matrix to the
+columns of `fc` for the last of the `taps`. So a new head passes this input on almost unchanged."""
 
 
 class Depth(NamedTuple):
     """Draft token i of C chains along the texts of a batch."""
 
     hidden: Tensor  # [C, D]: the input from which `Learner.head` computes the tokens' logits
-    rows: Tensor  # [C], ascending: the batch's rows with the target's distributions of these tokens
+    rows: Tensor  # [C], ascending: each token's row of the batch, with the target's distribution
 
 
 class Learner:
@@ -230,7 +230,7 @@ class Student(Learner):
         rows = self._target.get_output_embeddings().weight
         all_layers = layers_of(self._target)
         dropped = [layer for index, layer in enumerate(all_layers) if index not in self._layers]
-        # `deepcopy` shares these with the target in place of copying them.
+        # `deepcopy` does not copy these modules and weights. Both models share them.
         shared = [self._embeddings, rows, *dropped]
         module = copy.deepcopy(self._target, {id(one): one for one in shared})
         layers: Any = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)

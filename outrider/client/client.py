@@ -44,10 +44,10 @@ class Client:
         - A transport. The other parameters are then ignored, and `close` also closes the transport.
 
         Nothing is sent before the first call. `api_key` is sent with each call, unencrypted unless
-        `trust` (see `caller_trust`) asks for TLS. For up to `resume_timeout_s` seconds, the client
-        resumes broken streams, and repeats requests for generations that cannot be served now; 0 =
-        never. If `server` is a function and no coordinator answers, the client also repeats other
-        calls, for up to this time."""
+        `trust` (see `caller_trust`) asks for TLS. For up to `resume_timeout_s` seconds (0 = never),
+        the client resumes broken streams, and repeats generation requests that no coordinator can
+        serve now. If `server` is a function and no coordinator answers, the client also repeats
+        other calls, for up to this time."""
         if isinstance(server, str) or callable(server):
             connect = partial(transport.GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -79,11 +79,11 @@ class Client:
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """Continues a generation whose stream broke, in this client or another. Yields `Started`
-        again, and then all events after the first `num_tokens` tokens. If an earlier stream of the
-        session is still open, that stream ends with `StaleEpoch`. Raises `NotFound` for an
-        unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while another
-        coordinator owns the session. A coordinator's ownership ends about 2 s after its death."""
+        """Continues a generation whose stream broke, also if another client began it. Yields
+        `Started` again, and then all events after the first `num_tokens` tokens. If an earlier
+        stream of the session is still open, that stream ends with `StaleEpoch`. Raises `NotFound`
+        for an unknown session, `DataLoss` if the store has too few tokens, and `Unavailable` while
+        another coordinator owns the session. Ownership ends about 2 s after the owner's death."""
         _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 

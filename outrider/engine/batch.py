@@ -51,9 +51,9 @@ _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this 
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on the number of
-masked slots at the end. So draft tokens after a token do not change its bfloat16 logits, unless
-the larger number of rows makes matrix products use another kernel. An Intel Xeon with AMX uses one
-kernel for up to 32 rows."""
+masked slots at the end. So a token's bfloat16 logits do not depend on draft tokens after it, unless
+the larger number of rows makes matrix products use another kernel. An Intel Xeon with AMX uses the
+same kernel for 1 to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 

@@ -321,7 +321,7 @@ class VllmEngine(PagedSequences):
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
         steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares the compiled
-        model with the uncompiled model, because vLLM may load an old compiled model from files."""
+        model with the uncompiled model. vLLM's cache may hold an outdated compiled model."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -339,8 +339,8 @@ class VllmEngine(PagedSequences):
             self.release(sequence)
 
     def _capture(self, max_num_tokens: int) -> None:
-        """Captures a CUDA graph of the compiled model for each number of tokens. The largest graph
-        comes first, because the graphs share memory."""
+        """Captures a CUDA graph of the compiled model for each step size in `_sizes`. The largest
+        graph comes first, because the graphs share memory."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)

@@ -48,8 +48,8 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """Maps the name of each tensor in the model to its name in the files, which may be the name in
-    an earlier version of transformers. The keys of `wanted` are the names in the model."""
+    """Maps the name of each tensor in the model to its name in the files. The files may use the
+    names of an earlier version of transformers. The keys of `wanted` are the names in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 

@@ -8,7 +8,7 @@ first layer, the rotation of each layer, and how logits follow from the last lay
 of the three differs from a Llama's, the code of transformers runs the model.
 
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
-Up to a maximum length, the length of a span does not change any bit of a token's attention."""
+If no span exceeds a maximum length, a token's attention has the same bits in any span."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -314,8 +314,8 @@ def find_span_tokens(
 ) -> int | None:
     """Returns the greatest length of spans with which a token's output has the same bits in steps
     of any size. Returns None if even spans of one token fail. Tries the last tokens of short and of
-    long sequences, with each of the `thread_counts`. Layers of one `kind` compute alike, so only
-    the first layers run, until each kind has run at least once."""
+    long sequences, with each of the `thread_counts`. Layers of one `kind` compute alike, so runs
+    only as many of the first layers as include each kind."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether the last `num` of `length` tokens give the same rows in steps of the sizes
-        `counts`, in spans of `span` on `num_threads` threads, as in one step in spans of 1."""
+        """Whether steps of the sizes `counts`, with spans of `span` on `num_threads` threads, give
+        the last `num` of `length` tokens the same rows as one step with spans of 1."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

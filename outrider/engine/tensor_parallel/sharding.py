@@ -29,7 +29,7 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles to ignore. One concerns only gradients. The embedding is divided without a style too."""
+"""Styles to ignore. One concerns gradients, the other the embedding, which is always divided."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
