@@ -181,8 +181,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because
-    `suffix` drafts differently in later sessions with the same seed."""
+    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because only
+    the first session with a seed adds its answer to the history of `suffix`."""
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         request = contestant.ask(prompt, -index)
         short = min(WARM_UP_TOKENS_MAX, request.max_tokens or WARM_UP_TOKENS_MAX)

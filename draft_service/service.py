@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # With `costs`, coordinators would count a pass for each token, but one pass draws them all.
+        # If one pass draws all tokens, tells no costs: coordinators would count a pass per token.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),

@@ -1,5 +1,5 @@
-"""Models of the routes' answers, for the OpenAPI document. Answers with generated text are built
-as plain dicts, because these models are too slow for the chunks of a stream."""
+"""Pydantic classes that describe the HTTP answers in the OpenAPI document. Answers with generated
+text are built as plain dicts, because these classes are too slow for the chunks of a stream."""
 
 from typing import Any, Literal
 

@@ -134,8 +134,8 @@ def request_options(max_tokens: int) -> list[Option]:
         Option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
         Option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
-            help="acceptance rule; by default greedy at temperature 0; above 0, coupled if "
-            "--seed is given, otherwise block",
+            help="acceptance rule; default: greedy (temperature 0), coupled (above 0, with --seed) "
+            "or block (above 0, without --seed)",
         ),
     ])  # fmt: skip
 

@@ -154,7 +154,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     or K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
     nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
     hits, or how often a look-up proposes. The other guesses of look-ahead are decoys, which the
-    target never draws. They bring the number of guessed outcomes to the number in the plan."""
+    target never draws. With the decoys, look-ahead guesses as many outcomes as in the plan."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -440,7 +440,7 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
         raise SettingError(
             "engine",
             f"{EMULATED}{text} has no acceptance_rates, which a simulation needs; add "
-            "acceptance_rates=A/A/.., chances from 0 to 1 that do not increase",
+            "acceptance_rates=A1/A2/..; Ai is the chance that draft tokens 1 to i are accepted",
         )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),

@@ -156,7 +156,7 @@ class Transport(Protocol):
 
 
 _STATUS_DETAILS = "grpc-status-details-bin"
-"""Metadata key of every `Unavailable` from a coordinator. Errors of gRPC itself lack this key."""
+"""Every `Unavailable` from a coordinator has this metadata key. Errors of gRPC itself lack it."""
 _ERROR_NUMBER = re.compile(r" \(\d+\)$")
 _VISIBLE = re.compile("[!-~]+")
 
@@ -231,7 +231,7 @@ class GrpcTransport(Transport):
     @contextmanager
     def _explaining(self) -> Iterator[None]:
         """Converts errors of the call in the `with` block. When the transport is closed, gRPC
-        raises CancelledError in running calls, which becomes `Unavailable`."""
+        raises CancelledError in running calls. This error becomes `Unavailable`."""
         if self._closed:
             raise errors.Unavailable(CLOSED)
         try:

@@ -94,7 +94,7 @@ class GrammarTokenizer:
         """The mask that allows only the tokens of `eos_token_ids`."""
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """If the constraint cannot be compiled, raises `BadRequest` with the kind as the field."""
+        """If compilation fails, raises `BadRequest` with `constraint.kind` as its field."""
         error: str | None = None
         try:
             text = _grammar_text(constraint)
@@ -154,8 +154,8 @@ class Grammars:
         return found.error() if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar of a constraint, compiled on this thread if it is unknown. Raises
-        `BadRequest`, with the kind as its field, if the constraint is refused."""
+        """The grammar of a constraint, compiled on this thread if it is unknown. If the constraint
+        is refused, raises `BadRequest` with `constraint.kind` as its field."""
         found = self._look_up((tenant, constraint.digest())) or self._compile(constraint, tenant)
         if isinstance(found, _Refusal):
             raise found.error()
@@ -179,9 +179,9 @@ class Grammars:
         return found
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A grammar in place of `used_up`, which can compute no more masks. If no other session has
-        compiled the constraint again, compiles it on this thread, which delays the current step.
-        If the first compilation took over `MASK_S_MAX`, raises `BadRequest` instead."""
+        """A new grammar for the constraint of `used_up`. If no other session has compiled the
+        constraint again, compiles it on this thread, which delays the current step. If the first
+        compilation took longer than `MASK_S_MAX`, raises `BadRequest` instead."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the referenced part. If that is not found, the count of all alternatives."""
+        """`_reach` of the referenced part. If it is missing, the count of all alternatives."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -32,8 +32,8 @@ _VOLATILE_CONFIG_KEYS = frozenset(
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
     """Returns a fingerprint of everything on which seeded output depends, except the weights: the
-    versions of torch, transformers and outrider, the name of the GPU or the instructions and caches
-    of the CPU, and `details`."""
+    versions of torch, transformers and outrider, the GPU's name (on a CPU, its instructions and
+    caches), and `details`."""
     import torch
 
     if device.type == "cuda":

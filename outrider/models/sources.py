@@ -111,7 +111,7 @@ def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration states a draft vocabulary, like an EAGLE-3 head's."""
+    """Whether the configuration has a draft vocabulary, as in EAGLE-3 heads."""
     try:
         text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
         return "draft_vocab_size" in json.loads(text)

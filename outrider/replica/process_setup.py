@@ -159,7 +159,7 @@ def advertised(host: str, address: str) -> str:
 
 def machine_address() -> str:
     """Returns the IP address from which this machine would send to the internet. Without a route to
-    the internet, returns the address of the machine's name, on Debian a loopback address."""
+    the internet, returns the address of the machine's name. On Debian it is a loopback address."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
         return str(probe.getsockname()[0])

@@ -63,9 +63,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """True if this append repeats tokens that the store once acknowledged, and the next append does
-    so, too. An owner sends all tokens again if the store has lost the owner's take-over. Readers
-    get the old tokens until an append with `more_follow` false is stored."""
+    """True if this append and the next one both repeat tokens that the store once acknowledged. An
+    owner sends all tokens again if the store has lost the owner's take-over. Readers get the old
+    tokens until an append with `more_follow` false is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,9 @@ class SessionStore(Protocol):
         later gave the epoch to another owner): the write raises `StaleEpoch` and changes nothing.
       - Higher epoch: the store lost the take-over that gave this epoch. The store gives the session
         to this owner again, and a finished session becomes unfinished. The stored tokens may be a
-        former owner's, so their number counts as 0, and the owner sends all tokens again. The first
-        append without `Append.more_follow` replaces the old tokens by the new ones. Until then
-        readers get the old tokens, and a `finish` with a length does not finish the session.
+        former owner's, so the stored length counts as 0, and the owner sends all tokens again. The
+        first append without `Append.more_follow` replaces the old tokens by the new ones. Until
+        then readers get the old tokens, and a `finish` with a length does not finish the session.
     """
 
     async def open(self, session: SessionRecord) -> None:
@@ -192,9 +192,9 @@ class SessionStore(Protocol):
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
-        empty, only reads. Returns the key's value, or an empty text if there is none. Each call
-        restarts the value's lifetime, which is that of an unfinished session."""
+        """If the key has no value or the value `replaces`, stores `value`. If `value` is empty,
+        only reads. Returns the key's value, or an empty text if there is none. The store keeps a
+        value as long as an unfinished session. Each call restarts this time."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""
