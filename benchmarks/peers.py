@@ -1,6 +1,6 @@
 """`outrider bench peers`: compares Outrider with other inference systems. All systems get the same
-weights, prompts and threads. Each system decodes plainly and speculatively, at each temperature and
-concurrency."""
+weights, prompts and threads. Each system has two *sides*, plain and speculative decoding. Each side
+runs at each temperature and concurrency."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack

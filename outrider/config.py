@@ -452,7 +452,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Time for which the load must allow one replica fewer before a replica is removed, s."""
+    """Remove a replica if one fewer would have been enough for this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -594,7 +594,7 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # Drops earlier layers' acceptance rates. `found` has them under this key.
+            # Drops the acceptance rates of earlier layers, which `found` has under this key.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):

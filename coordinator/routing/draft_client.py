@@ -80,8 +80,8 @@ def budget_us(seconds: float) -> int:
 
 
 class _ModelDrafts(Drafts):
-    """Base class. In a hybrid drafter, a confident look-up proposes instead of the model. The
-    confidence depends only on committed tokens of this session and of earlier sessions."""
+    """Base class of both clients. In a hybrid drafter, a confident look-up proposes instead of the
+    model. The confidence depends only on committed tokens, of this session and earlier sessions."""
 
     def __init__(
         self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
@@ -236,7 +236,7 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # A proposal drafted ahead has at most `looked_for` tokens, even if it comes on request.
+        # The answer to a request may have been drafted ahead, with at most `looked_for` tokens.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -440,7 +440,7 @@ class SelfDraftClient(_ModelDrafts):
             is_sure = score >= self._confident
             if reply is None or is_sure:
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
-                # 0: a look-up in place of the head shows nothing about the head's acceptance.
+                # 0 if the head has no proposal: a look-up does not show the head's acceptance.
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
         found = reply.next_proposal

@@ -231,7 +231,7 @@ class Deployment:
             except Unavailable as error:
                 if not self.ray.local:
                     raise
-                _log.warning("cannot stop the replicas, so they end with Ray: %s", error)
+                _log.warning("cannot stop the replicas; they end when Ray stops: %s", error)
 
     def _forget_secrets(self) -> None:
         shutil.rmtree(self._secrets_at, ignore_errors=True)

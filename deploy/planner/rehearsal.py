@@ -119,7 +119,7 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Returns `known` with lines that correct the cost tables, fitted to the measured sessions."""
+    """Returns `known` with corrections of the cost tables, each a `Line` fitted to `played`."""
     plain, wait, verify = (list[tuple[float, float]]() for _ in range(3))
     first: dict[int, tuple[float, float]] = {}
     rest = list[float]()

@@ -34,7 +34,7 @@ def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
     """Returns the shapes of a `DraftLayer`'s `layers`: one for g, stored as a key without a value,
-    and one for pairs. With `drafts_apart`, returns only the first; draft replicas keep pairs."""
+    and one for pairs. With `drafts_apart`, returns only the shape for g."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 

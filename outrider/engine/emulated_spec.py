@@ -15,7 +15,7 @@ SCHEME = "emulated"  # an emulated model is named `emulated:SPECIFICATION`
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
-"""Smallest `support` if `acceptance_rates` is set: to reject an id, the target needs another."""
+"""Smallest `support` if `acceptance_rates` is set. A target that rejects an id commits another."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/... into a list."""
@@ -29,8 +29,8 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     exponent: float = Field(default=1.706, ge=0, le=100)
     """The Zipf exponent. The id of rank r (from 1) has weight r ** -exponent. 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
-    """The standard deviation of log q - log p, where q is not normalised. 0 = a perfect draft."""
-    order: int = Field(default=3, ge=1, le=64)  # a distribution depends on this many last tokens
+    """The standard deviation of log q - log p before q is normalised. 0 = a perfect draft."""
+    order: int = Field(default=3, ge=1, le=64)  # a token depends on this many tokens before it
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
     """A target step of n new tokens takes verify_ms * ceil(n / verify_tokens)."""
     verify_tokens: int = Field(default=16, ge=1)

@@ -57,8 +57,8 @@ def checked_head(
 ) -> LoadedDraftHead | None:
     """Chooses the way in which the head reads the target, and returns the head set to this way. If
     this is not the stated way, or the agreement is too small, the `note` of the result is a warning
-    about the head `name`. All ranks must run the target for the leader's `Reading`, so a rank
-    without a head passes None for `loaded`."""
+    about the head `name`. Every rank must make this call, because all ranks together run the
+    target. A rank without a head passes None for `loaded`."""
     note = ""
     try:
         with torch.inference_mode():
@@ -94,7 +94,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     ways = head.ways(reading.num_layers)
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
     num_chains = len(text) - _DEPTHS
-    first = max(0, prompt_length - 2)  # the first chain that predicts a token that the target wrote
+    first = max(0, prompt_length - 2)  # from here, the target wrote the predicted tokens
 
     def agreement(way: str, offset: int = 0) -> float:
         head.read_as(ways[way])

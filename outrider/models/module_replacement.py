@@ -411,7 +411,7 @@ def _call_attention(
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
-        # Copies deeply, because setting the attention also changes nested configurations.
+        # A deep copy, because setting `_attn_implementation` also changes nested configurations.
         config = deepcopy(block.config)
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):

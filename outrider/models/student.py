@@ -102,7 +102,7 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
     """Replaces the model's head by a head with `num_rows` rows, which have no values yet. Returns
     the new head."""
     head = module.get_output_embeddings()
-    check(isinstance(head, nn.Linear), "the head of a student is a linear layer")
+    check(isinstance(head, nn.Linear), "a student needs a linear layer as its head")
     has_bias, dtype = head.bias is not None, head.weight.dtype
     narrow = nn.Linear(head.in_features, num_rows, has_bias, device="meta", dtype=dtype)
     module.set_output_embeddings(narrow)
@@ -144,8 +144,8 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """Loads the model in `directory` with values only for embeddings and head. Raises
-    `ConfigError` with the name `drafter`."""
+    """Loads the model in `directory` with values only for embeddings and head. Raises a
+    `ConfigError` that names the `drafter`."""
     where = loading.use_device(**options)
     empty = loading.empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "a drafter needs a head without a bias")

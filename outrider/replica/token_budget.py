@@ -5,9 +5,9 @@
     a longer item (a prefix)  a chunk that fills the remaining room, in order of arrival
 
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the step's time is limited,
-too. Let n be the number of waiting prefixes. From the end of one step with rounds to the end of the
-next, at most (1 + STEP_GROWTH * n) times the time of a step of the rounds alone may pass. So one
-long prompt does not stall sessions that decode, and many prompts are prefilled soon. When prompts
+too. Let n be the number of waiting prefixes, and t the time of a step that has only the rounds. The
+next step with rounds must end within (1 + STEP_GROWTH * n) * t after the last step with rounds. So
+one long prompt does not stall sessions that decode, and many prompts are prefilled soon. When some
 are done, n falls only by the factor WAITING_DECAY in each step, so that the last of many prompts is
 prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
 sessions that decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
@@ -29,7 +29,7 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
 """A round has at most this many tokens before its last `num_last` tokens (`TokenDemand`), because
-the previous round committed no more. A demand with more such tokens is a prefix."""
+the previous round committed no more. A demand that has more is a prefix."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens, although some
@@ -166,9 +166,9 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """Returns how many seconds a step with this load of rounds may take. Subtracts the time of
-        all steps after the last step with rounds. If `rounds` is empty, also subtracts the time of
-        the last step with rounds."""
+        """Returns how many seconds a step with this load of rounds may take: the limit, less the
+        time of all steps after the last step with rounds. A step without rounds also leaves time
+        for another step like the last step with rounds."""
         newest = rounds if rounds.rows else self._last_rounds
         if newest is None:
             return math.inf

@@ -34,8 +34,8 @@ class Destination:
         return cls(found.get("otlp", ""), port)
 
     def port(self, role: Role, slot: int = 0) -> int | None:
-        """Returns the port for a process's metrics. `slot` numbers the processes of one role on a
-        machine."""
+        """Returns the port for a process's metrics. `slot` is the process's index among the
+        processes of this role on the machine."""
         if not self.prometheus_port:
             return self.prometheus_port
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot

@@ -51,7 +51,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
     """Returns the error that the server raised, or `Unavailable` if no server answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    call: Any = error  # An `AioRpcError` has all methods of a call that `from_call` uses.
+    call: Any = error  # `from_call` uses only methods that an `AioRpcError` has, too.
     try:
         status = rpc_status.from_call(call)
     except (DecodeError, ValueError):

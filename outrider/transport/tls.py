@@ -109,7 +109,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` if the key is not the certificate's, or the certificate has expired."""
+    """Raises `ConfigError` if the certificate has another key, or has expired."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
@@ -129,7 +129,7 @@ def check_authority(authority: Path, certificate: Path) -> None:
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
-    """Reads a private key. The text of a `ConfigError` quotes nothing of the file."""
+    """Reads a private key. Error texts never quote the file."""
     try:
         found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
