@@ -51,8 +51,8 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The configuration with which references, and the systems of `bench peers`, load the target's
-    model; None = the target's files are not on this machine."""
+    """The references and the systems of `bench peers` load the target's model with this
+    configuration. None = the target's files are not on this machine."""
 
     def setup(self, drafted: GenerateRequest) -> dict[str, Any]:
         """Fields of the JSON report that describe the deployment and the decoding."""

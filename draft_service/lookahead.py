@@ -118,7 +118,7 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """Returns no new answers. Says whether more will follow. `works_on(item)` must be true."""
+        """Returns no answers, only whether any will follow. `works_on(item)` must be true."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
@@ -362,7 +362,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # A draft cut at 0 tokens never ran.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise the draft never ran.
             length = len(now.committed) - 1
             is_held = self._engine.keep(now.session_id, length) == length
             now.unseen = now.committed[-1:] if is_held else ()
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After any other error, returns False if no `wanted` draft
-        has tokens, and the caller must raise the error. Otherwise drafts without tokens fail."""
+        without tokens runs again alone. After any other error, drafts without tokens
+        fail. If this concerns all drafts, returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -423,8 +423,8 @@ class LookAhead:
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round. The sequences of finished drafts are released after a later pass, so as not
-        to delay the next pass, for which a coordinator may wait."""
+        """Ends a round. The sequences of finished drafts are released after a later pass. A
+        release now would delay the next pass, for which a coordinator may wait."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

@@ -86,8 +86,8 @@ class _Round(Work):
 
     def within(self, verdict: Verdict) -> Verdict:
         """Returns `verdict` if its outcome does not reach the row `untold`, whose mask could not be
-        computed. Otherwise returns a verdict that ends with the draft token before this row. Then
-        the session fails in the next round for lack of this mask, as in plain decoding."""
+        computed. Otherwise returns a verdict that ends with the draft token before this row. The
+        first row of the next round needs this mask. So the session fails, as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)

@@ -62,7 +62,7 @@ class RequestKey:
         if value and digest != self.digest:
             raise errors.BadRequest(
                 "Idempotency-Key",
-                "was used with a different request; repeat that request byte by byte, or use "
+                "was used with a different request; repeat that request byte for byte, or use "
                 "another key",
             )
         return replace(self, session_id=session_id)
@@ -278,7 +278,7 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session, on a thread if the session is long."""
+        """Runs `call`, which reads all tokens of a session. For a long session, uses a thread."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
@@ -339,8 +339,8 @@ class OwnedSessions:
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
         take-over, releases the session. Raises `Unavailable` while another call to the store takes
-        over, releases or ends the session. That call may have the same epoch as the new run, and
-        would end the new run if the store got the call after the take-over."""
+        over, releases or ends the session. That call may have the same epoch as the new run. If
+        the store got the call after the take-over, it would end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

@@ -40,7 +40,7 @@ tokens at its position. The log-probability of a prompt's first token is None.""
 class _Scorer:
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the first token's offset in the answer's text. For a prompt's tokens, `given`
-        is the prompt. A special token counts as text only if it is spelled out in `given`."""
+        is the prompt. A special token adds to the offset only if `given` spells it out."""
         self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
 

@@ -67,7 +67,7 @@ class Progress:
 
     def update(self, line: str, stage: str = "") -> None:
         """Replaces the line of the current work. The new line appears at the next repetition. If
-        the current line does not begin with `stage`, prints `stage` at once, as new work."""
+        the current line does not begin with `stage`, first prints `stage` as new work."""
         if not self._doing.startswith(stage):
             self(stage)
         with self._changed:

@@ -64,7 +64,7 @@ class FleetSpec:
             draft = self.config.draft
             part = "target drafts" if draft.drafter.name else "coordinators draft"
             raise ConfigError(
-                f"draft={count}: with draft_model {draft.model} the {part}, so there are no draft "
+                f"draft={count}: with draft_model {draft.model}, the {part}, so there are no draft "
                 "replicas"
             )
         if not LEAST[role] <= count <= REPLICAS_MAX:
@@ -92,8 +92,8 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:  # fmt: skip
         """The configuration of a replica. `takes_over` says whether another replica still has the
-        same slot (`Membership.slot`). `ports` has the ports to use for settings that are 0 (any
-        free port). Raises `SettingError` for a port above `PORT_MAX`."""
+        same slot (`Membership.slot`). For a port setting of 0 (any free port), `ports` may have
+        the port to use. Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         changes: dict[str, Any] = {"membership": member}
         keys = ["port"]

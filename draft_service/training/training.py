@@ -23,9 +23,9 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # at the end of training, padding included
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (limit, share). When an epoch begins, the first pair applies whose limit is above the used
-share of the budget. The epoch's batches then have `share * BATCH_TOKENS` tokens. At first, many
-small steps gain most. Later, steps with less noise gain more."""
+"""Pairs (limit, share). At its start, an epoch takes the first pair whose limit is above the used
+part of the budget. Its batches have `share * BATCH_TOKENS` tokens. At first, small batches reduce
+the loss fastest, because they allow more steps. Later, gradients with less noise matter more."""
 _PEAK_RATE_BY_WIDTH = 0.864  # the peak learning rate times the model's width
 _PEAK_RATE_MAX = 2e-3
 _TRAINED_RATE = 0.5  # factor of the learning rate if a drafter is trained further
@@ -177,7 +177,7 @@ class Trainer:
     def _resume(self) -> None:
         with safe_open(self._path, framework="pt", device=str(self._device)) as file:
             self.progress = Progress.model_validate_json(file.metadata()["progress"])
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            for name in file.keys():  # noqa: SIM118 (`file` is no mapping)
                 parameter, _, key = name.partition(":")
                 master, values = self._masters[parameter], file.get_tensor(name)
                 if key:

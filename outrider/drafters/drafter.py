@@ -2,7 +2,7 @@
 
 A proposal may depend on the request's committed tokens, parameters and random numbers (`noise`),
 and on answers of the tenant's finished sessions. It must not depend on uncommitted draft tokens.
-Before each draw, a drafter may decide by the time and the tokens drawn so far whether to continue.
+Before each draw, a drafter may stop, depending on the time and on the tokens drawn so far.
 
 Draft tokens and their number must be independent of the random numbers that test the tokens. So
 under the rules token and block, a proposal must not depend on answers of other sessions with the
@@ -91,7 +91,7 @@ class DraftRequest:
     features: Features | None = None
     """New hidden states of committed tokens, for a head."""
     allowed: Allowed | None = None
-    """The tokens that may follow. None = all tokens, or this process does not know them."""
+    """The tokens that may follow. None = all tokens, or unknown to this process."""
     digests: TokenSequence | None = None
     """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix. Like
     `token_ids`, it may change after the drafter's answer."""

@@ -14,7 +14,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
 width]. Returns [N, heads, value width]."""
 ATTENTION = "outrider_head"
-"""The name under which transformers finds `_attention`. The argument `attend` of `_attention` is an
+"""Transformers finds `_attention` under this name. The argument `attend` of `_attention` is an
 `Attend` whose shapes have two axes [B, L] in place of N."""
 OUTPUT = -1  # in `DraftHead.layer_ids`: the output of the norm after the target's last layer
 
@@ -49,8 +49,8 @@ class DraftHead(nn.Module):
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Returns the ways in which this head may have been trained to read a target of
-        `num_layers` layers. Keys are names for messages. Values are arguments of `read_as`. The
-        first way is the one that the head's files state."""
+        `num_layers` layers. Keys name the ways in messages. Values are arguments of `read_as`.
+        The first way is the one that the head's files state."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:

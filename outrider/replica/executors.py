@@ -65,7 +65,7 @@ class InlineExecutor:
 
     def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
         """See `ThreadExecutor`. A simulation may set `is_timed` to False although steps take time.
-        Then one call of `run` may run two steps of a target, and then waits for both times."""
+        Then one call of `run` may run two steps of a target before it waits for both times."""
         self.is_timed = is_timed
         self._step_seconds = step_seconds
 

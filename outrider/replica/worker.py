@@ -87,7 +87,7 @@ class StepWorker:
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
         self._num_slots = self.figures.pages.num_slots
-        self._decoding: list[str] = []  # the sessions whose rounds ran last
+        self._decoding: list[str] = []  # the sessions of the last step that ran rounds
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """Decides which items run. The items are of distinct sessions, and in order of arrival.
@@ -205,8 +205,8 @@ class StepWorker:
         self._budget.note_seconds(seconds)
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
-        """Frees the slots of these sessions, and forgets those that are over (True). Others keep
-        their age. Filled pages stay in the cache until other sessions need pages."""
+        """Frees the slots of sessions. Forgets a session if it is over (value True). The other
+        sessions keep their age. Filled pages stay in the cache until other sessions need pages."""
         for session_id, is_over in session_ids.items():
             if is_over:
                 self.release(session_id)
@@ -320,7 +320,7 @@ def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
     """Returns a request for a proposal after the first `length` tokens of a session. `token_ids`
-    are the tokens that the drafter needs. `fields` are further fields of the request."""
+    are the tokens that the drafter needs. `fields` adds or replaces fields of the request."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

@@ -12,7 +12,7 @@ n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). A law is a
 distribution up to a factor. Correction K is a draw from p_{K+1} under every rule.
 
-Row n < K *judges* x_{n+1}, the draft token after it.
+Row n < K *judges* the draft token x_{n+1}.
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
 the width of p has p = 0, so draft and target may pad their vocabularies differently."""
@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
 """A row is checked for emptiness if subtracting q leaves at most this share of its mass."""
 _PI_MIN = 1e-290
-"""The *path* to a row is the draft tokens before the row. If its pi is below this number, the path
-counts as impossible, because a division by pi could overflow."""
+"""The *path* to row n is the draft tokens x_1..x_n. If pi_n is below this number, the path counts
+as impossible, because a division by pi_n could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,10 +78,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes old log files until the directory has room for the largest log of one more replica,
-    within `LOG_DIRECTORY_BYTES_MAX`. Removes rotated files first, then files of ended
-    processes, and of each kind the oldest first. Never removes the current file of a running
-    process."""
+    """Removes log files, so that the directory stays within `LOG_DIRECTORY_BYTES_MAX` even if one
+    more replica fills all its log files. Removes rotated files first, then files of ended
+    processes. Within each kind, begins with the oldest file. Never removes the current file of a
+    running process."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):

@@ -115,7 +115,7 @@ class ObservedRequest(RequestObserver):
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
         self._times: list[tuple[str, float]] = []
-        """(Phase, seconds) of each time that is not in the histograms yet. `shown` records them
+        """Measured times that are not in the histograms yet: (phase, seconds). `shown` records them
         while the next round runs, so that no request waits for the recording."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._open_s = 0.0

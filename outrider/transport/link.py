@@ -63,7 +63,7 @@ class Connection(Protocol):
 
 
 class ReplicaService(Protocol):
-    """A draft or a target, without gRPC and Ray."""
+    """A draft or a target. Knows neither gRPC nor Ray."""
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
         """Opens a stream. The event loop's thread calls `send` once for all answers of a step."""
