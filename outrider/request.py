@@ -70,7 +70,7 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has. They are resent only if `cuts` is set."""
+    """Number of completion tokens that the client has."""
     num_characters: int | None = None
     """Number of characters (code points) that the client has; None = all text of its tokens."""
     deadline_ms: int | None = None
@@ -78,7 +78,7 @@ class ResumeRequest:
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """Token counts at which an event must end. Not in gRPC."""
+    """If set, all tokens are resent. At each of these token counts, an event ends. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

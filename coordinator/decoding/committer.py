@@ -212,7 +212,7 @@ class Committer:
         attempt = 0
         while True:
             await self.has_work.wait()
-            # First, the decode loops send their next rounds, because the target waits for rounds.
+            # Lets decode loops send their next rounds first, because the target waits for rounds.
             await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0

@@ -55,7 +55,7 @@ class CostLine:
 
     def __init__(self, spread: float, *, relative: bool) -> None:
         """The prior of the slope has mean 1 and standard deviation `spread`. If `relative` is true,
-        the unit of both is the mean measured time divided by the mean quantity."""
+        mean and deviation are multiples of the mean measured time divided by the mean quantity."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._spread, self._relative = spread, relative
@@ -110,7 +110,7 @@ class Forecast:
     round_s: float
     """Time of a round that asks for draft tokens and gets none."""
     round_lost: float
-    """Tokens that other sessions lose to a round as in `round_s`."""
+    """Tokens that other sessions lose to a round that gets no draft tokens."""
     token_s: Array
     """[K]: time that the first, second, ... proposed token adds."""
     token_lost: Array

@@ -33,7 +33,7 @@ def main() -> None:
     except ConfigError as error:
         trouble = error.message
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
-        # One limit covers all constraints: each reuses the memory of earlier constraints.
+        # One limit serves all constraints, because each reuses the memory of earlier constraints.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for line in sys.stdin:

@@ -57,7 +57,7 @@ def drafters(arguments: Arguments) -> int:
     from rich.table import Table
 
     found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
-    about = "q, the draft's distribution, has one token (one-hot) or the likeliest tokens (sparse)"
+    about = "q: the draft's distribution, over one token (one-hot) or the likeliest tokens (sparse)"
     table = Table(show_lines=True, caption=about)
     for name in DRAFTER_COLUMNS:
         is_name = name == "draft_model"

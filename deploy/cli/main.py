@@ -106,7 +106,7 @@ def _run(arguments: Arguments) -> int:
         return 2 if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except asyncio.CancelledError:  # SIGTERM has ended the command's temporary deployment.
+    except asyncio.CancelledError:  # SIGTERM, in a command with a temporary deployment.
         return 128 + signal.SIGTERM
     except BrokenPipeError:
         # The reader of the output is gone. When the interpreter exits, it flushes the output once

@@ -198,7 +198,7 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Several ranks that need resources get a placement group. Ray spreads all other actors."""
+        """Starts the actors. If several ranks need resources, the ranks get a placement group."""
         where: list[Any] = ["SPREAD"] * demand.num_ranks
         if demand.num_ranks > 1 and demand.each:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]

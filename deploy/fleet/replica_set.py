@@ -319,7 +319,7 @@ class Fleet:
         self.trial: Trial | None = None
         self.trial_failure = ""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
-        """The ports of the latest replica of each role and slot. The next replica may keep them."""
+        """The latest replica's ports, by role and `Membership.slot`, which the next may keep."""
         self._changed = asyncio.Event()
 
     @property
@@ -499,8 +499,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # If no old replica has the known ports, another process may have taken them. So only one
-        # start tries them.
+        # If no old replica has the known ports, another process may have taken them. Then this
+        # start fails. `pop` lets the next start choose other ports.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)

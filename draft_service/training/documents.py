@@ -64,7 +64,7 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 def shuffled(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents in a random order that depends only on their number. So the documents
     that the target reads in a limited time are a fair sample. The first returned document is always
-    held out, because the drafter is measured with held-out documents."""
+    held out, so that there is at least one document to measure the drafter with."""
     found = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
     chosen = next((i for i, document in enumerate(found) if document.is_held_out), 0)
     return [replace(found.pop(chosen), is_held_out=True), *found] if found else []

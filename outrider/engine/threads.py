@@ -55,7 +55,7 @@ def _thread_ids() -> set[int]:
 
 SLOW = 3.0  # a step is slow if it takes this many times its usual time
 SLOW_STEPS = 2  # this many slow steps in a row start a trial
-TRIAL_STEPS = 3  # a trial alternates this many steps on fewer threads with as many on all threads
+TRIAL_STEPS = 3  # a trial has this many steps on fewer threads, and as many on all, alternately
 GAIN = 2.0
 """If fewer threads make a trial's steps at least this many times as fast, steps run on fewer
 threads for the next `RETREAT_S` seconds."""

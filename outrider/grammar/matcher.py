@@ -155,7 +155,7 @@ class PrefixMatcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Followed:
-    """Implements `Allowed` with a grammar."""
+    """An `Allowed` (`token_mask.py`) that asks a grammar which tokens may follow."""
 
     matcher: PrefixMatcher
     length: int

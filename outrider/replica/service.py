@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
+        step. Beyond `num_max`, the oldest session is dropped; its pages are freed on demand."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -371,8 +371,8 @@ class SteppedService(ReplicaService):
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, runs a second step with these items. A second call of the executor
-        would cost too much: a quick step takes only 1.3 ms."""
+        nothing else waits, runs a second step with these items. A quick step takes only 1.3 ms,
+        so a call of the executor for each step would cost too much."""
         self._worker.leave(leaving)
         if not batch:
             return
@@ -387,7 +387,7 @@ class SteppedService(ReplicaService):
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            # If the engine is emulated, the executor sleeps after both steps: `now` is too early.
+            # An emulated step ends with a sleep, but the executor sleeps only after both steps.
             if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))

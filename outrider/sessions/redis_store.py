@@ -1,13 +1,13 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: <id> of each session that others tried to take over
-                                      from this owner, or `cancel:<id>` to cancel it; expires
+    <prefix>lease:{<owner>}:wanted    set: `<id>` of each session that another coordinator wants to
+                                      take over, or `cancel:<id>` if it wants to cancel it; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest, tokens_start, tokens_end,
-                                      logprobs_start, logprobs_end; rewrite ('1' while the owner
-                                      sends all tokens again, because Redis lost a take-over);
-                                      pending_tokens_start, ... (ranges of what was sent again)
+                                      logprobs_start, logprobs_end; rewrite ('1' after Redis lost a
+                                      take-over, until the owner has sent all tokens again);
+                                      pending_tokens_start, ... (ranges of what was sent so far)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte
@@ -20,7 +20,7 @@ roll back a script that fails. So each script keeps the session consistent after
 commands, as `lua/layout.lua` describes. A script uses keys of one hash slot only, but lease and
 session have different slots. So a take-over needs two runs: the first reads the owner's lease, and
 the second checks that epoch and owner are unchanged. If Redis loses the lease of a running owner,
-others can take over its sessions. The owner's writes then fail, because their epoch is too low."""
+another coordinator may take over. The owner's writes then fail, because their epoch is too low."""
 
 import asyncio
 import struct

@@ -85,9 +85,9 @@ def draw_from_logits(
     indices: Sequence[int], histories: Sequence[TokenHistory] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:  # fmt: skip
-    """Draws the next token for each of B sessions. Session b draws token `indices[b]` (from 0) of
-    its round, from row b of `logits`: [B, V], or [B, N] for a `vocabulary` of N tokens. Results
-    have the target's token ids, also with a `vocabulary`. Only penalties need `histories`.
+    """Draws the next token for each of B sessions. Session b draws token `indices[b]` of its
+    round (the first is token 0) from row b of `logits`: [B, V], or [B, N] for a `vocabulary` of N
+    tokens. Results always have the target's token ids. Only penalties need `histories`.
 
     Also returns the likely tokens of each row, or None under greedy. Waits for the device once.
     Raises `InvariantError` for rows that `target_probabilities` refuses."""

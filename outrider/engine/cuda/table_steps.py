@@ -36,8 +36,8 @@ _BLOCK_SLOTS = 64
 _WIDE = 128  # if heads are wider than this, only half of `_BLOCK_SLOTS` fit into shared memory
 _SPLITS = (16, 4, 1)  # the possible numbers of splits; the kernel is compiled for each of them
 _SPLIT_SLOTS_MIN = 256
-"""The splits of a step's longest context have at least this many slots. Shorter splits save less
-time than merging them takes."""
+"""The splits of a step's longest context have at least this many slots. Merging shorter splits
+takes more time than the splits save."""
 _WARPS = 4
 _STAGES = 2  # pipeline stages; with three, wide heads in float32 do not fit into shared memory
 _PROGRAMS_EACH = 2

@@ -74,9 +74,9 @@ def _load_share(
 def engine_of_a_replica(
     config: ReplicaConfig, num_threads: int, leadership: RankLeader | None
 ) -> Engine:
-    """Builds a replica's engine: in this process if `leadership` is None, else also in followers.
-    Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a rank ends or does not
-    join in time.
+    """Builds a replica's engine in this process. With `leadership`, this process is rank 0 of
+    several ranks. Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a rank
+    ends or does not join in time.
 
     Call this on a short-lived thread. If `leadership` is None, the thread gets a lower priority,
     so that loading does not slow down other replicas on the same cores. With several ranks, the
