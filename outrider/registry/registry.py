@@ -103,8 +103,8 @@ class Membership:
     deployment: str
     name: str
     slot: int = 0
-    """A number to add to port numbers: 0 unless all replicas run on one machine. On one machine, it
-    is the replica's index among the replicas of its role."""
+    """The replica's index among the replicas of its role, from which its port numbers follow. 0
+    unless all replicas run on one machine."""
     plan: str = ""
     """Hash of the settings with which the replica was started."""
     trial_share: float = 0.0
