@@ -67,15 +67,15 @@ class Answer:
     the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """For each token x of the answer, the estimated chance that a draft token in its place is
-        accepted. Values above 1 count as 1. Under block, the values are q(x) / p(x) instead."""
+        """`matches` under coupled, `ratios` under other rules. Except under block, min(1, value) is
+        the estimated chance that a draft token in the place of the answer's token is accepted."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i of each array counts the tokens that the draft guessed at rank i. The last entry counts
-    all other tokens. Under token and block, a correction x counts as 1 - q(x) / p(x) tokens."""
+    Entry i counts tokens that the draft guessed at rank i, the last entry all others. Under token
+    and block, a token x adds its chance to be a correction, 1 - q(x) / p(x), to `recovery`."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -224,7 +224,7 @@ def load_reading(config: DeploymentConfig, options: PromptOptions, progress: Pro
     if draft.drafter.kind:
         wrong = "it must not read the target's hidden states"
     elif parallel_token(draft) is not None:
-        wrong = "it drafts several tokens in one pass, but this command reads token by token"
+        wrong = "it drafts several tokens in one pass; use a model that drafts one token a pass"
     if wrong:
         hint = "(`outrider bench speedup` shows the acceptance of any drafter)"
         raise SettingError("draft_model", f"{draft.model} is wrong; {wrong} {hint}")
@@ -352,7 +352,7 @@ def race_rank(
 
     In an exponential race over `p`, token v arrives at noise_v / p_v. This function draws the noise
     of a race that `winner` has won. The draft's guesses are the tokens in the order in which they
-    arrive in a race over `q` with the same noise. The token at index `refused` is no guess. `p` and
+    arrive in a race over `q` with the same noise. The token at index `refused` is skipped. `p` and
     `q` [N] may omit tokens whose q is 0."""
     if q[winner] <= 0:
         return None

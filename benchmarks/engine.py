@@ -188,8 +188,8 @@ async def _beside_a_long_prompt(client: Client, prompts: Prompts) -> float:
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """All gaps, s, that overlap the time from `start` to `end`. `arrivals` has the times of arrival
-    of each session's tokens."""
+    """All gaps, in seconds, that overlap the time from `start` to `end`. `arrivals` has the times
+    of arrival of each session's tokens."""
     return [
         (after - before) / num_tokens
         for own in arrivals

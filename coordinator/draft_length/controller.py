@@ -194,7 +194,7 @@ class _Option:
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Number of committed tokens, minus the tokens that other sessions lose to this round."""
+    """Number of committed tokens, minus the tokens that this round costs other sessions."""
     seconds: float = 0.0
     draft_budget_s: float = math.inf
 

@@ -43,7 +43,7 @@ class Position:
     digest: int = EMPTY_DIGEST
     """Digest of the answer's tokens."""
     num_others: int = 0
-    """Number of prompt tokens in `PromptTokens`, plus number of events without tokens."""
+    """Number of prompt tokens in `PromptTokens` events, plus number of events without tokens."""
 
     def after(self, event: Event) -> Position:
         if isinstance(event, Tokens) and event.token_ids:

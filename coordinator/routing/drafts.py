@@ -31,7 +31,7 @@ class Drafted:
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
     number of drawn tokens. 0 if no drafter was asked, or if a look-up replaced a drafter that was
-    late or not ready: a look-up does not show how often the drafter's tokens are accepted."""
+    late or not ready. Length control then learns no acceptance from this proposal."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""

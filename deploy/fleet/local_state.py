@@ -24,7 +24,7 @@ LOCK_NAME, LOG_NAME = "deployment.lock", "serve.log"
 ERROR_PREFIX = "outrider: error: "
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Pause between attempts, because `lock_holder` in another process may hold the lock briefly."""
+"""Pause between attempts to take the lock. Another process's `lock_holder` may hold it briefly."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The record, also of a dead deployment; None = no record. Raises `ConfigError` if damaged."""
+    """The record, even of a dead deployment; None = no record. Raises `ConfigError` if damaged."""
     path = directory / FILE_NAME
     try:
         return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))

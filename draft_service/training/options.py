@@ -36,8 +36,8 @@ class DistillOptions:
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
-    """Token ids of prompts to measure with. The model card reports the acceptance in the answers.
-    `prompts` must contain none of these, because `prompts` are used for training."""
+    """Token ids of prompts for measuring: the model card reports how often draft tokens are
+    accepted in the answers. Training uses `prompts`, so `prompts` must contain none of these."""
     corpus: Internal[tuple[Path, ...]] = ()
     """Files of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0

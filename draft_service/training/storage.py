@@ -28,7 +28,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Raises `ConfigError` if another run is using the directory."""
+    """Locks the directory. Raises `ConfigError` if another run is using it."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with locked(directory / "lock", wait=False):

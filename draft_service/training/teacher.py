@@ -201,8 +201,8 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` unless the model's logits are the output of its LM head, because
-    drafters compute logits by the LM head alone."""
+    """Raises `ConfigError` if the model changes the output of its LM head (for example scales it),
+    or if this head has a bias, because drafters multiply by the head's matrix only."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():

@@ -118,9 +118,9 @@ class EndpointPool(Generic[Endpoint]):
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:
-        """Calls again the function that names the coordinators, at most once in `LOOK_S`. If the
-        function returns an empty text or fails, the named coordinators stay the same. Returns the
-        endpoints that the pool no longer keeps, which the caller must close."""
+        """Calls the function `server` again, at most once in `LOOK_S`. If this function returns an
+        empty text or fails, the named coordinators stay the same. Returns the endpoints that the
+        pool no longer keeps, which the caller must close."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -175,8 +175,8 @@ class ResumingTransport(Transport):
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the first answer. If all coordinators raise `Unavailable`, raises the last error.
-        But if a function names the coordinators and the last one did not answer, calls all of them
-        again until the time is over."""
+        But if a function names the coordinators, and the coordinator that was called last did not
+        answer, calls all coordinators again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):

@@ -20,7 +20,7 @@ from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 PAGED = "outrider_paged"
 _FINDING = "outrider_finding"
-"""A module with this attention also builds masks, from which `find_layers` learns the windows."""
+"""With this attention, a module builds masks, from which `find_layers` learns the windows."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
 """Arguments of transformers' attention functions that paged attention does not support."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

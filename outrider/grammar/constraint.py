@@ -32,7 +32,7 @@ class Constraint:
     kind: ConstraintKind
     text: str
     """A schema as compact JSON, a regular expression, or a JSON list of choices. The keys of a
-    schema keep their order, because an answer's keys have the same order."""
+    schema keep their order, because this order also holds for the keys of an answer."""
 
     @classmethod
     def of_schema(

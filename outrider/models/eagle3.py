@@ -75,7 +75,7 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
     """The configuration of a layer whose width need not be a multiple of the number of heads."""
 
     def validate_architecture(self) -> None:
-        """Does nothing. The base class refuses a width that is not such a multiple."""
+        """Does nothing. The base class would check that the width is a multiple."""
 
 
 class _Layer(nn.Module):

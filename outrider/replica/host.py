@@ -108,7 +108,7 @@ class ReplicaHost(process_setup.PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Returns the address and the membership, for a new reconciler."""
+        """Returns what a new reconciler must know about this replica."""
         return self._engagement
 
     async def traffic(self) -> int:

@@ -1,5 +1,5 @@
-"""Computes the verdicts of `verification.py` on a CUDA device. A call starts at most three kernels
-for all its sessions together, and waits for the device once."""
+"""Computes the verdicts of `verification.py` on a CUDA device. `judge_by_kernels` starts at most
+three kernels for all sessions together, and waits for the device once."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def give_up(device: torch.device) -> None:
 def judge_by_kernels(
     logits: Tensor, transforms: Sequence[Transforms], rows: ProposalRows
 ) -> JudgedRows:
-    """Computes `JudgedRows` from the `logits` [R, V] of `rows`, in float32 or narrower."""
+    """Computes `JudgedRows`. `logits` [R, V] are those of `rows`, in float32 or a narrower type."""
     num_rows, device = len(logits), logits.device
     found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
     nothing = np.empty((num_rows, 0), dtype=np.int64)
