@@ -165,9 +165,9 @@ class Generations:
         """Yields the events of all choices. Continues the session `session_id` or the sessions of
         the `key`, if there are any. Otherwise opens new sessions.
 
-        All choices together count as one request of the caller. Until the last choice ends, each
-        choice counts as one generation. No choice runs before all are admitted. Raises `BadRequest`
-        if the caller may not run so many choices at a time. Also raises the service's errors."""
+        All choices count as one request of the caller. Each choice counts as one generation until
+        the last choice ends. No choice runs before all are admitted. Raises `BadRequest` if the
+        caller may not run so many choices at a time. Also raises the service's errors."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:

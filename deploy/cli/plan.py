@@ -2,7 +2,7 @@
 target, a drafter and prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
-rehearse  the services run short sessions, whose times correct the step times of the engines
+rehearse  the services run short sessions, to correct the step times that the engines measured
 choose    the plan computes the speed of every rule and K on the answers, and takes the fastest
 simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """

@@ -314,8 +314,8 @@ def find_span_tokens(
 ) -> int | None:
     """Returns the greatest length of spans with which a token's output has the same bits in steps
     of any size. Returns None if even spans of one token fail. Tries the last tokens of short and of
-    long sequences, with each of the `thread_counts`. Layers of one `kind` compute alike, so runs
-    only as many of the first layers as include each kind."""
+    long sequences, with each of the `thread_counts`. Layers of one `kind` compute alike, so it
+    is enough to run the first layers until each kind is included."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
