@@ -311,7 +311,7 @@ class Reader:
 
     def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
         """Parses a JSON object to its end, or to the end of the text, and returns its text. `depth`
-        is the number of its brackets that are already open. With `is_added`, adds the text as
+        is the number of brackets that are already open. With `is_added`, adds the text as
         arguments, piece by piece. Looks only for brackets and strings, because the JSON may be
         invalid."""
         taken, is_in_string, is_whole = list[str](), False, False

@@ -279,7 +279,7 @@ def call_error(error: Any, address: str) -> errors.OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Returns metadata with the key, if any. Raises `BadRequest`, which does not show the key."""
+    """Returns metadata with the key, if any. The `BadRequest` for a wrong key does not quote it."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:

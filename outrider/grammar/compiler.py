@@ -74,8 +74,8 @@ class GrammarTokenizer:
     """The bytes of each token of a tokenizer, and the tokens that end a text."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
-        """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
-        a second. Raises `ConfigError` for other tokenizers, or if there are no end tokens."""
+        """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Raises
+        `ConfigError` for other tokenizers, or without end tokens. Takes about a second."""
         if not eos_token_ids:
             raise ConfigError("constraints need an end-of-text token; the model has none")
         try:

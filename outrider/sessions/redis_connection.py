@@ -291,7 +291,7 @@ class ScriptRunner:
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """For each script in a round trip, the runs that wait for the script's next round trip."""
+        """For each script whose round trip runs, the calls that wait for the next round trip."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:

@@ -147,9 +147,9 @@ class SessionStore(Protocol):
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended. If it is smaller, the
-        owner sends the missing tokens again. If it is larger, the store has the tokens already. An
-        append without tokens only asks for the length."""
+        length is less than expected_length + len(token_ids), nothing was appended, and the owner
+        sends the missing tokens again. If it is greater, nothing was appended, because the store
+        has the tokens already. An append without tokens only asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
