@@ -165,7 +165,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.give_up()
             if self.move():
                 return
-        # If the deadline has passed at the target, it will soon pass at the coordinator.
+        # `DeadlineExceeded` is not raised: the coordinator's own deadline will soon pass.
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))

@@ -319,7 +319,7 @@ class Fleet:
         self.trial: Trial | None = None
         self.trial_failure = ""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
-        """The latest replica's ports, by role and `Membership.slot`, which the next may keep."""
+        """The latest ports, by role and `Membership.slot`. The next replica may keep them."""
         self._changed = asyncio.Event()
 
     @property
