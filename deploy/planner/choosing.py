@@ -282,7 +282,7 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
     rate = max(rates, default=plain)
     if rate < plain and not plan.times.shares_device:
         yield (
-            "Do not use a separate draft here if its device could run another target. A device "
-            f"yields {rate:.1f} tokens/s with a separate draft, and {plain:.1f} without drafts. "
+            "Do not use a separate draft if its device could run another target. On average, a "
+            f"device yields {rate:.1f} tokens/s with a separate draft, and {plain:.1f} without. "
             "`outrider plan --devices` also compares heads, and drafts that several targets share."
         )

@@ -11,9 +11,9 @@ r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. Where the target h
 the previous pair (with `norm_output`, norm(h)) takes the place of g. With `fc_norm`, each t is
 normed before `fc`. With `norm_before_fc`, the concatenation of all t is normed before `fc`.
 
-form         sizes in config.json         what the layer ids name        tensors
-speculators  `transformer_layer_config`   inputs a, b..                  `layers.0.*`
-raw          at the top, as for a Llama   inputs a, b.. or outputs a-1.. `midlayer.*`, `layers.0.*`
+form         sizes in config.json         the layer ids name             tensors
+speculators  `transformer_layer_config`   inputs of layers               `layers.0.*`
+raw          at the top, as for a Llama   inputs or outputs of layers    `midlayer.*`, `layers.0.*`
 
 Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
 `embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's

@@ -213,6 +213,6 @@ def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
         plan, plain=replace(plan.plain, tokens_per_second=100.0), options=(way,), chosen=way,
         times=replace(TIMES, shares_device=shares_device),
     )  # fmt: skip
-    words = f"A device yields {rate / (1 + draft_replicas):.1f} tokens/s with a separate draft, "
-    words += "and 100.0 without drafts"
+    words = f"a device yields {rate / (1 + draft_replicas):.1f} tokens/s with a separate draft, "
+    words += "and 100.0 without"
     assert (words in shown(plans=(plan,))) == is_advised
