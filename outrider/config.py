@@ -452,7 +452,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica if one fewer would have been enough for this time, s."""
+    """Remove a replica if one fewer would have been enough throughout this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)

@@ -50,7 +50,7 @@ class WrittenCorpus:
         self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
-        # Numbers of conversations and answer tokens before the first missing conversation.
+        # Number of conversations before the first missing index, and of their answer tokens.
         self._num_first = self._first_tokens = 0
         if self._path.exists():
             data = self._path.read_bytes()

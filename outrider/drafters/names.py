@@ -15,7 +15,7 @@ EAGLE3 = "eagle3"
 MTP = "mtp"
 _KINDS = (_HYBRID, MTP, EAGLE3)
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""Matches text before a colon that is read as a kind of drafter. No hub id has a colon, and a
+"""Text before a colon that matches this counts as a kind of drafter. No hub id has a colon, and a
 directory with a colon can be written as `./NAME`. A Windows drive such as `C:` does not match."""
 _FORMS = (
     "`ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
@@ -97,8 +97,8 @@ def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
 
 
 def check_model_name(name: str) -> None:
-    """`name` is not a local path. If it resembles one of `_WORDS`, it is probably misspelt, and
-    this function raises `SettingError`. A name with a slash is always accepted."""
+    """Raises `SettingError` if `name` resembles one of `_WORDS`, and so is probably misspelt.
+    `name` must not be a local path. A name with a slash is always accepted."""
     if "/" in name or name in (DEMO, *SHIPPED):
         return
     if hint := did_you_mean(name, _WORDS, NEAR_WORD):

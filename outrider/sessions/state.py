@@ -21,7 +21,7 @@ class Session:
     """The tokens of one session, and how many of them are stored. Not thread-safe."""
 
     def __init__(self, record: store.SessionRecord) -> None:
-        check(record.finish_reason is None, "a finished session is not resumed")
+        check(record.finish_reason is None, "resumed a finished session")
         self.record = replace(record, token_ids=(), logprobs="")
         """The session's record without tokens. Only fields that never change are up to date."""
         self.session_id, self.epoch = record.session_id, record.epoch

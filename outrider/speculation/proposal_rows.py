@@ -21,10 +21,10 @@ class JudgedRows:
     """What a device has computed from R rows. Each field has the shape [R] and is on the CPU."""
 
     behind: RealArray
-    """If the row judges draft token x_i: min(1, p_i(x_i) / q_i(x_i)) under token, pi_i under block.
-    NaN if x_i is outside q_i."""
+    """For a row that judges draft token x_i: min(1, p_i(x_i) / q_i(x_i)) under token, pi_i under
+    block, and NaN if x_i is outside q_i. For all other rows: 0."""
     left: RealArray
-    """If the row is p_{n+1} and judges a draft token under block: Z_n (`verification.py`)."""
+    """For a row p_{n+1} that judges a draft token under block: Z_n. Unused for other rows."""
     drawn: IntArray
     """The token drawn from the row, or, if the row judges a draft token, the drawn correction."""
 
