@@ -371,8 +371,8 @@ class LengthControl:
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to begin drafting. Drafting must be expected to gain more tokens than are lost
-        while the draft reads the missed tokens, or the trial budget must cover the loss."""
+        """Whether to begin drafting. The expected loss includes tokens lost while the draft reads
+        missed tokens. Drafting begins if the loss is negative, or the trial budget covers it."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

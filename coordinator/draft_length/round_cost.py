@@ -7,7 +7,7 @@ finished rounds.
 | the target's step, for all sessions' rows (tokens) | at first the target's table, then measured |
 | wait for the target's step to begin | measured while other sessions use the target |
 | messages, and the coordinator's work | measured: a round's time minus the times above |
-| tokens that other sessions lose to drafting and messages on shared cores | measured |
+| tokens that other sessions cannot decode while drafting and messages use shared cores | measured |
 | a plain round | at first the time of the target's step, then measured as a whole |
 """
 
@@ -55,7 +55,7 @@ class CostLine:
 
     def __init__(self, spread: float, *, relative: bool) -> None:
         """The prior of the slope has mean 1 and standard deviation `spread`. If `relative` is true,
-        mean and deviation are multiples of the mean measured time divided by the mean quantity."""
+        the unit of both is the mean measured time divided by the mean x."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._spread, self._relative = spread, relative
@@ -171,7 +171,7 @@ class RoundCosts:
         self._tokens.note(played.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
-        """Counts a plain round after another plain round."""
+        """Counts a plain round that follows another plain round."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:

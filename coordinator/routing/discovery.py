@@ -146,7 +146,7 @@ class Discovery:
                 and now >= self._not_before.get(record.name, now)
                 # Drafts must fit the first target.
                 and (pool.role == "target" or self._pools["target"].first is not None)
-                # A leaving replica may be outdated. Others would have to fit it if it were first.
+                # A leaving replica may be outdated. If it were first, others would have to fit it.
                 and not (record.leaving and pool.first is None)
             ):
                 self._begin(record.name, self._join(pool, record))

@@ -230,8 +230,8 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Converts errors of the call in the `with` block. When the transport is closed, gRPC
-        raises CancelledError in running calls. This error becomes `Unavailable`."""
+        """Converts errors of gRPC in the `with` block to `outrider.errors`. When the transport is
+        closed, gRPC raises CancelledError in running calls. This error becomes `Unavailable`."""
         if self._closed:
             raise errors.Unavailable(CLOSED)
         try:

@@ -68,7 +68,7 @@ class SealedProposal:
 
     def cut(self, num: int) -> SealedProposal:
         """The first `num` tokens. Verifying them is exact only if `num` does not depend on the
-        tokens."""
+        dropped tokens."""
         if num >= len(self):
             return self
         end = 0
@@ -121,7 +121,7 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
     for distribution in q:
         packed = b"" if distribution is None else distribution.packed
         size = len(packed) // ENTRY_BYTES
-        check(size <= DRAFT_SUPPORT_ENTRIES_MAX, f"a q has {size} entries")
+        check(size <= DRAFT_SUPPORT_ENTRIES_MAX, f"a q has too many entries: {size}")
         parts += (size.to_bytes(_SIZE_BYTES, "little"), packed)
     return b"".join(parts)
 
