@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After any other error, drafts without tokens
-        fail. If this concerns all drafts, returns False, and the caller must raise the error."""
+        without tokens runs again alone. After any other error, drafts without tokens fail; if no
+        draft has tokens, returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # Ignores the second refusal: it may be for a repetition of the uncut proposal.
+                    # The uncut proposal may have been sent twice, so ignores the second refusal.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
