@@ -69,8 +69,8 @@ class DraftService(SteppedService):
 
 
 def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
-    """See `StepRequest.follow`. Returns the item if it continues and no caller waits for its next
-    answer. Otherwise returns None."""
+    """See `StepRequest.follow`. Returns the item if it continues, has no answers to send, and no
+    caller waits for its next answer. Otherwise returns None."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return item if calm and answer.more else None
 
