@@ -36,9 +36,9 @@ class TargetService(SteppedService):
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
         `costs`, the time of a step is limited too, and a step may wait for sessions that are
         expected soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the
-        time of drafting. Without `grammars`, sessions with a constraint are refused. Verdicts of
-        rounds that run ahead wait up to `stream_interval_ms`, because one message with several
-        verdicts costs less than several messages."""
+        time of drafting in seconds. Without `grammars`, sessions with a constraint are refused.
+        Verdicts of rounds that run ahead wait up to `stream_interval_ms`, because one message with
+        several verdicts costs less than several messages."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)

@@ -37,7 +37,7 @@ class Measured:
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Measures drafts in the held-out documents. In conversations, measures only answers, because
-    user turns come from `--prompts`, or were drawn with other sampling parameters. `greedy` and
+    user turns were given, or were drawn with other sampling parameters. `greedy` and
     `sampled` use the first token of each chain (see `learners.py`)."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []

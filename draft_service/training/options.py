@@ -26,7 +26,7 @@ class DistillOptions:
     does not count. If a run was interrupted, its earlier minutes count. With `--tokens`, writing
     has no limit. With `--steps`, reading and training have no limit."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Number of layers of a student; unset = 5. A student gets the target's first layers,
+    """Number of layers of a student; unset = 5. A student gets copies of the target's first layers,
     its last layer, and the two layers that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""

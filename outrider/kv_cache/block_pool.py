@@ -139,9 +139,9 @@ class BlockPool:
         written. After the step, call `written`. If the step fails, call `keep` with the old length
         instead. If a page copy fails, then also call `release`, because the copy was not filled.
 
-        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. `whole` is
-        false if only a drafting head writes to the new slots. Such slots must never be shared: do
-        not call `written`, and drop them with `keep` before the next call with `whole`."""
+        Evicts remembered pages as needed, or raises `OutOfPages` and changes nothing. If `whole` is
+        false, only a drafting head writes to the new slots. They must not be shared: do not call
+        `written`, and drop them with `keep`. Else the next `whole` call raises `InvariantError`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
         if not self._is_roomy(steps):

@@ -1,6 +1,6 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-For each token, a layer of the model must keep one key and one value and nothing else. The logits of
+For each token, a layer of the model may keep one key and one value and nothing else. The logits of
 a sequence must not depend on the other sequences of a step. The trial runs the same tokens as two
 sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
 the logits that the model's own dense attention yields. A deterministic engine also compares steps

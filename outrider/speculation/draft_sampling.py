@@ -87,7 +87,7 @@ def draw_from_logits(
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:  # fmt: skip
     """Draws the next token for each of B sessions. Session b draws token `indices[b]` of its
     round (the first is token 0) from row b of `logits`: [B, V], or [B, N] for a `vocabulary` of N
-    tokens. Results always have the target's token ids. Only penalties need `histories`.
+    tokens. All other arguments and results have the target's ids. Only penalties need `histories`.
 
     Also returns the likely tokens of each row, or None under greedy. Waits for the device once.
     Raises `InvariantError` for rows that `target_probabilities` refuses."""
