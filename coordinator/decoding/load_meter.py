@@ -13,8 +13,8 @@ _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
 """Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
 _WAITED = 1.0
-"""A proposal has waited if its time in the draft's queue was longer than this multiple of its
-computing time. A shorter wait may be just the rest of a step that was already running."""
+"""A proposal counts as `waited` if its `queue_ms` > `_WAITED` * its `compute_ms`. A shorter
+wait may be just the rest of a step that was already running."""
 
 
 class LoadMeter:

@@ -164,8 +164,8 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """A stream whose events have no ids cannot be resumed. Each coordinator gets a request
-        other than `POST` only once, because the request may be a probe, which must fail soon."""
+        """A stream whose events have no ids cannot be resumed. A request other than `POST`
+        may be a probe, which must fail soon. So each coordinator gets such a request only once."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)

@@ -163,7 +163,7 @@ class ResponseObject(Schema):
 
 
 class ResponseEvent(Schema):
-    """A change of a response. OpenAI's reference describes the other fields of each event."""
+    """An event of a stream. OpenAI's reference describes the other fields of each event."""
 
     type: str
     sequence_number: int

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deploy.planner.simulation import Pair
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
-"""Settings that are no options of `plan`, because the plan or its requests set them."""
+"""Settings that are not options of `plan`, because the plan or its requests set them."""
 BUILT_IN_PROMPTS = 12
 
 

@@ -68,7 +68,7 @@ FIXED = {
 """Settings that cannot change while a deployment runs, with the reason or an alternative."""
 
 Changes = tuple[dict[str, Value], tuple[str, float] | None]
-"""The changed settings by key, and the running trial's draft model and share, or None."""
+"""The changed settings by key, and the running trial's draft model and share (None = no trial)."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -208,7 +208,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # `_use` may fail if a replica now runs on another machine.
+        except BaseException:  # For example, replicas on several machines bind loopback.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:

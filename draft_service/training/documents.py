@@ -54,8 +54,8 @@ class Document:
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out. A keyed hash decides, so that a drafter that is
-    trained further in a later run never learns a text that was held out."""
+    """Whether a text of these tokens is held out. A keyed hash decides, so all runs hold out the
+    same texts. If a later run trains a drafter further, the drafter still learns none of them."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0

@@ -34,14 +34,14 @@ for the last layer's output, and the head reads earlier layers."""
 _QUIET = ("fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight")
 _QUIET_DEVIATION = 1e-3
 """Small initial standard deviation of `_QUIET`. `Eagle3.make` adds an identity matrix to the
-columns of `fc` for the last of the `taps`. So a new head passes this input on almost unchanged."""
+columns of `fc` that read the last tap. So a new head passes the last tap on almost unchanged."""
 
 
 class Depth(NamedTuple):
     """Draft token i of C chains along the texts of a batch."""
 
     hidden: Tensor  # [C, D]: the input from which `Learner.head` computes the tokens' logits
-    rows: Tensor  # [C], ascending: each token's row of the batch, with the target's distribution
+    rows: Tensor  # [C], ascending: each token's index among the R rows of `Batch`
 
 
 class Learner:
@@ -50,8 +50,8 @@ class Learner:
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()  # the target's layers, from 0, whose inputs the drafter reads
     num_depths: int | None = None
-    """Number of tokens of a chain that `draft` returns. None = chains of one token. In this
-    case, the measurement treats draft tokens at consecutive positions as a chain."""
+    """Length of the chains that `draft` returns. None = `draft` returns one token for each
+    position, and the measurement treats the tokens of consecutive positions as a chain."""
     stored_form: ClassVar[str]  # the sentences of the model card about the stored weights
     module: Any
     weights: dict[str, nn.Parameter]  # the trained weights: all except embeddings and output head

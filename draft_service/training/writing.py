@@ -50,7 +50,7 @@ class WrittenCorpus:
         self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
-        # Number of conversations before the first missing index, and of their answer tokens.
+        # Counts of conversations before the first missing index, and of their answer tokens.
         self._num_first = self._first_tokens = 0
         if self._path.exists():
             data = self._path.read_bytes()
@@ -62,9 +62,9 @@ class WrittenCorpus:
 
     def documents(self) -> list[Document]:
         """Returns the written conversations. With `tokens`, returns only the first conversations
-        whose answers together have this many tokens. A hash of the prompt decides whether a
-        conversation is held out, because answers to the same prompt are alike. Conversations
-        without a user's turn share their prompt, so their hash includes the answer's beginning."""
+        whose answers together have this many tokens. Answers to the same prompt are alike. So a
+        hash of the prompt decides whether they are held out. Conversations without a user's turn
+        share their prompt, so their hash includes the answer's beginning."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []

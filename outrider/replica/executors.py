@@ -64,8 +64,8 @@ class InlineExecutor:
     """Runs steps on the event loop. For simulations with a virtual clock."""
 
     def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
-        """See `ThreadExecutor`. If `is_timed` is False, a target may run two steps in one `run`. A
-        simulation may use this although its steps take time: `run` then waits for both times."""
+        """See `ThreadExecutor`. A simulation may pass False even if steps take time. A target may
+        then run two steps in one `run`, which waits for the sum of their times."""
         self.is_timed = is_timed
         self._step_seconds = step_seconds
 

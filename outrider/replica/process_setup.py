@@ -159,7 +159,7 @@ def advertised(host: str, address: str) -> str:
 
 def machine_address() -> str:
     """Returns the IP address from which this machine would send to the internet. Without a route to
-    the internet, returns the address of the machine's name. On Debian it is a loopback address."""
+    the internet, returns the address of the machine's name (on Debian, a loopback address)."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
         return str(probe.getsockname()[0])
@@ -361,8 +361,8 @@ def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Returns the target's checked head; None without a head, and on all ranks but the leading
-    rank. Must be called before `speed_up`, because the check needs the unchanged `module`."""
+    """Returns the target's checked head, or None if there is no head or this rank is a follower.
+    Must be called before `speed_up`, because the check needs the unchanged `module`."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import read_library
@@ -380,8 +380,8 @@ def _layer_of_target(
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Loads the EAGLE-3 head or MTP layer that runs on a target; None on all ranks but the leading
-    rank. `module` is the target's `transformers` model. If it is None or divided among ranks, reads
+    """Loads the EAGLE-3 head or MTP layer that runs on a target. Returns None on followers.
+    `module` is the target's `transformers` model. If `module` is None or divided among ranks, reads
     embeddings and LM head from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp

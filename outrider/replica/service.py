@@ -1,5 +1,5 @@
-"""The base of the services of drafts and targets. Coordinators send *items*, each one round of a
-session. Items that arrive during a *step* (a call of the worker) share the next step, so batches
+"""The base of the services of drafts and targets. Coordinators send *items*, each for one round of
+a session. Items that arrive during a *step* (a call of the worker) share the next step, so batches
 grow with load.
 
     event loop                                          executor (a thread, or inline)
@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. Beyond `num_max`, the oldest session is dropped; its pages are freed on demand."""
+        step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -387,7 +387,7 @@ class SteppedService(ReplicaService):
             for work, answer in zip(batch, answers, strict=True)
         ]
         if None not in items:
-            # An emulated step ends with a sleep, but the executor sleeps only after both steps.
+            # With `is_timed`, the executor sleeps after both steps, so `now - start` is too short.
             if not self._executor.is_timed:
                 self._worker.note_seconds(now - start)
             steps.append(_Step(now, items, self._run_items(items)))

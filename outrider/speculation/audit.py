@@ -1,10 +1,10 @@
 """Checks whether committed tokens look as if they were drawn from the target's distribution.
 
 Let p_i be the target's distribution of token x_i, given all earlier tokens. If x_i is drawn from
-p_i, its surprise -log p_i(x_i) has the entropy of p_i as its mean. So the sum of surprise minus
-entropy is a martingale, even though the tokens decide where a session ends. For many tokens, this
-sum divided by the square root of the summed variances of -log p_i is approximately standard normal.
-The quotient drifts away from 0 if the tokens' distribution has another mean surprise.
+p_i, the mean of its surprise -log p_i(x_i) is the entropy of p_i. Let S be the sum of surprise_i -
+entropy_i, and V the sum of the variances of -log p_i. S is a martingale, even if the tokens decide
+where a session ends. For many tokens, S / sqrt(V) is approximately standard normal. This quotient
+drifts away from 0 if the tokens come from a distribution with another mean surprise.
 
 Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts,
 so it detects wrong noise, acceptance or corrections, but not a wrong transform."""

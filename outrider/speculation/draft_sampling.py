@@ -2,9 +2,9 @@
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
 from the counts, and sends the counts to the target. So q is exactly the distribution of the draw.
-The cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. A token's count is the
-difference between its rounded value and that of the token before it. A draw takes one uniform u,
-and returns the first token at which the running sum of counts exceeds u * `COUNT_TOTAL`.
+Let F_j be the probability of the j likeliest tokens together, and T = `COUNT_TOTAL`. The j-th
+likeliest token has the count round(F_j T) - round(F_{j-1} T). A draw takes one uniform u, and
+returns the first token at which the running sum of counts exceeds u T.
 
 Under the rule coupled, a draw is a Gumbel-max race with the target's noise (`gumbel_max.py`)."""
 

@@ -55,8 +55,8 @@ def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
 
 
 def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
-    """Computes the numbers `indices` ([R, M] or [1, M]) of each row: [R, M], int64. `keys` are
-    columns [R, 1]."""
+    """Computes number i of each row for each i in `indices` ([R, M] or [1, M]). Returns int64
+    [R, M]. `keys` are columns [R, 1]."""
     first, second = keys
     bits = indices * _GAMMA + first
     bits ^= (bits >> 30) & (2**34 - 1)  # The mask clears the copies of the sign bit.

@@ -69,8 +69,8 @@ class ReplicaServicer:
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, all streams send their queued answers and
-        end with `Unavailable`. They end at the same time, because a coordinator may have two
-        streams to this replica, and cancels both when one of them ends."""
+        end with `Unavailable`. They end at the same time, because a coordinator with two streams
+        cancels both when one ends, and would lose the answers queued on the other."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:

@@ -80,7 +80,7 @@ def engine_of_a_replica(
 
     Call this on a short-lived thread. If `leadership` is None, the thread gets a lower priority,
     so that loading does not slow down other replicas on the same cores. With several ranks, the
-    thread keeps its priority, because the threads of the collectives inherit this priority."""
+    thread keeps its priority, because the threads that it starts for steps inherit it."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
