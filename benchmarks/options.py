@@ -63,8 +63,8 @@ class DecodingOptions(PromptOptions):
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
-        """A request with drafts. `Contestant.ask` adds each prompt to it. If the option is unset, K
-        is the argument `num_draft_tokens`. Raises `SettingError` if K is 0."""
+        """A request with drafts. `Contestant.ask` adds each prompt to it. K is the option
+        `num_draft_tokens`, or the argument if this is unset. Raises `SettingError` if K is 0."""
         from .measurement import bench_request
 
         bound = self.num_draft_tokens or num_draft_tokens

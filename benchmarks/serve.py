@@ -1,8 +1,8 @@
 """`outrider bench serve`: a load test with the options and figures of `vllm bench serve`.
 
-With a request rate, requests arrive independently of the answers. Without a rate, all requests
-arrive at once. At most `max_concurrency` requests run at a time. Further requests wait in this
-client before they are sent. The times below do not include this wait.
+With a request rate, requests arrive at random times, whether or not earlier requests have been
+answered. Without a rate, all requests arrive at once. At most `max_concurrency` requests run at a
+time. Further requests wait in this client. The times below do not include this wait.
 
 | figure | time, for each request that did not fail |
 | --- | --- |
@@ -199,7 +199,7 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
 
 
 def latencies(done: Completion) -> dict[str, float | None]:
-    """The latencies of a request, ms. If no chunk had tokens, TTFT is the time to the end."""
+    """The latencies of a request, ms. If no chunk had tokens, TTFT equals E2EL."""
     first_s, rest = next(iter(done.chunk_s), done.seconds), done.num_tokens - 1
     return {
         "ttft": 1e3 * first_s,

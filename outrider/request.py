@@ -78,7 +78,7 @@ class ResumeRequest:
     tokens_digest: int | None = None
     """`TokenSequence.digest` of the tokens that the client has; None = no check of these tokens."""
     cuts: tuple[int, ...] = ()
-    """If set, all tokens are resent. At each of these token counts, an event ends. Not in gRPC."""
+    """If set, all tokens are sent again, in events that end at these token counts. Not in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens."""
+    """Numbers of tokens of one request."""
 
     prompt_tokens: int
     completion_tokens: int

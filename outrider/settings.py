@@ -25,7 +25,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
-    is its field's alias, by default the field's name. The names in `fields` get the `prefix`."""
+    is its field's alias. The default alias is the name, with the `prefix` for names in `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,

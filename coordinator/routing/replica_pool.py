@@ -383,7 +383,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target has a head. Without a target, looks at the pool's first."""
+        """Whether the session's target has a head. Without a target, `pool.first` decides."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -398,8 +398,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
-        number in messages. Each move raises this number by more rounds than a target runs ahead.
-        So if the session returns to a replica, that replica's late answers match no round."""
+        number in messages. Each move of the session adds `RUN_AHEAD_ROUNDS_MAX` + 1 to this number.
+        So a replica's answers from the session's earlier stay match no later round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}

@@ -50,7 +50,7 @@ PURPOSES = {
     "peers": "compare with vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
     "prompts and threads",
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
-    "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
+    "emulate": "compare decoding modes on emulated models whose speed and acceptance you set",
     "overhead": "measure what rounds and requests cost without the models",
     "engine": "measure many sessions at once, and compare a step's time with that of transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",

@@ -117,9 +117,9 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     Option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
         help="first try the change on one new replica, which gets this share of the new sessions. "
-        "The other replicas are replaced only if these sessions decode faster. Only changes of "
-        "draft replicas or of heads on the target can be tried. With N other replicas, the best "
-        "share is 1 / (N + 1). 0 ends the running trial",
+        "The other replicas are replaced only if these sessions decode faster than the others. "
+        "Only changes of draft replicas or of heads on the target can be tried. With N other "
+        "replicas, the best share is 1 / (N + 1). 0 ends the running trial",
     ),
     Option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,

@@ -11,10 +11,10 @@ A role is *calm* if both of these numbers are below `CALM`: the load divided by 
 table, and the busy share that the replicas would have if one of them were removed. The busy share
 of a target is the share of the time in which a step runs, multiplied by how full the steps are.
 
-The number of a role's replicas grows at once, in proportion to the load, at most by the factor
+The wanted number of a role grows at once, in proportion to the load, at most by the factor
 `GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
 `COOLDOWN_S` pass between two changes of a role. While fewer replicas run than are wanted, the
-number does not grow, and it shrinks only if at least one replica runs and none is leaving.
+wanted number does not grow, and shrinks only if at least one replica runs and none is leaving.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 | state of a replica | what happens | when |
 | --- | --- | --- |
 | missing | placed and started | at once; after failures, with growing delays |
-| one of its ranks has died | removed, and then missing | after at most `END_GRACE_S` |
+| one of its ranks has died | removed, and so missing | after at most `END_GRACE_S` |
 | surplus | drained and stopped | after `QUIET_S` without requests, or after `stop_timeout_s` |
 """
 
@@ -36,9 +36,9 @@ END_GRACE_S = 0.5  # time to wait for errors of other ranks after a rank of a ru
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit of an actor's answer. Ray reports no error if the actor's machine is paused."""
+"""Time limit of an actor's answer, because Ray never reports that an actor's machine is paused."""
 QUIET_S = 1.0
-"""A leaving replica is drained if it has received no requests for this time."""
+"""A leaving replica counts as drained when it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
 FIRST_REST_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
@@ -92,8 +92,8 @@ class Overview:
 
     @property
     def num_stale(self) -> int:
-        """Number of replicas that an upgrade has yet to replace. For each role, this is the
-        number of stale replicas or of new replicas that do not serve yet, whichever is larger."""
+        """Number of replicas that an upgrade has yet to replace. For each role, this is
+        max(stale replicas, wanted replicas - new replicas that serve)."""
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)
@@ -319,7 +319,7 @@ class Fleet:
         self.trial: Trial | None = None
         self.trial_failure = ""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
-        """The latest ports, by role and `Membership.slot`. The next replica may keep them."""
+        """By role and `Membership.slot`: the latest replica's ports. Its successor may use them."""
         self._changed = asyncio.Event()
 
     @property
@@ -499,8 +499,8 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec, slot = self.settled(one.spec), one.member.slot
         takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
-        # If no old replica has the known ports, another process may have taken them. Then this
-        # start fails. `pop` lets the next start choose other ports.
+        # Without an old replica to hold the known ports, another process may have taken them. Then
+        # this start fails, and the next start chooses other ports, because `pop` forgets these.
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)

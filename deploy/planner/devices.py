@@ -46,7 +46,7 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     docs/performance.md has the sources of these numbers."""
 
     sessions: _Count = 1
-    """Largest number of sessions of a target. `seats` is the number for which memory has room."""
+    """Number of sessions of a target. Fewer run if the memory has no room for all (`seats`)."""
     context: _Count = 1024
     target: Annotated[_Model, Parts] = _Model(16.06, 32, 131.1)
     draft: Annotated[_Model, Parts] = _Model(2.47, 16, 32.8)
@@ -62,9 +62,9 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
     bandwidth_tb: PositiveFloat = 3.6
     """Memory bandwidth of a device: 0.75 of 4.8 TB/s."""
     compute_rows: _Count = 206
-    """Number of rows at which a step takes as long to compute as to read the weights: 990 TFLOP/s
-    divided by 4.8 TB/s. In FP8, computing and reading are both twice as fast, so the number is the
-    same."""
+    """Number of rows whose computation takes as long as reading the weights. In BF16, a row takes
+    one operation for each byte of the weights: 990 TFLOP/s / 4.8 TB/s = 206. In FP8, computing and
+    reading are both twice as fast, so the number is the same."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07

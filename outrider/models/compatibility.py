@@ -3,8 +3,8 @@
 For each token, a layer of the model may keep one key and one value and nothing else. The logits of
 a sequence must not depend on the other sequences of a step. The trial runs the same tokens as two
 sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
-the logits that the model's own dense attention yields. A deterministic engine also compares steps
-of several sizes with each other (`dependent_at`)."""
+the logits that the model's own dense attention yields. A deterministic engine
+must also yield bit-equal logits in steps of several sizes (`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def check_features(engine: DraftingEngine, expected: Tensor) -> None:
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Compares norms over all rows together, because in 16 bits a single row may differ much."""
+    """Compares the norms of whole tensors, because in 16 bits a single row may differ much."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
@@ -126,10 +126,10 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
-    """Compares the logits of a sequence that runs alone with its logits in steps together with
-    other sequences. Returns the number of tokens of the smallest step in which any bit differs, or
-    None if no bit differs. Runs all steps even after a difference, because all ranks of a model
-    must run the same steps. Afterwards the engine holds no sequence."""
+    """Runs a sequence alone, and then again in steps with other sequences. Compares its logits.
+    Returns the number of tokens of the smallest step in which any bit differs, or None if no bit
+    differs. Runs all steps even after a difference, because all ranks of a model must run the same
+    steps. Afterwards the engine holds no sequence."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
@@ -146,7 +146,7 @@ def _logits_in_parts(
 ) -> Tensor:
     """Runs `ids` in parts of `part` tokens, one part in each step, and returns the logits [T, V].
     Other sequences precede the part, and fill the step up to `num_rows` tokens. If the engine has
-    too few pages for them, the part runs alone."""
+    too few pages for these sequences, the part runs alone."""
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]

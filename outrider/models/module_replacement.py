@@ -328,8 +328,8 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
 _ROUNDINGS = 64
 _ROUNDINGS_SHORT = 8  # for dtypes under 32 bits, whose sums are computed in 32 bits
-"""The largest allowed difference of two results, as a multiple of the machine epsilon times the
-row's largest value."""
+"""Two results x and y of a row agree if |x - y| <= `_ROUNDINGS` * eps * max(|x|). eps is the
+machine epsilon."""
 _PROBE = "outrider_probe"
 
 
@@ -406,7 +406,7 @@ def _call_attention(
     """Runs a probe [1, 4, width] through an attention `block`, up to the layer `o_proj`. The first
     `rotated` elements of each head get a rotary angle. Returns two things: (query, key, value,
     input of `o_proj`), and the options that the block itself passes to the attention function.
-    Returns None if the block cannot be called like Llama's."""
+    Returns None if the block cannot be called like Llama's attention."""
     rows, angles = _probe_rows(width, like), _probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}

@@ -6,7 +6,7 @@ holder of the cluster's token. If the address has no password, a process finds t
 | place of the password | set by |
 | --- | --- |
 | a file | the setting `redis_password_file`, or `outrider serve` on one machine |
-| variable OUTRIDER_REDIS_PASSWORD | the environment of Ray's processes, such as a pod's Secret |
+| variable OUTRIDER_REDIS_PASSWORD | you, for Ray's processes, for example from a pod's Secret |
 """
 
 import os
@@ -93,7 +93,7 @@ def with_password(address: RedisAddress) -> RedisAddress:
             key = "redis_password_file" if kind == "password" else key
             changed[kind] = read_password(Path(file), key)
         elif not (text := os.environ.get(variable, "")):
-            advice = " or give --redis-password-file" if kind == "password" else ""
+            advice = ", or give --redis-password-file" if kind == "password" else ""
             raise SettingError(
                 key,
                 f"is not known on {socket.gethostname()}: passwords are not sent through Ray; set "

@@ -150,7 +150,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
             await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # Not in `try`: if the call has ended, `except` would log an error.
+        if not is_known:  # Not in `try`: on an ended call this raises, and `except` would log.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
     async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:

@@ -74,7 +74,7 @@ def name_of(role: str) -> str:
 
 
 def make_authority(directory: Path, now: datetime.datetime) -> None:
-    """Makes the key and certificate of a new authority. Only the file's owner can read the key."""
+    """Makes the key and certificate of a new authority. Only its owner can read the key file."""
     _make(directory, AUTHORITY, now, AUTHORITY_DAYS)
 
 
@@ -109,7 +109,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` if the certificate has another key, or has expired."""
+    """Raises `ConfigError` if `key` does not fit `certificate`, or `certificate` has expired."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")

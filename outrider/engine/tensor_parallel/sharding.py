@@ -1,4 +1,4 @@
-"""Reduces a model to one rank's share of its weights, as plain modules and plain tensors.
+"""Reduces a model to one rank's share of its weights, in plain tensors (not `DTensor`).
 
 A rank has only some attention heads and some MLP units of each decoder layer. The code of the layer
 works with any number of heads and units. Ranks exchange tensors only in some linear layers, in the
@@ -68,7 +68,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields (name, number) for each number that must be a multiple of the number of ranks."""
+    """Yields the name and the value of each width that the number of ranks must divide."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -162,7 +162,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """Returns the least number that a rank passes. The ranks exchange numbers on `device`."""
+    """Returns the least `number` of all ranks. The ranks exchange their numbers on `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
