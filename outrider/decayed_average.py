@@ -34,8 +34,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """Returns the amount of `name` per second since the start. Recent seconds weigh more: the
-        result is the decayed sum of the amounts, divided by the decayed sum of the seconds."""
+        """Returns the average amount of `name` per second, in which recent seconds weigh more. It
+        is s / (T * (1 - exp(-t / T))): s = decayed sum, T = `seconds`, t = time since the start."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

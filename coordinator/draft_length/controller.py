@@ -53,7 +53,7 @@ PLAIN_TRIED_BELOW = 1.5
 PLAIN_TRIED_ROUNDS = 6
 """Rounds of a trial of plain decoding. The first is not measured (see `_follows_plain`)."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""Plain decoding is not tried if the measured plain rounds have at least this total weight."""
+"""Plain decoding is not tried while `CostLine.weight` of the plain rounds is at least this."""
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
@@ -371,8 +371,8 @@ class LengthControl:
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to begin drafting. The expected loss includes tokens lost while the draft reads
-        missed tokens. Drafting begins if the loss is negative, or the trial budget covers it."""
+        """Whether drafting is expected to gain tokens over plain decoding, or the trial budget
+        covers the expected loss. This includes the loss while the draft reads missed tokens."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
@@ -393,9 +393,9 @@ class LengthControl:
     def _options(self) -> tuple[list[_Option], _Option]:
         """Returns the options of drafting with K = 1, 2, ..., and the option of plain decoding.
 
-        The time limit of a proposal is its usual time plus its *gain*: the time that plain decoding
-        would take for the tokens that the proposal is expected to add. Drafting is chosen only if
-        the usual time is shorter than the gain, so a slow draft costs at most twice the gain."""
+        The time limit of a proposal is d + g. d is the usual time of drafting. g is the time in
+        which plain decoding commits as many tokens as the proposal is expected to add. Drafting is
+        chosen only if d < g, so a slow draft costs less than 2 g."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

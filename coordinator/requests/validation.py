@@ -179,10 +179,10 @@ class PromptEncoder:
     async def encode(
         self, request: GenerateRequest, tokens_max: int, *, add_special_tokens: bool = True
     ) -> tuple[str, tuple[int, ...]]:
-        """Returns the name of the prompt's field, and the prompt's token ids. `add_special_tokens`
-        affects only plain text. Simultaneous calls with the same prompt object tokenize it once.
-        Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes than `tokens_max`
-        tokens can have."""
+        """Returns the field to name in errors (`text`, `chat` or `token_ids`), and the prompt's
+        token ids. `add_special_tokens` affects only plain text. Simultaneous calls with the same
+        prompt object tokenize it once. Raises `BadRequest` if the prompt cannot be tokenized, or
+        has more bytes than `tokens_max` tokens can have."""
         text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given

@@ -1,5 +1,5 @@
-"""Sources of proposals that ask a model: a draft replica (`DraftClient`), or a head in the target
-(`SelfDraftClient`). If the model has no proposal, a look-up (`suffix` or `ngram`) proposes."""
+"""Gets proposals from a draft replica (`DraftClient`), or from a head in the target
+(`SelfDraftClient`). If there is no proposal, a look-up (`suffix` or `ngram`) proposes."""
 
 import asyncio
 import logging
@@ -440,7 +440,7 @@ class SelfDraftClient(_ModelDrafts):
             is_sure = score >= self._confident
             if reply is None or is_sure:
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
-                # 0 if the head has no proposal: a look-up does not show the head's acceptance.
+                # 0: length control must not learn from a look-up that stands in for the head.
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
         found = reply.next_proposal

@@ -53,9 +53,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
         """The proposal that the newest verdict is about. If it is shorter than the proposal given
-        to `verify`, the target could not read q. The caller must then stop using the drafter. If q
-        is unreadable only for certain draft tokens, the drafter's proposals would always end before
-        these tokens, and the output would be biased."""
+        to `verify`, the target could not read q. The caller must then stop using the drafter.
+        Otherwise the output may be biased: if only certain draft tokens make q unreadable, the
+        proposals always end before these tokens."""
 
     async def verify(
         self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     and refused.field == "proposal.q"
                 ):
                     num_refusals += 1
-                    # The uncut proposal may have been sent twice, so ignores the second refusal.
+                    # The second refusal is ignored: it may answer a repeat of the first request.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED

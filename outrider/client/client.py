@@ -88,8 +88,8 @@ class Client:
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> transport.Completion:
-        """Returns the whole answer. Raises the errors of `generate`. If the stream ends too early,
-        raises `Unavailable`."""
+        """Returns the whole answer. Raises the errors of `generate`. If the stream ends before the
+        event `Finished`, raises `Unavailable`."""
         builder = transport.CompletionBuilder()
         async with aclosing(self.generate(request)) as events:
             async for event in events:

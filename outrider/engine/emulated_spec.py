@@ -15,7 +15,7 @@ SCHEME = "emulated"  # an emulated model is named `emulated:SPECIFICATION`
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
-"""Smallest `support` if `acceptance_rates` is set. To reject an id, a target needs another."""
+"""Smallest `support` if `acceptance_rates` is set: the target replaces a rejected id by another."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/... into a list."""

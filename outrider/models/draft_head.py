@@ -109,8 +109,8 @@ class DraftHead(nn.Module):
         return logits
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """Runs a chain of `num_depths` pairs from each of L places of B texts. For each depth,
-        yields h [B, L, D], with gradients. `features` [B, L, D] are the features at the places, and
+        """Runs a chain of `num_depths` pairs from each of L places in each of B texts. For each
+        depth, yields h [B, L, D], with gradients. `features` [B, L, D] are those at the places, and
         `token_ids` [B, L + num_depths - 1] the tokens after the places. A pair attends to the
         text's pairs up to the chain's start, and to the chain's pairs up to itself."""
         num_pairs = features.shape[1]

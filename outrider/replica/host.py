@@ -108,7 +108,7 @@ class ReplicaHost(process_setup.PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Returns what a new reconciler must know about this replica."""
+        """Returns the report to a new reconciler (the actor that manages replicas)."""
         return self._engagement
 
     async def traffic(self) -> int:

@@ -84,7 +84,7 @@ class Verdict:
     """The target's answer to a proposal of K tokens."""
 
     accept_probability: tuple[float, ...]
-    """[K]: the probability that each draft token passes its own test: min(1, p / q) under token,
-    h_i of docs/exactness.md under block, 0 or 1 under coupled and greedy."""
+    """[K]: the probability that each draft token passes its own test. It is min(1, p / q) under
+    token, h_i of docs/exactness.md under block, and 0 or 1 under coupled and greedy."""
     correction: tuple[int, ...]
     """[K+1]: element n is the token that follows n accepted draft tokens."""

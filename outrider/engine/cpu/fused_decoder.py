@@ -8,7 +8,7 @@ first layer, the rotation of each layer, and how logits follow from the last lay
 of the three differs from a Llama's, the code of transformers runs the model.
 
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
-If no span exceeds a maximum length, a token's attention has the same bits in any span."""
+In spans up to the length that `find_span_tokens` returns, a token's attention has the same bits."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -305,7 +305,7 @@ class FusedSteps(Steps):
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
-_NUM_PAGES = 257  # pages of the cache in `find_span_tokens`; a longer context repeats some pages
+_NUM_PAGES = 257  # pages of the cache in `find_span_tokens`; longer sequences repeat some pages
 
 
 @torch.inference_mode()
@@ -314,8 +314,8 @@ def find_span_tokens(
 ) -> int | None:
     """Returns the greatest length of spans with which a token's output has the same bits in steps
     of any size. Returns None if even spans of one token fail. Tries the last tokens of short and of
-    long sequences, with each of the `thread_counts`. Layers of one `kind` compute alike, so it
-    is enough to run the first layers until each kind is included."""
+    long sequences, with each of the `thread_counts`. Layers with the same attention window (`kind`)
+    compute alike. So runs only the first layers, until each kind is included."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether steps of the sizes `counts`, with spans of `span` on `num_threads` threads, give
-        the last `num` of `length` tokens the same rows as one step with spans of 1."""
+        """Runs the last `num` of `length` tokens in one step with spans of 1. For each of `counts`,
+        runs that many of them again, with spans of `span`. Returns whether the rows are equal."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)
