@@ -1,9 +1,9 @@
 """Length control: chooses how many draft tokens (K) each round asks for, from the results of
 finished rounds. It uses no clock and no random numbers.
 
-K of a round is fixed when the previous round begins. At that time, neither target nor draft has
-drawn a token of the round, even if they work ahead. So K does not depend on the round's random
-numbers, and sampling stays exact under every rule (proof: docs/exactness.md).
+K of round r is fixed when round r - 1 begins. At that time, neither target nor draft has drawn a
+token of round r, even if they work ahead. So K does not depend on the random numbers of round r,
+and sampling stays exact under every rule (proof: docs/exactness.md).
 
 While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Trials of
 drafting, of the largest K and of plain decoding test whether the expected speeds are right. A trial

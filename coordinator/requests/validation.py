@@ -172,8 +172,8 @@ class PromptEncoder:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
-        """Running calls by (`id` of the prompt object, `add_special_tokens`). The call keeps the
-        object alive, so its id is unique. All generations of a request share the prompt object."""
+        """Running calls by (`id` of the prompt object, `add_special_tokens`). A running call keeps
+        its prompt alive, so the `id` is unique. All generations of a request share the prompt."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(

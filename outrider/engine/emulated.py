@@ -4,10 +4,10 @@ After each prefix, the target's distribution is a Zipf law over `support` token 
 the last `order` tokens picks these ids. All other ids have probability zero. The draft has the same
 ids. Its log q is log p + `deviation` * g, where g is a pseudo-random standard Gaussian for each id.
 
-With `acceptance_rates`, the target gives each draft token a probability of 1 or 0, which depends
-only on a pseudo-random number and the token's place in the round. So every rule accepts at these
-rates, with any drafter and at any temperature. But the target's distribution then depends on the
-draft tokens, so audits fail."""
+With `acceptance_rates`, the target gives each draft token a probability of either 1 or 0. Which of
+these depends only on a pseudo-random number and the token's place in the round. So every rule
+accepts at these rates, with any drafter and at any temperature. But the target's distribution then
+depends on the draft tokens, so audits fail."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""A session's parameters, history, and masks (empty, or one for each row; None = all tokens)."""
+"""A session's parameters, history, and masks (none, or one a row; a None allows all tokens)."""
 _FAILED: set[torch.device] = set()
 
 
