@@ -372,7 +372,7 @@ class LengthControl:
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting is expected to gain tokens over plain decoding, or the trial budget
-        covers the expected loss. This includes the loss while the draft reads missed tokens."""
+        covers the expected loss. Tokens lost while the draft reads missed tokens count, too."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)

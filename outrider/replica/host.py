@@ -108,7 +108,7 @@ class ReplicaHost(process_setup.PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Returns the report to a new reconciler (the actor that manages replicas)."""
+        """Returns what this replica reports to a new reconciler (the manager of replicas)."""
         return self._engagement
 
     async def traffic(self) -> int:

@@ -1,4 +1,4 @@
-"""Interfaces of both ends of a stream between a coordinator and a replica. A stream carries the
+"""The interfaces of a stream's two ends, at a coordinator and at a replica. A stream carries the
 items and answers of many sessions, several in one frame.
 
 `outrider.transport.grpc_link` and `outrider.transport.stream_server` are the two ends over gRPC.
