@@ -4,10 +4,10 @@ sessions
     sessions                 tokens a second by number of sessions, through coordinator and target
     engine_sessions          tokens a second by number of sessions, in the engine alone
 waits
-    prefix_ratio             time to the first token of a prompt whose first 1,000 tokens are
-                             cached, divided by the time to the first token without a cache
-    gap_ratio                99th percentile of the gaps in 8 sessions while a prompt of 4,000
-                             tokens is prefilled, divided by the median gap before this prefill
+    prefix_ratio             a / b. a is the time to the first token if the first 1,000 tokens of
+                             the prompt are cached, and b if none are
+    gap_ratio                c / d, for 8 sessions. c is the 99th percentile of their gaps while a
+                             prompt of 4,000 tokens is prefilled, and d their median gap before
 steps
     verify_step_ms           a step of 5 new tokens after 256 cached tokens of one session
     transformers_forward_ms  the same step in transformers

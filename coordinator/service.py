@@ -121,7 +121,8 @@ class CoordinatorService:
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
         target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
-        replica of a fixed set does not fit the others, or if a role has replicas, but none fits."""
+        replica of a fixed set does not fit the others, or if the registry has replicas of a role,
+        but none of them fits the pool."""
         config = self.config
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():
@@ -480,10 +481,10 @@ class CoordinatorService:
     async def _look(self) -> None:
         now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
-            began = now()  # If nothing answers, `_found` takes some seconds.
+            began = now()  # Not after `_found`, which takes some seconds if nothing answers.
             try:
                 found = await self._found()
-            except Exception as error:  # noqa: BLE001 (the next look must still come)
+            except Exception as error:  # noqa: BLE001 (the checks must go on)
                 _log.exception("the check of targets and store failed")
                 found = str(error)
             failing_since = min(failing_since, began) if found else math.inf

@@ -22,11 +22,11 @@ class RoundLength:
     is_timed: bool = True
     """Whether a time limit may stop drafting for this round, or a head's drafting for the next
     round. False if another session uses or has used the same seed, and so the same random numbers.
-    These numbers may have affected measured times, so a time limit could bias the output."""
+    Whether a limit stops drafting may depend on these numbers, and this could bias the output."""
 
 
 class DraftedBeside(NamedTuple):
-    """How a target drafted for a round, in the step that gave the previous verdict."""
+    """A target's drafting for a round, in the step that gave the previous round's verdict."""
 
     num_tokens: int
     """Number of drafted tokens. The round may use fewer."""

@@ -28,14 +28,14 @@ OUTLIER = 8.0
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""A draft token's measured time, divided by its time in the draft's table, has a prior with mean 1
-and this standard deviation."""
+"""Standard deviation of the prior of m / t. The prior's mean is 1. m is a draft token's measured
+time, and t is its time in the draft's table."""
 STEP_SPREAD = 0.2
 """Like `TABLE_SPREAD`, for the target's time per row. Measured times per row are too low
 (regression dilution), because the number of other sessions' rows is an estimate. A small spread
 gives these measured times little weight."""
 MEAN_SPREAD = 1.0
-"""Like `TABLE_SPREAD`, for a draft without a table. The mean measured time replaces the table."""
+"""Like `TABLE_SPREAD`, for a draft without a table. t is then the mean measured time."""
 MESSAGES_WORK = 4.0
 """Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
 these messages. With 8 sessions on two cores, 3 to 4 was measured."""
@@ -44,8 +44,8 @@ PLAIN_PRIOR_ROUNDS = 1.0
 as this many measured plain rounds."""
 SECONDS_MIN = 1e-9
 KEPT = 1.0 - 1.0 / 512.0
-"""Each drafting round multiplies the weight of the measured plain rounds by this factor, so
-that plain decoding is tried again after some time."""
+"""Each drafting round multiplies the weight of the measured plain rounds by this factor. So slow
+plain rounds are forgotten after some time, and plain decoding is tried again."""
 Array = npt.NDArray[np.float64]
 
 
@@ -55,7 +55,7 @@ class CostLine:
 
     def __init__(self, spread: float, *, relative: bool) -> None:
         """The prior of the slope has mean 1 and standard deviation `spread`. If `relative` is true,
-        the unit of both is the mean measured time divided by the mean x."""
+        both are multiples of m / n. m is the mean measured time, and n is the mean x."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._spread, self._relative = spread, relative

@@ -353,9 +353,8 @@ def _known_role(role: str) -> str:
 
 
 class Message(Body):
-    """A message of a conversation. Only an assistant's message may have reasoning or calls, or
-    lack the content. A tool's message must have a `tool_call_id`. Other messages must not have a
-    `tool_call_id`."""
+    """A message of a conversation. Only an assistant's message may have reasoning or calls, or no
+    content. Only a tool's message may have a `tool_call_id`, and it must have one."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),
@@ -583,7 +582,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# Tags appear in pydantic's error paths. `wrong_body` drops them, as no field's name has a space.
+# Tags appear in pydantic's error paths. `wrong_body` drops each part that contains a space.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

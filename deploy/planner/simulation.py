@@ -61,9 +61,9 @@ SEARCH_S = 5.0
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
-"""Multiples of a role's lower bound. At the bound, all replicas of the role would always be busy.
-While the search varies one role, each later role has `GENEROUS` times its own lower bound. The
-search gives up at `HOPELESS` times the lower bound of the varied role."""
+"""Multiples of a lower bound on a role's number of replicas. With this number, all replicas would
+always be busy. While the search varies one role, each later role has `GENEROUS` times its own lower
+bound. The search gives up at `HOPELESS` times the lower bound of the varied role."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
@@ -153,8 +153,8 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     target draws token d with the plan's chance of acceptance, and otherwise a correction: token 0
     or K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
     nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
-    hits, or how often a look-up proposes. The other guesses of look-ahead are decoys, which the
-    target never draws. With the decoys, look-ahead guesses as many outcomes as in the plan."""
+    hits, or how often a look-up proposes. Besides 0, look-ahead guesses decoys: tokens that the
+    target never draws. They make look-ahead guess as many outcomes as in the plan."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]

@@ -36,8 +36,8 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Measures drafts in the held-out documents. In conversations, measures only answers, because
-    user turns were given, or were drawn with other sampling parameters. `greedy` and
+    """Measures drafts in the held-out documents. In conversations, measures only answers. User
+    turns were given, or the target drew them with min-p, unlike answers. `greedy` and
     `sampled` use the first token of each chain (see `learners.py`)."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
@@ -68,7 +68,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
-    """Returns `Depth.rows` [C] and the `_scores` [C, 3] for each element of `Learner.draft`."""
+    """Returns `Depth.rows` [C] and the `_scores` [C, 3] of each `Depth` that `learner` drafts."""
     found = []
     with torch.inference_mode():
         for depth in learner.draft(batch):
@@ -81,7 +81,7 @@ def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
     """Compares the drafter's `logits` [C, N] with the target's distributions at these `rows` [C].
     Returns [C, 3]: whether the likeliest tokens are the same, sum min(p, q), and min(1, q(x) /
-    p(x)) of the text's token x."""
+    p(x)), where x is the next token of the text."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)
@@ -130,7 +130,7 @@ fingerprint `{fingerprint}`. It fits no other target. Serve it with
 
 About one document in {HELD_OUT_EVERY} is held out. A hash of its tokens decides, so every run holds
 out the same documents. For a conversation, only the prompt is hashed. If a conversation has no
-user's turn, the beginning of the answer is also hashed.
+user turn, the beginning of the answer is also hashed.
 
 ## Acceptance
 

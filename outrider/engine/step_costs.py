@@ -62,7 +62,7 @@ MEASURED_CONTEXT = 256
 SHORT_CONTEXT = 16
 """The cost of a slot is computed from the times of two steps: one with contexts of this length, one
 with contexts of `MEASURED_CONTEXT`. Both steps have several sessions, because the context of one
-session adds too little time. On two cores, a slot of the demo target adds 2 us to a 16 ms step."""
+session adds too little to measure. On two cores, a slot of the demo target adds 2 us to 16 ms."""
 CONTEXT_ROWS = 64
 """`row_slot_s` is computed from a step of one session with a long context and this many rows."""
 CONTEXTS_SHARE = 0.3

@@ -69,7 +69,7 @@ class Constraint:
         whole = regex.lstrip("^")
         bare = whole.rstrip("$")
         if bare != whole and (len(bare) - len(bare.rstrip("\\"))) % 2:
-            bare += "$"  # The first $ at the end is escaped.
+            bare += "$"  # The first of the removed $ is escaped.
         if not bare:
             raise BadRequest(field, "is empty; it must match some text")
         return cls(ConstraintKind.REGEX, bare)

@@ -268,8 +268,8 @@ def empty_model(
         config = _config(path, remote)
         if not takes_quantised and (quantization := quantization_of(config)):
             raise ValueError(
-                f"its weights are quantised ({quantization}), which does not work on several ranks "
-                "(use `--engine vllm`), with `--eagle3-on draft`, or in a drafter of `distill`"
+                f"its weights are quantised ({quantization}); this works neither on several ranks "
+                "(use `--engine vllm`), nor with `--eagle3-on draft`, nor in `distill`'s drafters"
             )
         with parameters_on_meta():
             dtype = _resolve_stored_dtype(config, options.get("dtype", "auto"), path)

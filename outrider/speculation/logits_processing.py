@@ -28,8 +28,8 @@ _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift that
-leaves the exponent and six bits of the fraction."""
+"""For each type of float: the integer type of the same size, the bits of 1.0, and a right shift
+that keeps the exponent and six bits of the fraction."""
 _NUM_BUCKETS = 64 * 64
 """64 buckets for each power of 2 from 1 to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64  # `largest` first compares the maxima of blocks of this size
@@ -51,7 +51,7 @@ def target_probabilities(
 
 
 def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> None:
-    """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
+    """Writes the sampled distribution of each row of `logits` [R, V], not normalised, to `weights`
     [R, W], float32 or float64. Biases and penalties must already be applied to `logits`. Columns
     beyond V become 0. A row with NaN or +inf, or only -inf, becomes NaN (see `check_weights`)."""
     width = logits.shape[1]
@@ -159,9 +159,9 @@ def changed_tokens(
 def raw_logprobs(
     logits: Tensor, chosen: Sequence[int], num_top: int, rows: Sequence[int]
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """For each token `chosen[i]`, returns its log-probability in row `rows[i]` of the raw `logits`
-    [R, V] (-inf outside the vocabulary), and the row's `num_top` likeliest tokens. These are pairs
-    (id, log-probability), likeliest first. Of equally likely tokens, the lowest id comes first."""
+    """For each i, returns the log-probability of token `chosen[i]` in row `rows[i]` of the raw
+    `logits` [R, V], and the row's `num_top` likeliest tokens as pairs (id, log-probability). These
+    are sorted, likeliest first, then by id. A token id of V or more has log-probability -inf."""
     check_maxima(logits.amax(dim=1).tolist())
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)

@@ -13,9 +13,9 @@ def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | No
     tokens before it are accepted. None = unknown. `texts` has the ratio min(1, q(x) / p(x)) of each
     token x of texts that the target drew. The mean ratio is the probability of acceptance.
 
-    A *window* is k consecutive tokens of a text. The product of a window's ratios, averaged over
-    all windows, is the probability that k tokens in a row are accepted. The result for draft token
-    k is this mean, divided by the mean product of the first k - 1 ratios of the windows."""
+    A *window* is k consecutive tokens of a text, with the ratios r_1, ..., r_k. E is the mean over
+    all windows. Then E[r_1 ... r_k] is the probability that k tokens in a row are accepted. The
+    result for draft token k is E[r_1 ... r_k] / E[r_1 ... r_(k-1)]."""
     values = [np.asarray(ratios, dtype=np.float64) for ratios in texts]
     windows = [[ratios[depth:] for depth in range(NUM_DEPTHS)] for ratios in values]
     return acceptance_of_windows(windows, NUM_DEPTHS)
