@@ -87,7 +87,7 @@ class Library:
     """Also the name of its virtual environment, of its file in `peer_environments`, and of its
     class in `library_process.DECODERS`."""
     is_ours: bool = False
-    """Whether the library runs in Outrider's environment, one request at a time."""
+    """Whether the library runs in Outrider's environment. It then decodes one request at a time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = ({},)
     """Settings that a sweep tries for plain decoding."""
@@ -193,7 +193,7 @@ async def fastest_settings(
 ) -> dict[str, Setting]:
     """Returns the fastest setting of each mode. Returns stored settings if their sweep had the same
     model and number of threads. Otherwise, or if `again`, runs a sweep. Omits the speculative mode
-    if no setting works. Raises `Unavailable` if plain decoding does not work."""
+    if none of its settings works. Raises `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"

@@ -121,7 +121,7 @@ Role = Callable[[dict[str, Any]], AbstractAsyncContextManager[str]]
 
 def main(words: Sequence[str]) -> None:
     """Runs a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. With
-    the word `EXACT_TIMERS`, the event loop uses `select`: timers of `epoll` may be 1 ms late."""
+    the word `EXACT_TIMERS`, the event loop uses `select`, as timers of `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print must go to standard error, not into the answers.
     module, _, name = words[0].partition(":")
@@ -153,7 +153,7 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of the service `setup["service"]`: target, draft or coordinator. Each message to or
-    from a target or draft takes `setup["delay_ms"]` longer. For a coordinator, this must be 0."""
+    from a target or draft takes `setup["delay_ms"]` longer. For a coordinator, it must be 0."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:

@@ -73,7 +73,7 @@ class TokenizerText:
 
     @property
     def chat_template(self) -> str:
-        """The chat template, preferably the one for tools; empty without a chat template."""
+        """The chat template; empty if there is none. A template for tools takes precedence."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, dict):
             found = found.get("tool_use") or found.get("default")
@@ -94,15 +94,15 @@ class TokenizerText:
         try:
             told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
         except BadRequest:
-            return True  # Rendering the real conversation then raises an error that says more.
+            return True  # Rendering the real conversation then raises the template's error.
         return _SOME_TOOL in told
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:  # fmt: skip
-        """The text of a conversation, up to the beginning of the answer. Raises the errors of
-        `encode_chat`."""
+        """The text of a conversation, up to the beginning of the answer. Raises `BadRequest` if the
+        model has no chat template, the template fails, or `variables` has a wrong name."""
         if not self.chat_template:
             raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
         if wrong := variables.keys() & _not_for_templates():
@@ -151,9 +151,10 @@ class TokenizerText:
         )
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
-        """A converter of arriving tokens to text, in linear time. `push` takes a token and returns
-        the text that is now certain. `finish` returns the remaining text, with U+FFFD for bytes
-        that are not a character. The text includes the special tokens named in `shown`."""
+        """A converter of arriving tokens to text. Its time is linear in the number of tokens.
+        `push` takes a token and returns the text that is now certain. `finish` returns the
+        remaining text, with U+FFFD for bytes that are not a character. The text of both
+        includes the special tokens in `shown`."""
         marks = {self._special_ids[name]: name for name in shown if name in self._special_ids}
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
@@ -221,7 +222,7 @@ class _WindowStream:
         if self._splits_character():
             return ""
         decoded = self._text.decode(self._context + self._pending)
-        # Without byte tokens, the text tells whether a character may be incomplete.
+        # Without byte tokens, U+FFFD at the end of the text may be an incomplete character.
         if (
             not self._text.fallback_bytes
             and decoded.endswith(_REPLACEMENT)

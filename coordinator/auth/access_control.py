@@ -120,7 +120,7 @@ class AccessControl:
 
     def identify(self, shown: Sequence[str]) -> Caller:
         """Returns the caller of a request. `shown` has all values of its header `authorization`. If
-        API keys are configured, the only value must be `Bearer KEY`. Raises `Unauthenticated`."""
+        API keys are configured, `shown` must be [`Bearer KEY`]. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:

@@ -115,8 +115,8 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
         """Creates a session in the store, and stores its id under the `key`. Raises `KeyTaken` if
-        the key has another session. If the store does not answer, it may still have created the
-        session, so the next attempt has a new id."""
+        the key has another session. If the store does not answer, it may have created the session.
+        This session is cancelled in the background, so the next attempt has a new id."""
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -251,8 +251,8 @@ class OwnedSessions:
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
         """Takes over the session of a stored `record`, unless it is finished. Returns the record
-        with the new epoch, and the session's parameters. If the stored tokens have changed since
-        `record` was read, runs `check_known` again after the take-over. Raises `Incompatible` if no
+        with the new epoch, and the session's parameters. Runs `check_known` before the take-over,
+        and again after it if the stored tokens have changed meanwhile. Raises `Incompatible` if no
         target has the session's weights, `Unavailable` if no target is known, and the errors of
         `check_known` and `SessionStore.take_over`."""
         parameters = await self.replay(record, lambda: check_known(record, request))
@@ -338,9 +338,9 @@ class OwnedSessions:
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
-        take-over, releases the session. Raises `Unavailable` while another call to the store takes
-        over, releases or ends the session. That call may have the same epoch as the new run. If
-        the store got the call after the take-over, it would end the new run."""
+        take-over, releases the session. Raises `Unavailable` while an earlier call to the store
+        takes over, releases or ends the session. The earlier call may have the same epoch as the
+        new run. If it reached the store after the take-over, it would end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)

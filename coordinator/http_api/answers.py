@@ -1,4 +1,4 @@
-"""Turns the events of sessions into whole answers, or into the events of streams."""
+"""Turns the events of sessions into whole answers, or into server-sent events."""
 
 from __future__ import annotations
 

@@ -78,10 +78,10 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. Yields the first event of each stream. Then yields, stream
-    by stream, the events that the client already has, which `Progress` drops. Later events
-    follow as they arrive. An error of one stream ends all. Streams pause while `EVENTS_AHEAD_MAX`
-    events are queued. A stream raises `BadRequest` only in place of its first event."""
+    """Merges the events of all streams. Yields the first event of each stream. Resumed streams then
+    repeat events that the client has. Yields these events stream by stream, and later events
+    as they arrive. An error of one stream ends all. Streams pause while `EVENTS_AHEAD_MAX` events
+    are queued. A stream raises `BadRequest` only in place of its first event."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 

@@ -120,7 +120,7 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """`outrider`; if `outrider` is not on PATH, its path in the directory of this Python."""
+    """The word `outrider`, or its path beside this Python if PATH does not have `outrider`."""
     beside = Path(sys.executable).with_name("outrider")
     return "outrider" if shutil.which("outrider") or not beside.exists() else str(beside)
 

@@ -28,7 +28,7 @@ REHEARSED_K = (0, 1, 8, 2, 4, 16)
 TEXTS_MAX = 4
 TOKENS_MAX = 48
 OUTLIER = 3.0
-"""A round is ignored if it takes this many times the median time of rounds with the same K."""
+"""A round is ignored if its time exceeds `OUTLIER` * (median time of rounds with the same K)."""
 DESCRIBE_TIMEOUT_S = 60.0
 
 

@@ -96,8 +96,8 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Returns the next endpoint that new calls do not avoid, or the next endpoint if they avoid
-        all. Raises `StreamBroken` if there are no endpoints."""
+        """Returns the next endpoint that new calls do not avoid. If they avoid all endpoints,
+        returns the next endpoint. Raises `StreamBroken` if there are no endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is known yet")
@@ -175,8 +175,8 @@ class ResumingTransport(Transport):
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """Returns the first answer. If all coordinators raise `Unavailable`, raises the last error.
-        But if a function names the coordinators, and the coordinator that was called last did not
-        answer, calls all coordinators again until the time is over."""
+        But if this error is `StreamBroken` and a function names the coordinators, calls all again
+        until the time is over, because the function may name others."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):

@@ -63,7 +63,7 @@ class _Refusal:
     kind: str
     reason: str
     until_s: float = math.inf  # on the clock `Grammars.now`
-    """Refusals of slow constraints end, because a constraint may be slow by chance."""
+    """The refusal of a slow constraint expires, because a constraint may be slow by chance."""
 
     def error(self) -> BadRequest:
         """A new error. An error shared by all callers would keep their stack frames alive."""
@@ -317,7 +317,7 @@ class _Document:
         listed = self._listed(schema)
         if sum(count > 0 for count in counts) < 2:
             return listed
-        # A combination takes at most one alternative of each part, and weighs as much as a list.
+        # A combination has at most one alternative of each part. It weighs `LIST_ALTERNATIVE`.
         ways = prod(1 + count / limits.LIST_ALTERNATIVE for count in counts) - 1
         return min(max(listed, limits.LIST_ALTERNATIVE * ways), _MANY)
 
@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the referenced part. If it is missing, the count of all alternatives."""
+        """`_reach` of the referenced part, or the count of all alternatives without such a part."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -2,11 +2,11 @@
 
 Files of heads number the target's layers in several ways, or do not state the layers. A head that
 reads wrong layers raises no error, but drafts badly. For the check, the target writes a short text.
-`DraftHead.ways` has the possible ways to read the target. In each way, the head predicts the next
+`DraftHead.ways` has the possible ways to read the target. For each way, the head predicts the next
 two tokens at each place of the text. The *agreement* is the share of predictions that are the
 target's likeliest token. A head pairs each token's id with the previous token's feature. For the
-way that the files state, the check also measures and reports the agreement with each token's own
-feature ("pairs one off"). A served head cannot do this: it drafts before that feature exists."""
+way that the files state, the check also reports the agreement with each token's own feature ("pairs
+one off"). A served head cannot use this feature, because it drafts before the feature exists."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -116,18 +116,18 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     finally:
         head.read_as(ways[best])
     tried = "; ".join(f"{way}: {share:.0%}" for way, share in shares.items())
-    summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({tried})"
-    _log.info("agreement of the head with its target: shares %s", summary)
+    summary = f"of {_DEPTHS * TOKENS_WRITTEN} predictions ({tried})"
+    _log.info("the head agrees with its target in these shares %s", summary)
     if found[best] < AGREEMENT_MIN:
         return (
-            f"agrees with its target at only {found[best]:.0%} {summary}; heads that fit a target "
-            f"agree at {AGREEMENT_MIN:.0%} or more. This head was made for another target, or "
+            f"agrees with its target in only {found[best]:.0%} {summary}; heads that fit a target "
+            f"agree in {AGREEMENT_MIN:.0%} or more. This head was made for another target, or "
             "reads the target in an unknown way"
         )
     if best != stated:
         return (
             f"reads the {best} in place of the {stated}, because with the {best} it agrees with "
-            f"its target at {found[best]:.0%} {summary}"
+            f"its target in {found[best]:.0%} {summary}"
         )
     return ""
 

@@ -36,7 +36,7 @@ class Watched(nn.Module):
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Base models may read attributes of their layers."""
+        """Also finds attributes of `inner`, because base models may read attributes of layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:

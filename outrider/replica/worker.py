@@ -158,7 +158,7 @@ class StepWorker:
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Returns whether there are pages for these steps. If pages of `younger` sessions are
-        needed and suffice, releases the youngest until the steps fit, and adds them to `lost`."""
+        needed and suffice, frees the youngest until all fit. Adds the freed sessions to `lost`."""
         if self._engine.can_hold(steps):
             return True
         if not self._engine.can_hold(steps, younger):

@@ -63,7 +63,7 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """True if this append and the next one both repeat tokens that the store once acknowledged. An
+    """True if the next append, like this one, repeats tokens that the store once acknowledged. An
     owner sends all tokens again if the store has lost the owner's take-over. Readers get the old
     tokens until an append with `more_follow` false is stored."""
 

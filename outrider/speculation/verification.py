@@ -5,14 +5,13 @@ n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 | ------- | ----------------------------------- | --------------------------- | -------------- |
 | token   | min(1, p_i(x_i) / q_i(x_i))         | pos(p_{n+1} - q_{n+1})      | Leviathan 2023 |
 | block   | h_i = Z_i / (Z_i + 1 - pi_i), i < K | pos(pi_n p_{n+1} - q_{n+1}) | Sun, ICLR 2025 |
-|         | h_K = pi_K                          | with sum Z_n                |                |
+|         | h_K = pi_K                          |                             |                |
 | coupled | 1 if x_i is the target's own draw   | the target's own draw       | Daliri 2024    |
 | greedy  | 1 if x_i is the likeliest token     | the likeliest token         |                |
 
-Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). A law is a
-distribution up to a factor. Correction K is a draw from p_{K+1} under every rule.
-
-Row n < K *judges* the draft token x_{n+1}.
+Here pos(z) = max(z, 0), pi_0 = 1, pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)), and Z_n is the sum
+of pos(pi_n p_{n+1} - q_{n+1}). A law is a distribution up to a factor. Correction K is a draw from
+p_{K+1} under every rule. Row n < K *judges* the draft token x_{n+1}.
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
 the width of p has p = 0, so draft and target may pad their vocabularies differently."""

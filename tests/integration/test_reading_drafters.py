@@ -94,7 +94,7 @@ async def test_it_writes_what_its_target_writes(
         described = await link.describe(10.0)
         await link.close()
         assert bool(described.features) is has_draft
-        assert described.draft_note.startswith(f"drafter {heads} agrees with its target at ")
+        assert described.draft_note.startswith(f"drafter {heads} agrees with its target in ")
         events = [event async for event in client.generate(request)]
     rounds = [event for event in events if isinstance(event, RoundReport)]
     ids = [one for event in events for one in getattr(event, "token_ids", ())]

@@ -1,10 +1,10 @@
 """Two Triton kernels that compute the attention of a step from its tables (see `table_steps.py`).
 
 `attend_blocks` has one program for each combination of a block of new tokens, a key head and a
-split of the context. The program loads `BLOCK_SLOTS` slots at a time. For every row, it keeps the
-largest score, the sum of the weights exp(score - largest score), and the weighted sum of the values
-(Milakov and Gimelshein, 2018; Dao et al., 2022). With several splits, each program writes these
-three results, and `merge_splits` combines the results of all splits (Dao et al., 2023)."""
+split of the context. The program loads `BLOCK_SLOTS` slots at a time. For each new token and query
+head, it keeps the largest score, the sum of the weights exp(score - largest score), and the
+weighted sum of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). With several splits,
+each program writes these three results, and `merge_splits` combines them (Dao et al., 2023)."""
 # mypy: ignore-errors
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptur
     assert found.module.layer_ids == LAYER_IDS
     for layers in ("2, 4, 6", "3, 5, 7", "1, 3, 5"):
         assert f"layers {layers}: " in found.note
-    assert found.note.startswith("drafter HEAD agrees with its target at ")
+    assert found.note.startswith("drafter HEAD agrees with its target in ")
     assert found.note in caplog.text
 
 
