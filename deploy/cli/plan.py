@@ -54,8 +54,8 @@ class PlanOptions(PromptOptions):
     """Assume that drafts have their own device, even if drafts and targets share a device here."""
     devices: str | None = None
     """Run no model. Instead compute the speed of a device with and without drafts, from the models'
-    sizes and the memory bandwidth. Give the preset h200-8b or h200-70b-fp8. PRESET,KEY=VALUE,..
-    changes values; h200-8b has sessions=1,context=1024,target=16.06/32/131.1/1,
+    sizes and the memory bandwidth. Give the preset h200-8b or h200-70b-fp8, or change a
+    preset by PRESET,KEY=VALUE,..; h200-8b has sessions=1,context=1024,target=16.06/32/131.1/1,
     draft=2.47/16/32.8/1,head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,
     head_acceptance=0.71,hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,
     layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,plain_ms=0.5. Target,

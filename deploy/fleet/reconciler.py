@@ -217,8 +217,8 @@ class Reconciler(PlacedActor):
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
         """Begins a trial. One more replica, with the settings `values`, gets a share of the new
-        sessions. If these sessions are faster, all replicas get the settings. Idempotent. Raises
-        the errors of `change`, and `ConfigError` for settings that cannot be tried."""
+        sessions. If its sessions are faster than the others, all replicas get the settings.
+        Idempotent. Raises like `change`, and `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
             (changes, _), fleet = self._changes, self._fleet

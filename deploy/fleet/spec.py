@@ -92,8 +92,8 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:  # fmt: skip
         """The configuration of a replica. `takes_over` says whether another replica still has the
-        same slot (`Membership.slot`). For a port setting of 0 (any free port), `ports` may have
-        the port to use. Raises `SettingError` for a port above `PORT_MAX`."""
+        same slot (`Membership.slot`). If a port setting is 0 (any free port), uses the port in
+        `ports`, if any. Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         changes: dict[str, Any] = {"membership": member}
         keys = ["port"]

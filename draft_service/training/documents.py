@@ -87,7 +87,7 @@ def corpus_files(directory: Path) -> tuple[Path, ...]:
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
-    `SettingError` if a file cannot be read, or if there is a text, but `encode` is None."""
+    `SettingError` if a file cannot be read, and for any text if `encode` is None."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:

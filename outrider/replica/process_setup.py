@@ -129,8 +129,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. If `directory` is
-    `STANDARD_ERROR`, logs to standard error; if it is empty, logs nothing."""
+    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. Logs to standard error if
+    `directory` is `STANDARD_ERROR`. Logs nothing if `directory` is empty."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()

@@ -37,7 +37,7 @@ class ReplicaServicer:
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
         Raises errors of `frames`, and `Overloaded` if too many answers wait because the caller does
-        not read. If the caller then still reads nothing for `STUCK_WRITE_MS`, cancels this task."""
+        not read. If a pending write delays the error by `STUCK_WRITE_MS`, cancels this task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
