@@ -14,7 +14,7 @@ of a target is the share of the time in which a step runs, multiplied by how ful
 The wanted number of a role grows at once, in proportion to the load, at most by the factor
 `GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
 `COOLDOWN_S` pass between two changes of a role. While fewer replicas run than are wanted, the
-wanted number does not grow, and shrinks only if at least one replica runs and none is leaving.
+wanted number does not grow. It then shrinks only if a replica runs and none is leaving.
 """
 
 import asyncio

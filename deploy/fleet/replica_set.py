@@ -304,7 +304,7 @@ class Trouble:
     """Whether the cluster lacks room for a new replica until a stale replica leaves."""
     made_way = False
     """Whether a stale replica has left to make room. Until a new replica serves, no other stale
-    replica leaves, because new replicas may fail to start."""
+    replica leaves. So if new replicas fail to start, the other stale replicas still serve."""
 
 
 class Fleet:

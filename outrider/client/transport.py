@@ -356,8 +356,8 @@ class InProcessTransport(Transport):
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Cancels the `with` block at `deadline` (loop time) or when the transport is closed, and
-        raises `DeadlineExceeded` or `Unavailable`."""
+        """Cancels the `with` block at `deadline` (loop time), and raises `DeadlineExceeded`. If the
+        transport is closed, cancels the block, too, and raises `Unavailable`."""
         if self._closed:
             raise errors.Unavailable(CLOSED)
         timeout = asyncio.timeout_at(deadline)

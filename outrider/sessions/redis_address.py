@@ -66,7 +66,7 @@ SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str]]:
     """Returns the address without passwords, and the removed passwords (field -> password). Moves
     the URL's user to the field `username`. Raises `SettingError` if the URL has a password among
-    its options, or if the URL has a password and `password_file` is set, too."""
+    its options, or if both the URL and `password_file` give a password."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot be given if redis_url has a password")
