@@ -328,8 +328,8 @@ class RowMasks(NamedTuple):
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for a proposal. Raises `Incompatible` if the mask after the committed tokens
-    cannot be computed. Any later such mask is None, so a draft cannot make a session fail."""
+    """The masks for a proposal. Raises `Incompatible` if the first mask cannot be computed. A later
+    mask that cannot be computed is None, so a draft cannot make a session fail."""
     masks = [allowed.after(())]
     untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
