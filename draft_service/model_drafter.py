@@ -127,7 +127,7 @@ class ModelDrafter:
     def _draw(
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws a token for each branch from logits [1, V]. Returns those that got a token."""
+        """Draws a token for each branch from logits [1, V]. Returns the branches that got one."""
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:

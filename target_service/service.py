@@ -85,7 +85,7 @@ class TargetService(SteppedService):
             work.held_s = self._held_s
         # With `follow`, the executor runs the next round right after this one. One more round must
         # be allowed after these two: while it runs, the coordinator has time to ask for more.
-        # An emulated round gets no `follow`: its answer would wait for the time of both rounds.
+        # Emulated rounds get no `follow`: the executor would sleep for both before it answers.
         is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
         if ahead.replies and not (is_short or self._executor.is_timed):
             work.follow = self._next_round
@@ -157,8 +157,8 @@ class RunAhead:
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
         verdict or for the next round, with the same prefix and parameters. The item must also allow
-        all rounds that this run-ahead allows. An item that allows fewer rounds comes from another
-        coordinator, which must not get more verdicts than it asks for."""
+        all rounds that this run-ahead allows. Otherwise the item's coordinator could get more
+        verdicts than it asked for."""
         mine, asked = self._item.head, item.head
         rounds = asked.round - mine.round
         return (

@@ -149,8 +149,7 @@ class ResponsesBody(bodies.ConversationBody):
 
     def translate(self, formats: ChatFormats) -> bodies.TranslatedBody:
         """Like `ChatBody.translate`."""
-        # `_turns` may return an empty tuple. The coordinator takes it for an empty list of token
-        # ids, and its error names `token_ids`.
+        # If `_turns` returns an empty tuple, the coordinator's error names `token_ids`.
         names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
         names["max_tokens"] = "max_output_tokens"
         return self._conversation(

@@ -257,7 +257,7 @@ class HttpServer:
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. `backlog` also limits the kernel's queue, so `listen` sets that limit again.
+        # handshake. `backlog` limits the kernel's queue as well, until `listen` raises that limit.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -345,7 +345,7 @@ class HttpServer:
 class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
     is cancelled. If the server cancels an incomplete response, `Unavailable` replaces the
-    cancellation. Until the response begins, errors are raised. A later error is the last event."""
+    cancellation. An error before the response begins is raised. A later error is the last event."""
 
     _has_begun = False
 

@@ -31,7 +31,7 @@ class Drafted:
     num_asked: int
     """Number of draft tokens that the round asked for, at most K. If drafting ran out of time, the
     number of drawn tokens. 0 if no drafter was asked, or if a look-up replaced a drafter that was
-    late or not ready. Length control then learns no acceptance from this proposal."""
+    late or not ready. At 0, length control learns no acceptance from the round."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Duration of the replica's steps for the proposal."""
@@ -88,8 +88,8 @@ class Drafts:
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Asks the draft to prefill the session's tokens while the first round runs. Does not wait
-        for the draft. The second round asks for at most `num_draft_tokens` draft tokens."""
+        """Asks the draft to prefill the session's tokens while the first round runs. Does not wait.
+        With look-ahead, the draft also drafts up to `num_draft_tokens` tokens for round two."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""

@@ -84,8 +84,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
-    """Raises `ConfigError` for a share that would give replicas very different loads, because the
-    load changes the speed."""
+    """Raises `ConfigError` for a share that would give replicas very different loads. A difference
+    in speed could then come from the loads."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:

@@ -209,7 +209,8 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Drops documents with one token to learn, because EAGLE-3 heads may be unable to draft it."""
+    """Drops documents with only one learned token. If this is the second token of a text, EAGLE-3
+    heads cannot draft it."""
     return [document for document in documents if document.num_learned >= 2]
 
 

@@ -1,4 +1,4 @@
-"""Writes files so that a killed `outrider distill` leaves none incomplete, and times its stages."""
+"""Writes files so that a killed `outrider distill` leaves no incomplete file, and times stages."""
 
 import hashlib
 import json

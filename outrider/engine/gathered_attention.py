@@ -75,8 +75,8 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """Like `_attend_group`, for fixed shapes. Sums over each split of `SPLIT_SLOTS` slots, and
-    then over the splits in order. So masked splits at the end do not change the result."""
+    """Like `_attend_group`, for steps with `fixed_shapes`. Sums over each split of `SPLIT_SLOTS`
+    slots, then over the splits in order. So masked splits at the end do not change the result."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]

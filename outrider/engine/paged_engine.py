@@ -37,8 +37,8 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""Only steps of fewer tokens than this may run on fewer threads. `ContendedThreads` compares the
-times of steps, and the times of larger steps vary too much."""
+"""Only steps of fewer tokens may run on `contended_threads` threads. The times of larger steps
+vary too much for the comparison in `ContendedThreads`."""
 _log = logging.getLogger(__name__)
 
 

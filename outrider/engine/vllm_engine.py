@@ -320,8 +320,8 @@ class VllmEngine(PagedSequences):
 
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
-        steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares the compiled
-        model with the uncompiled model. vLLM's cache may hold an outdated compiled model."""
+        steps, as with MLA on CPUs. vLLM's cache may hold an outdated compiled model, so if a head
+        was checked (`is_shown`), also compares the compiled model with the uncompiled model."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])

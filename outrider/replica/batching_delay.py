@@ -8,8 +8,8 @@ which each session has one round, takes:
     together    wait + step(all)
     in turns    step(waiting) + step(others)
 
-The gap of a session is the time from an answer to the session's next item. A session is expected
-within the mean of its last gaps, plus SPREAD times their mean deviation, plus SPREAD_S."""
+The gap of a session is the time from an answer to the session's next item. If a session's last gaps
+have mean m and mean deviation d, its next item is expected within m + SPREAD * d + SPREAD_S."""
 
 from collections.abc import Callable, Sequence
 
@@ -47,7 +47,7 @@ class BatchingDelay:
         self._typical = _Rhythm(1)  # averages over all sessions, with which a new session starts
         self._num_gaps = 0
         self._trust = 1.0  # share of the awaited sessions that came in time, averaged over delays
-        self.awaited: set[str] = set()  # sessions of the newest delay that have not come in time
+        self.awaited: set[str] = set()  # sessions of the newest delay, less those that came in time
         self._num_awaited = 0
         self._until = 0.0
 

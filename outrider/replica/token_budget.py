@@ -32,8 +32,8 @@ ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
 the previous round committed no more. A demand that has more is a prefix."""
 PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
-"""With this value, one waiting prompt at most triples the gap between two tokens, although some
-steps take 1.5 times their predicted time."""
+"""With one waiting prompt, the planned gap between two tokens is at most 1.75 t. If steps take
+1.5 times their predicted time, the gap is 2.6 t, which is still less than 3 t."""
 WAITING_DECAY = 0.95  # n falls at most by this factor in each step
 CORRECTION_WEIGHT = 0.2  # weight of the newest step in the average of `TokenBudget._corrections`
 CORRECTION_MAX = 1.1
@@ -166,9 +166,9 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """Returns how many seconds a step with this load of rounds may take: the limit, less the
-        time of all steps after the last step with rounds. A step without rounds also leaves time
-        for another step like the last step with rounds."""
+        """Returns how many seconds a step may take. L is the limit in the module's docstring. With
+        rounds, a step may take L - `_rest_s`. Without rounds, it may take L - `_rest_s` -
+        `_step_s`, so that it leaves `_step_s` for the next step with rounds."""
         newest = rounds if rounds.rows else self._last_rounds
         if newest is None:
             return math.inf

@@ -1,13 +1,13 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: `<id>` of each session that another coordinator wants to
-                                      take over, or `cancel:<id>` if it wants to cancel it; expires
+    <prefix>lease:{<owner>}:wanted    set of other coordinators' requests: `<id>` to take a session
+                                      over, `cancel:<id>` to cancel a session; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest, tokens_start, tokens_end,
                                       logprobs_start, logprobs_end; rewrite ('1' after Redis lost a
                                       take-over, until the owner has sent all tokens again);
-                                      pending_tokens_start, ... (ranges of what was sent so far)
+                                      pending_tokens_start, ... (the byte ranges sent so far)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte

@@ -8,7 +8,7 @@ Triton is installed. Each program computes one of the R rows, so grids are [R].
 - `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
   q from the weights (`verification.py`), and draws the next token (`gumbel_max.py` defines blocks,
   waits and scores). A draw first scores two tokens of each block: the token with the shortest wait
-  and the token with the largest weight. Then it scores whole blocks, if they could still win.
+  and the token with the largest weight. Then it scores all tokens of blocks that could still win.
 """
 # mypy: ignore-errors
 
@@ -47,9 +47,8 @@ MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range
     MAXIMUM    the largest logit; NaN if any logit is NaN
     TOTAL      the sum of the weights
     DRAFTED    p of the draft token
-    ACCEPTED   min(1, p / q) of the draft token, or, under block, pi after the draft token; NaN if
-               the draft token is outside its q
-    LEFT       Z of block verification
+    ACCEPTED   in row n: min(1, p / q) of the draft token, or pi_{n+1} under block; NaN if q is 0
+    LEFT       in row n: Z_n. `verification.py` defines n, pi and Z
     DRAWN      the drawn token
 """
 BITS_OF_ONE = tl.constexpr(0x3F800000)

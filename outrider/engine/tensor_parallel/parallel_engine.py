@@ -19,7 +19,7 @@ from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 _UNSENT_BYTES_MAX = 2**18
-"""Calls that are not steps are sent with the next step, or once they have this many bytes."""
+"""Calls that are not steps wait for the next step, or until they have this many bytes together."""
 
 _log = logging.getLogger(__name__)
 
