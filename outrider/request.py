@@ -70,7 +70,7 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has."""
+    """Number of completion tokens that the client has. Without `cuts`, they are not sent again."""
     num_characters: int | None = None
     """Number of characters (code points) that the client has; None = all text of its tokens."""
     deadline_ms: int | None = None

@@ -49,7 +49,7 @@ CREDIT_TOKENS, CREDIT_TOKENS_MAX = 8.0, 16.0
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried only if drafting is expected to be at most this many times as fast."""
+"""Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
 """Rounds of a trial of plain decoding. The first is not measured (see `_follows_plain`)."""
 PLAIN_KNOWN_ROUNDS = 2.0

@@ -105,7 +105,7 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float,
     if role == "target":
         queue = _mean([one.figures.queue_steps for one in found])
         used = _mean([(one.figures.busy or 0.0) * (one.figures.fill or 0.0) for one in found])
-        reason = f"requests wait {queue:.2f} steps, targets are {used:.0%} busy"
+        reason = f"requests wait {queue:.2f} steps, {used:.0%} of the targets' capacity is used"
         return queue / config.autoscale_queue_steps, used, reason
     if role == "coordinator":
         each = sessions / max(1, _num_staying(found)) / SESSIONS

@@ -44,7 +44,7 @@ async def rehearsed_plans(
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
     """A plan for each sample. All samples have the same prompts. `link` has further fields of
-    `ServiceTimes`. If a plan has a `doubt`, measures its times once more."""
+    `ServiceTimes`. If a plan has a `doubt`, measures its times once more. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
     # Each prompt is answered several times, and a look-up must not copy from the earlier answers.
     lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)

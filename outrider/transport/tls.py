@@ -129,7 +129,7 @@ def check_authority(authority: Path, certificate: Path) -> None:
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
-    """Reads a private key. Error texts never quote the file."""
+    """Reads a private key. The text of a `ConfigError` never quotes the file."""
     try:
         found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):

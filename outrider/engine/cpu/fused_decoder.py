@@ -193,7 +193,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
     base = module.base_model
     parts = {name for name, _ in base.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        raise CannotFuse(f"its decoder has other parts than a Llama: {', '.join(sorted(parts))}")
+        raise CannotFuse(f"its decoder's parts differ from a Llama's: {', '.join(sorted(parts))}")
     kinds = getattr(base.rotary_emb, "rope_type", "default")
     changing = _CHANGING_ROTATIONS & set(kinds.values() if isinstance(kinds, dict) else [kinds])
     if changing:
@@ -342,8 +342,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Runs the last `num` of `length` tokens in one step with spans of 1. For each of `counts`,
-        runs that many of them again, with spans of `span`. Returns whether the rows are equal."""
+        """Whether steps of sizes `counts`, with spans of `span` on `num_threads` threads, give the
+        last `num` of `length` tokens the rows of one step with spans of 1 on `thread_counts[0]`."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)
