@@ -153,8 +153,8 @@ class TokenizerText:
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
         """A converter of arriving tokens to text. Its time is linear in the number of tokens.
         `push` takes a token and returns the text that is now certain. `finish` returns the
-        remaining text, with U+FFFD for bytes that are not a character. The text of both
-        includes the special tokens in `shown`."""
+        remaining text, with U+FFFD for bytes that are not a character. The text
+        includes the special tokens named in `shown`."""
         marks = {self._special_ids[name]: name for name in shown if name in self._special_ids}
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
