@@ -153,7 +153,7 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of the service `setup["service"]`: target, draft or coordinator. Each message to or
-    from a target or draft takes `setup["delay_ms"]` longer. For a coordinator, the delay is 0."""
+    from a target or draft takes `setup["delay_ms"]` longer. A coordinator needs a delay of 0."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     if delay_s := setup["delay_ms"] / 1e3:
