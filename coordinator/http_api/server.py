@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048
 """The kernel queues at most this many connections until they are accepted."""
 _ACCEPTS = 16
-"""asyncio accepts at most this many connections before the server counts them. More uncounted
-connections could use up all file descriptors."""
+"""asyncio accepts at most this many connections in a row. The server counts them only afterwards,
+so a much larger number could use up all file descriptors."""
 CLOSE_S = 2.0
 """Time for a response to send its last event when the server stops."""
 _POLL_S = 0.02

@@ -7,8 +7,8 @@
 A step has at most `max_num_batched_tokens` tokens. While rounds run, the step's time is limited,
 too. Let n be the number of waiting prefixes, and t the time of a step that has only the rounds. The
 next step with rounds must end within (1 + STEP_GROWTH * n) * t after the last step with rounds. So
-one long prompt does not stall sessions that decode, and many prompts are prefilled soon. When some
-are done, n falls only by the factor WAITING_DECAY in each step, so that the last of many prompts is
+one long prompt does not stall sessions that decode, and many prompts are prefilled soon. As prompts
+end, n falls by at most the factor WAITING_DECAY in each step, so that the last of many prompts is
 prefilled as fast as the first. If two prefixes or more wait, and n is at least the number of
 sessions that decode, the time is not limited. If rounds fill a step, the oldest prefix still gets
 PREFIX_TOKENS_MIN tokens, so rounds cannot starve prefixes.
