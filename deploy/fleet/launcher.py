@@ -136,7 +136,7 @@ class Deployment:
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # New values of `redis_url` and `redis_key_prefix` are sent, so that `change` refuses them.
+        # `change` gets new values of `redis_url` and `redis_key_prefix`, and refuses the change.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")

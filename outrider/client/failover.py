@@ -138,8 +138,8 @@ class EndpointPool(Generic[Endpoint]):
 
 
 class ResumingTransport(Transport):
-    """Calls one coordinator after another until one answers. Continues a broken stream at any of
-    them. The caller gets `Started` and each token once."""
+    """Calls one coordinator after another until one answers. Continues a broken stream at any
+    coordinator. The caller gets `Started` and each token once."""
 
     def __init__(
         self, pool: EndpointPool[Transport], resume_timeout_s: float = RESUME_TIMEOUT_S,

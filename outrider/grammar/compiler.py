@@ -361,7 +361,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the referenced part, or the count of all alternatives without such a part."""
+        """`_reach` of the referenced part. A missing part counts as all alternatives."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -168,8 +168,8 @@ def subtract_drafts(
     correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
 
     If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
-    errors, no outcome uses such a row: the draft token that it judges is always accepted, or the
-    path to the row is impossible."""
+    errors, no outcome uses such a row: the draft token that the row judges is always accepted, or
+    the path to the row is impossible."""
     behind, left = np.zeros((2, rows.num_rows))
     judged = np.flatnonzero(rows.num_before >= 0)
     if not len(judged):
