@@ -53,8 +53,8 @@ class Replayed:
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
-    `OtherTokens` if the client has more or other tokens than the store. If a failover
-    of the store loses a take-over, the former owner runs on, and may store other tokens."""
+    `OtherTokens` if the client has more or other tokens than the store. If a failover of the
+    store loses a take-over, the former owner runs on. Its tokens may differ from the client's."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length

@@ -61,7 +61,7 @@ SEARCH_S = 5.0
 TOLERANCE = 0.02
 """The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS, HOPELESS = 4, 16
-"""Multiples of a lower bound on a role's number of replicas. With this number, all replicas would
+"""Multiples of a lower bound on a role's number of replicas. At this bound, all replicas would
 always be busy. While the search varies one role, each later role has `GENEROUS` times its own lower
 bound. The search gives up at `HOPELESS` times the lower bound of the varied role."""
 LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")

@@ -37,8 +37,8 @@ class Measured:
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Measures drafts in the held-out documents. In conversations, measures only answers. User
-    turns were given, or the target drew them with min-p, unlike answers. `greedy` and
-    `sampled` use the first token of each chain (see `learners.py`)."""
+    turns were given, or drawn with min-p, so they do not follow the target's distribution. `greedy`
+    and `sampled` use the first token of each chain (see `learners.py`)."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
