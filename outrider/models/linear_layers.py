@@ -118,7 +118,7 @@ def quick(
 
 
 _BLOCK_ROWS = 16
-"""In a product of this number of rows, a row's result does not depend on the other rows. In
+"""In a product of at most this many rows, a row's result does not depend on the other rows. In
 tests with more than 32 rows in bfloat16, oneDNN used AMX tiles, which round differently."""
 
 
