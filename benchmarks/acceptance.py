@@ -67,15 +67,15 @@ class Answer:
     the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """`matches` under coupled, `ratios` under other rules. Except under block, min(1, value) is
-        the estimated chance that a draft token in the place of the answer's token is accepted."""
+        """`matches` under coupled, `ratios` under other rules. Except under block, min(1, entry i)
+        is the estimated chance that a draft token in the place of token i is accepted."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
     """How well a draft guesses corrections (`recovery`) and bonus tokens (`bonus`) under one rule.
-    Entry i counts tokens that the draft guessed at rank i, the last entry all others. Under token
-    and block, a token x adds its chance to be a correction, 1 - q(x) / p(x), to `recovery`."""
+    Entry i counts tokens guessed at rank i. The last entry counts all other tokens. Under token and
+    block, `recovery` counts x with the weight 1 - q(x) / p(x), the chance of x as a correction."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -336,8 +336,8 @@ def _both(
 def matched(p: Array, q: Array, own: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
     `own`. The chance that both draws are x is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al.,
-    arXiv 2408.07978). The chance that the draw from p is x is p_x. `p` and `q` may omit tokens
-    other than x whose q is 0, so `p` may sum to less than 1."""
+    arXiv 2408.07978). The chance that the draw from p is x is p_x. `p` and `q` may omit
+    tokens v != x with q_v = 0, so `p` may sum to less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -350,10 +350,10 @@ def race_rank(
     """The rank, from 0, of the token at index `winner` among the draft's guesses; None if the
     token's q is 0.
 
-    In an exponential race over `p`, token v arrives at noise_v / p_v. This function draws the noise
-    of a race that `winner` has won. The draft's guesses are the tokens in the order in which they
-    arrive in a race over `q` with the same noise. The token at index `refused` is skipped. `p` and
-    `q` [N] may omit tokens whose q is 0."""
+    In an exponential race over `p`, token v arrives at time noise_v / p_v. This function draws the
+    noise of a race that `winner` has won. The draft's guesses are the tokens in the order in which
+    they arrive in a race over `q` with the same noise. The token at index `refused` is skipped. `p`
+    and `q` [N] may omit tokens whose q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -375,7 +375,7 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
     """Returns the figures, in which all tokens of the answers have equal weight.
 
     greedy       at temperature 0: share of tokens that the draft also finds likeliest
-    sampled      at temperature 1: mean of the sum of min(p(v), q(v)) over all tokens v
+    sampled      at temperature 1: mean of sum_v min(p(v), q(v)) over the answers' tokens
     by_position  at temperature 1: chance that draft token 1, 2, ... is accepted, given that all
                  earlier draft tokens were accepted
     hits         chance that the outcome of a round of K draft tokens is among the 4, 8, ...

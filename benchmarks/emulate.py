@@ -1,18 +1,18 @@
 """`outrider bench emulate`: compares decoding modes on emulated models.
 
-The engines are emulated, with set step times and acceptance (`outrider.engine.emulated`). The
+The engines are emulated, with given step times and acceptance (`outrider.engine.emulated`). The
 services and Redis are real, each in a process of its own.
 
 Each run of `RUNS` is one session. The modes are plain decoding, synchronous drafting, and drafting
 with look-ahead, which drafts the next round during verification. Both modes with drafts also run
-with a longer round trip between coordinator and draft. Each run has the fastest K that was found.
+with a longer round trip between coordinator and draft. Each run uses the fastest known K.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
 look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
-overhead_ms_p50      median of a round's time minus the time of its model steps: the target's step,
-                     and without look-ahead also the draft's K steps
+overhead_ms_p50      median of T - S over the rounds; T is a round's time, and S is the time of its
+                     target step and, without look-ahead, of its K draft steps
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Measures several *sides*, such as decoding with and without drafts, with the same prompts.
+"""Measures several *sides*, such as plain and speculative decoding, on the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
 turn, a side decodes one prompt or half of the prompts (`_blocks`). When every side has had a turn,
@@ -181,8 +181,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because only
-    the first session with a seed adds its answer to the history of `suffix`."""
+    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts: `suffix` does
+    not add an answer to its history if an earlier session had the same seed."""
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         request = contestant.ask(prompt, -index)
         short = min(WARM_UP_TOKENS_MAX, request.max_tokens or WARM_UP_TOKENS_MAX)
@@ -194,7 +194,7 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
 
     With several requests at a time, there are two turns, each with every second prompt. At the end
     of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With a
-    single turn, later sides could use prefixes that the first side cached, but not vice versa."""
+    single turn, the first side could never use prefixes that another side cached."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 

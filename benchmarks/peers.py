@@ -130,11 +130,11 @@ async def start_peers(
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
-    """The figures of sides that decoded the same prompts. A rate is the number of all tokens,
-    divided by the wall time including prefill. The time to the first token is a median, or None if
-    several requests run at a time. `same_tokens` counts the answers that equal those of Outrider's
-    plain decoding, or is None at temperatures above 0. At temperature 0, two answers should begin
-    to differ only where two tokens are almost equally likely."""
+    """The figures of sides that decoded the same prompts. `tokens_per_second` is the number of all
+    tokens divided by the wall time, which includes prefill. The time to the first token is a
+    median, or None if several requests run at a time. `same_tokens` counts the answers that equal
+    those of Outrider's plain decoding, or is None at temperatures above 0. Where an answer begins
+    to differ, Outrider's token and the other system's token should be almost equally likely."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class DraftService(SteppedService):
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
-        # With costs, coordinators count a pass per token, which is wrong for a one-pass drafter.
+        # With costs, coordinators expect a pass for each token. A one-pass drafter needs only one.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -69,7 +69,7 @@ class DraftService(SteppedService):
 
 
 def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
-    """See `StepRequest.follow`. Returns the item if it continues, has no answers to send, and no
+    """See `StepRequest.follow`. Returns the item if it continues, it has no answers to send, and no
     caller waits for its next answer. Otherwise returns None."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return item if calm and answer.more else None

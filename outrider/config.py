@@ -76,8 +76,8 @@ class ServerConfig:
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
     comma between them; empty = nowhere. The coordinator serves its metrics on PORT, the target on
-    PORT + 1, the draft on PORT + 2. Each further replica of a role on the same machine uses a port
-    that is 3 higher. A coordinator with HTTP always serves its own metrics by `GET /metrics`."""
+    PORT + 1, the draft on PORT + 2. For each further replica of a role on the same machine, the
+    port grows by 3. A coordinator with HTTP always serves its own metrics by `GET /metrics`."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves to another replica."""
     role: ClassVar[Role]
@@ -594,7 +594,7 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # Drops the acceptance rates of earlier layers, which `found` has under this key.
+            # In `found`, this key has the acceptance rates of an earlier layer.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):

@@ -80,7 +80,7 @@ class SessionRun:
         self._handed_over = False
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. It is sent together with
-        `Finished`. If the stream broke after the text, a resumed stream would repeat the text."""
+        `Finished`. If the stream broke between the two, a resumed stream would repeat the text."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -387,7 +387,7 @@ class OutputQueue:
 
     async def read(self) -> Sequence[Event]:
         """Waits until the next entry is committed. Returns the entry's report, if it has one, and
-        its tokens. Without reports, joins the tokens of all committed rounds. Never joins replayed
+        its tokens. Without reports, joins the tokens of all committed entries. Never joins replayed
         tokens. Returns an empty sequence after the last entry. Raises `TimeoutError` after the time
         `until`, and the error with which the store refused the session."""
         while not self._is_ready:

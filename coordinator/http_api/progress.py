@@ -67,8 +67,8 @@ class Progress:
         self.num_parts = 0
         """Number of parts that the client has. Begins at the number in `last_event_id`, or at 0."""
         self._begun = (0, 0, 0)
-        """If the client has only some parts of an event: the index of the event's choice, the
-        event's number of tokens, and the number of parts that the client has. Otherwise zeros."""
+        """Describes the event of which the client has only some parts: the index of its choice, its
+        number of tokens, and the number of parts that the client has. Zeros = no such event."""
         if last_event_id is not None:
             found = _EVENT_ID.fullmatch(last_event_id)
             choices = found["choices"].split(".") if found else []
@@ -83,7 +83,7 @@ class Progress:
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Returns a request for all events of a choice. Must be called before the choice's first
         event. `ResumeRequest.cuts` has two token counts. The client has all parts of the events up
-        to the first count. If the second is larger, the client has some parts of the next event."""
+        to the first count, and perhaps some parts of an event that ends at the second count."""
         known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -140,7 +140,7 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
-    """The running requests with one key: the first, and the requests that took over from it."""
+    """The running requests with one key, oldest first. Each later request took the session over."""
 
     def __init__(self) -> None:
         self.running: list[Progress] = []

@@ -218,8 +218,8 @@ class Unsent(Response):
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
     than `HTTP_BODY_S_MAX`, or pauses for `HTTP_BODY_PART_S_MAX`. `num_bytes` counts the bytes of
-    incomplete bodies by tenant. The sum may be at most `HTTP_BODIES_BYTES_MAX`. With API keys, each
-    tenant's count may be at most `HTTP_TENANT_BODIES_BYTES_MAX`."""
+    incomplete bodies by tenant. All tenants together may have at most `HTTP_BODIES_BYTES_MAX`. With
+    API keys, each tenant may have at most `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
     tenant, data, now = caller.tenant, bytearray(), asyncio.get_running_loop().time
     end = now() + limits.HTTP_BODY_S_MAX

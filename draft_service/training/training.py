@@ -23,9 +23,9 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # at the end of training, padding included
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (limit, share). At its start, an epoch takes the first pair whose limit is above the used
-part of the budget. Its batches have `share * BATCH_TOKENS` tokens. At first, small batches reduce
-the loss fastest, because they allow more steps. Later, gradients with less noise matter more."""
+"""Pairs (limit, share). A new epoch takes the first pair whose limit is above the used part of the
+budget. The epoch's batches have `share * BATCH_TOKENS` tokens. At first, small batches reduce the
+loss fastest, because they allow more steps. Later, gradients with less noise matter more."""
 _PEAK_RATE_BY_WIDTH = 0.864  # the peak learning rate times the model's width
 _PEAK_RATE_MAX = 2e-3
 _TRAINED_RATE = 0.5  # factor of the learning rate if a drafter is trained further
@@ -36,8 +36,8 @@ _LIKELIHOOD_SHARE = 0.9
 """While the used share of the budget grows from `_LIKELIHOOD_FROM` to `_LIKELIHOOD_UP_TO`, the
 weight of -log(acceptance) in the loss grows linearly from 0 to `_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
-"""Each draft token of a chain has this share of the previous draft token's weight in the loss,
-because it is less often accepted."""
+"""In the loss, draft token i = 0, 1, ... of a chain has the weight `_DEPTH_SHARE**i`, because later
+draft tokens are less often accepted."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
@@ -70,7 +70,7 @@ class Progress(BaseModel):
     """A checkpoint's content besides the weights and the optimizer's moments."""
 
     num_steps: int = 0
-    num_tokens: int = 0  # includes repetitions
+    num_tokens: int = 0  # tokens count again in each epoch
     epoch: int = 0
     done_of_epoch: int = 0  # number of finished batches of the current epoch
     batch_tokens: int = 0

@@ -78,7 +78,7 @@ class PairLayer:
 
 
 class DraftLayer:
-    """A head in an engine's pages. The head makes g from the inputs of some layers of the model."""
+    """A head that keeps its state in an engine's pages. It makes g from inputs of model layers."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
         """`layers` are caches with the shapes of `draft_shapes`."""

@@ -28,7 +28,7 @@ class PrefixMatcher:
     because the grammar only tells whether the text may end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """If the grammar is *used up* (has no states left), `grammars` replaces it."""
+        """If the grammar is *used up* (has no lexer states left), `grammars` replaces it."""
         self.grammar = grammar
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
@@ -42,7 +42,7 @@ class PrefixMatcher:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of added tokens. `is_ahead` says
         whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar needs too many
-        states or too much time, and for draft tokens also if it was too slow for earlier ones."""
+        states or too much time. Refuses draft tokens if earlier draft tokens took too much time."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow for draft tokens")

@@ -89,8 +89,8 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Programs that train MTP layers take g after or before the target's last norm, and h after
-        or before the layer's own norm."""
+        """See `DraftHead.ways`. Some training programs take g before the target's last norm, and
+        some take h before the layer's own norm."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
@@ -193,7 +193,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # `MtpModel.get_weight_conversions` returns the same, but only since transformers 5.23.
+    # `MtpModel.get_weight_conversions` returns this list, but only since transformers 5.23.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),

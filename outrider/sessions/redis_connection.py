@@ -30,7 +30,7 @@ _PASSING = re.compile(
 )
 """Errors of a server that runs but cannot serve now: the server is busy or failing over, its disk
 or memory is full, or a user's rights are changing. The pattern has Redis' codes, and the classes to
-which the client library converts some codes. It does not convert errors in scripts."""
+which the client library converts some codes. The library does not convert errors in scripts."""
 _REPLACED = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
     r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"
@@ -206,7 +206,7 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Closes all connections, or only idle ones. Unlike the library's method, closes idle ones
-        without suspending, because another task could meanwhile take a half-closed connection."""
+        without suspending. During suspension, another task could take a half-closed connection."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -285,8 +285,8 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas of Redis have its writes
-        and all earlier writes. But WAIT ignores writes after the last write on its own connection,
-        and a script may write nothing. So this class writes `replicated_key` before each WAIT."""
+        and all earlier writes. But Redis' WAIT covers writes only up to the last write on its own
+        connection, and a script may write nothing. So `replicated_key` is written before WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key

@@ -186,8 +186,8 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature. Under token
     and block, sessions with the same seed have the same noise. A shared model that learned from
-    this noise in one session must not influence the drafts of another. So only the first session
-    with a seed uses a shared model, and each later session has its own model."""
+    this noise in one session must not influence another session with the same seed. So only the
+    first session with a seed uses a shared model, and each later session has its own model."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
         """After `seeds_max` seeds, forgets all seeds, and the shared models of token and block."""
