@@ -294,9 +294,9 @@ class Reading:
         params: SamplingParams, guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:  # fmt: skip
         """Returns a token's ratio, overlap and match (see `Answer`). `row` [V] is p at its place.
-        Adds to `guessing` the token's rank among the draft's guesses: as a bonus, and as a
-        correction after a rejected draft token. Under greedy and coupled, the rejected token is the
-        draft's own draw at this place. Otherwise, this function draws the rejected token."""
+        Adds the token's rank among the draft's guesses to `guessing`, once as a bonus, and
+        once as a correction of a rejected draft token. Under greedy and coupled, the rejected token
+        is the draft's own draw at this place. Otherwise, this function draws it."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

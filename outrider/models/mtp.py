@@ -44,15 +44,15 @@ _PREFIXES = {
     "glm4_moe": "model.layers.{num_hidden_layers}.",
     "qwen3_next": "mtp.",
 }
-"""Maps the target's `model_type` to the prefix of the names of the first MTP layer's tensors."""
+"""Maps the target's `model_type` to the name prefix of the first MTP layer's tensors."""
 _NOT_SERVED = "qwen3_next"
 """The engines refuse this target, because the state of linear attention cannot be rolled back. Its
 MTP layer can be loaded, so that a test can compare it with the code of `speculators`."""
 _UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
 """Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""The suffix of the names of float8 scales, and the default size (rows, columns) of a block. Each
-block of a float8 weight has one scale."""
+"""The name suffix of float8 scales, and the default size (rows, columns) of a block. Each block of
+a float8 weight has one scale."""
 _OWN = " (and the MTP layer's output before its norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
@@ -120,8 +120,8 @@ class MtpHead(DraftHead):
 
 
 def check_mtp(path: Path, name: str) -> str:
-    """Returns the prefix of the names of the first MTP layer's tensors in `path`. Raises
-    `ConfigError` if the model has no MTP layer that can be used."""
+    """Returns the name prefix of the first MTP layer's tensors in `path`. Raises `ConfigError` if
+    the model has no MTP layer that can be used."""
     with refusing(f"model {name}:"):
         stated = read_config(path)
         with open_weights(path) as files:

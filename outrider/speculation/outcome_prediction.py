@@ -37,9 +37,9 @@ class OutcomeGuesses:
     """Row n has the guesses of the correction after n accepted tokens, best first. It lacks draft
     token n + 1, which was rejected. Row K, for the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R], or [K, R] without the bonus: the score of each guess, up to a constant for each
-    row. A score is log q + Gumbel noise, or log q if the parameters are greedy. Scores descend in
-    each row, and are -inf after the last guess."""
+    """[K + 1, R], or [K, R] without the bonus: scores of at most R guesses a row, up to a constant
+    for each row. A score is log q + Gumbel noise, or log q if the parameters are greedy. Scores
+    descend in each row, and are -inf after the last guess."""
     evidence: RealArray
     """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
     and greedy: the token's score minus the best other score of its row. Under token and block:
@@ -122,7 +122,7 @@ class _Corrections(_Coefficient):
     """Predicts which guess of a correction is right, by a softmax of coefficient times score."""
 
     def chances(self, scores: RealArray) -> RealArray:
-        """The probabilities [N, R] of guesses."""
+        """The probabilities [N, R] that guesses with these `scores` [N, R] are right."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)

@@ -152,7 +152,7 @@ def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], 
 def _decoders(
     message: Any, kind: Any
 ) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
-    """Returns three dictionaries, by name of the fields that message and dataclass share:
+    """Returns three dictionaries, keyed by the names of fields that message and dataclass share:
 
     - The decoder of a set field; None = the value is used as it is.
     - The value of an unset field.
