@@ -7,8 +7,8 @@ Each run of `RUNS` is one session. The modes are plain decoding, synchronous dra
 with look-ahead, which drafts the next round during verification. Both modes with drafts also run
 with a longer round trip between coordinator and draft. Each run uses the fastest known K.
 
-fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
-                     takes one target step and commits the expected number of tokens
+fraction_of_ideal    R / I; R is the tokens a second, and I is the tokens a second of ideal rounds;
+                     each takes one target step and commits the expected number of tokens
 look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
 overhead_ms_p50      median of T - S over the rounds; T is a round's time, and S is the time of its

@@ -152,7 +152,7 @@ class ModelServerConfig(ServerConfig):
     """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
-    GPU, it is a fraction of each replica's share of the memory."""
+    GPU, this number is the fraction of a replica's share of the memory."""
     max_num_batched_tokens: Annotated[int | None, between(limits.BATCHED_TOKENS_MIN, 2**20)] = None
     """Largest number of tokens in one step; unset = 2048 with vLLM and 512 with other engines.
     Longer prompts are prefilled in several steps. A larger number raises throughput, but requests

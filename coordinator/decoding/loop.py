@@ -96,8 +96,8 @@ class SessionRun:
 
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events other than `Started`. Returns an empty sequence after the last
-        event. Raises `DeadlineExceeded` if the deadline passes before the first token,
-        `StaleEpoch` after the session was handed over, and the error that ended the session."""
+        event. Raises the error that ended the session, `DeadlineExceeded` if the deadline passes
+        before the first token, or `StaleEpoch` after the session was handed over."""
         if self._is_told:
             return ()
         try:
@@ -389,7 +389,7 @@ class OutputQueue:
         """Waits until the next entry is committed. Returns the entry's report, if it has one, and
         its tokens. Without reports, joins the tokens of all committed entries. Never joins replayed
         tokens. Returns an empty sequence after the last entry. Raises `TimeoutError` after the time
-        `until`, and the error with which the store refused the session."""
+        `until`. If the store has refused the session, raises the store's error."""
         while not self._is_ready:
             if self._closed and not self._entries:
                 return ()

@@ -78,7 +78,7 @@ class Session:
 
     def next_append(self) -> store.Append | None:
         """Returns an append of at most `APPEND_TOKENS_MAX` tokens that the store lacks, or None if
-        it has all tokens. Until the next `acknowledge`, all appends start at the same token."""
+        the store has all. Until the next `acknowledge`, all appends start at the same token."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
