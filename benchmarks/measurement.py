@@ -194,7 +194,7 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
 
     With several requests at a time, there are two turns, each with every second prompt. At the end
     of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With a
-    single turn, the first side could never use prefixes that another side cached."""
+    single turn, all sides except the first could use prefixes that another side cached."""
     num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 

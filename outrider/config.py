@@ -594,7 +594,7 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # In `found`, this key has the acceptance rates of an earlier layer.
+            # In `found`, this key has an earlier layer's acceptance rates, which no longer apply.
             found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):
