@@ -42,7 +42,7 @@ class PrefixMatcher:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of added tokens. `is_ahead` says
         whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar needs too many
-        states or too much time. Refuses draft tokens if earlier draft tokens took too much time."""
+        states or too much time. Also raises it for draft tokens if earlier ones took too long."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow for draft tokens")
