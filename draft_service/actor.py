@@ -39,7 +39,7 @@ class DraftActor(ReplicaHost):
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
                 executor.call(lambda: try_device_kernels(None, head))
-                # The measured costs do not apply, because a head's pass over committed tokens runs
+                # `StepCosts` does not describe a head, whose pass over committed tokens runs
                 # attention only for the last token.
                 drafter, costs = FeatureDrafter(head, engine), None
             elif (token := parallel_token(config)) is not None:

@@ -62,7 +62,7 @@ class RoundAhead:
         distributions of all x_i were kept."""
         self.is_read = False  # whether the round was read, or cannot be read
         self.guesses: OutcomeGuesses | None = None
-        self.chances: dict[Outcome, float] = {}  # the probability of each outcome that is drafted
+        self.chances: dict[Outcome, float] = {}  # the probability of each likely outcome
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}  # the unfinished drafts
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
@@ -240,7 +240,7 @@ class LookAhead:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
         at least half of the wanted tokens, proposes the tokens it has. Each further token would
         take a pass, and the last tokens are the least likely to be accepted. The number of tokens
-        depends on the item's arrival, not on any token's value, so the output stays exact."""
+        depends on when the item arrived, not on any token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -387,8 +387,8 @@ class LookAhead:
         has tokens ends with these tokens.
 
         An `OutriderError` other than `EngineLost` is the fault of one draft, so each `wanted` draft
-        without tokens runs again alone. After any other error, drafts without tokens fail; if no
-        draft has tokens, returns False, and the caller must raise the error."""
+        without tokens runs again alone. After any other error, drafts without tokens fail. But if
+        no draft has tokens, returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -64,10 +64,10 @@ _NGRAM_TOKENS = 5
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
     """Yields the name, the unchecked value and the origin of each setting that follows from a
-    `speculative_config`. The origin is `source`, followed by vLLM's key if one key gave the value.
-    `raw` is JSON, or a value from YAML. With synthetic acceptance, also yields a new value of
-    `speculative_config`: the `acceptance_rates` for the emulated engine. The `ConfigError`
-    for a wrong key names `source` and the key."""
+    `speculative_config`. `raw` is JSON, or a value from YAML. The origin is `source` and vLLM's
+    key. With synthetic acceptance, also yields a new value of `speculative_config`, the
+    `acceptance_rates` for the emulated engine, with the origin `source`. The `ConfigError` for a
+    wrong key names `source` and the key."""
     if raw == "":
         return
     values = _values(raw, source)
@@ -91,8 +91,8 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
         raise ConfigError(f"{source}: {given[0]}: needs {_RULE} {_SYNTHETIC}")
     yield "draft_model", drafter, f"{source}: {'model' if model else 'method'}"
     if form == "ngram":
-        # As in vLLM, a missing bound gets the value of the other bound. `setdefault` adds the
-        # missing bound last, so the error for a wrong value names the given bound.
+        # As in vLLM, a missing bound gets the value of the other bound. The given bound is yielded
+        # first, so the first error for a wrong value names the given bound.
         bound = next((values[key] for key in _NGRAM_BOUNDS if key in values), _NGRAM_TOKENS)
         for key in _NGRAM_BOUNDS:
             values.setdefault(key, bound)

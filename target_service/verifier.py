@@ -87,7 +87,7 @@ class _Round(Work):
     def within(self, verdict: Verdict) -> Verdict:
         """Returns `verdict` if its outcome does not reach the row `untold`, whose mask could not be
         computed. Otherwise returns a verdict that ends with the draft token before this row. The
-        first row of the next round needs this mask. So the session fails, as in plain decoding."""
+        next round cannot begin without this mask, so the session fails, as in plain decoding."""
         if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
         return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
@@ -323,8 +323,8 @@ class Verifier(StepWorker):
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """Returns the rounds whose verdicts get features, each with the range (first, end) of
-    positions. The number of positions is limited. Rounds with the fewest missing positions come
-    first, so that more sessions get all features. A draft needs all features to propose."""
+    positions. The bytes of a step's features are limited. Rounds that lack the fewest positions
+    come first, so that more sessions get all features. A draft needs all features to propose."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in rounds:
         first = one.item.features_from
@@ -360,8 +360,8 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]: of the draft tokens i = 0..K-1,
-    each from row i, and then of the corrections n = 0..K, each from row n."""
+    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]. The first K are those of the
+    draft tokens (token i from row i), the others those of the corrections (n from row n)."""
     token_ids = (*proposal.token_ids, *verdict.correction)
     rows = (*range(len(proposal)), *range(len(proposal) + 1))
     entries = raw_logprobs(logits, token_ids, num_logprobs, rows=rows)

@@ -25,15 +25,14 @@ class Prospects(NamedTuple):
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns an array [5, K] for a round that asked for K = `num_asked` tokens, with a column for
-    each depth. For each proposed token, `survival` has the chance that this token and all earlier
-    tokens were accepted. A token is *due* at a depth if the round asked for it and all earlier
-    tokens were proposed. The rows have these values, or 0 where the stated condition is false:
+    each depth d = 1..K. `survival` has s_d for each proposed token d: the chance that the tokens 1
+    to d were accepted. s_0 is 1. Token d is *due* if the tokens 1 to d - 1 were proposed. The rows:
 
-        0  the chance that all earlier tokens were accepted, if a token was due
-        1  the same chance, if a token was proposed
-        2  `survival`, if a token was proposed
-        3  1 if a token was due
-        4  1 if a token was proposed
+        0  s_{d-1} if token d was due, else 0
+        1  s_{d-1} if token d was proposed, else 0
+        2  s_d if token d was proposed, else 0
+        3  1 if token d was due, else 0
+        4  1 if token d was proposed, else 0
     """
     counts, num_proposed = np.zeros((5, num_asked)), min(num_asked, len(survival))
     reached = (1.0, *survival)[:num_asked]
@@ -47,7 +46,7 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 class DepthAverages:
     """Estimates the acceptance and the length of proposals by depth, from exponentially weighted
     sums of the counts of `observed`. At a rarely reached depth, the estimates are close to those of
-    the prior. Without a prior, acceptance there is close to acceptance at the previous depth."""
+    the prior. Without a prior, this depth's acceptance is close to the previous depth's."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
@@ -69,9 +68,9 @@ class DepthAverages:
         return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth: that a token is proposed if all earlier tokens were
-        accepted, that a proposed token is accepted if all earlier tokens were accepted, and that a
-        token is proposed if all earlier tokens were proposed."""
+        """Returns three chances for each depth: P(proposed | all earlier tokens accepted),
+        P(accepted | proposed, all earlier tokens accepted), and
+        P(proposed | all earlier tokens proposed)."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

@@ -68,8 +68,9 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """If a model drafts, sets the number of draft replicas: 1 on a shared device, otherwise the
-        fewest that decode nearly as fast as one draft per session (`REPLICAS_LOSS_MAX`)."""
+        """Sets the number of draft replicas if a model drafts. On a shared device, this is 1. On
+        other devices, it is the smallest number with a rate of at least (1 - `REPLICAS_LOSS_MAX`)
+        times the rate with one draft per session."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 

@@ -3,8 +3,8 @@ earlier answers to the same tenant.
 
 The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
 occurrence of the last tokens. The *share* of a token is the fraction of the matches that the token
-follows. Instead of the paper's tree of all suffixes, which takes O(depth) memory for each token, an
-index finds the latest matches, and each round counts the tokens that followed them."""
+follows. The paper's tree of all suffixes takes O(depth) memory for each token. Here, an index finds
+the latest matches instead, and each round counts the tokens that follow the matches."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class SuffixConfig:
 
 class _Occurrence(NamedTuple):
     text: TextIndex
-    place: int  # the place after the occurrence
+    place: int  # the index in `text` of the token after the occurrence
     length: int  # number of tokens before the place that equal the session's last tokens
 
     def follower(self, drafted: Sequence[int]) -> int:
@@ -67,9 +67,9 @@ class SuffixDrafter(LookupDrafter):
 
     Of a tenant's sessions with the same seed, only the first adds its output to the history, when
     this session ends. The drafter remembers `seeds_max` seeds. When it forgets a seed, it also
-    forgets this output. Under the rules token and block, only the first session reads the history
-    (`drafter.py` says why). The others read no outputs, not even those of other seeds, because the
-    length of the first session's output may decide which outputs are kept.
+    forgets the seed's output. Under the rules token and block, only the first session reads the
+    history (`drafter.py` says why). The others read no outputs, not even those of other seeds,
+    because the length of the first session's output may decide which outputs are kept.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
     """
@@ -93,7 +93,7 @@ class SuffixDrafter(LookupDrafter):
             forgotten, _ = self._first_of_seed.popitem(last=False)
             self._history.forget(*forgotten)
         tail = text.slice(text.end - self._config.depth, text.end)
-        found = self._occurrences(text, tail, 1)  # The first place is the end of the text itself.
+        found = self._occurrences(text, tail, 1)  # The first match is `tail` itself.
         if is_first or request.rule.absolute_noise:
             history = self._history.of(request.tenant)
             if history is not None:

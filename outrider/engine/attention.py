@@ -138,8 +138,8 @@ def _noted_mask(
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """Returns the window of a causal mask over `length` tokens, or None if there is no window.
-    Tests only the mask's rows at both ends, in the middle, near `window`, and at 2 * `window`."""
+    """Returns the window of a causal mask over `length` tokens, or None if there is no window. The
+    last row gives the window. Of the other rows, checks only a few against this window."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

@@ -51,9 +51,9 @@ _GATHERED_SLOTS_MAX = 2**16  # a group of several segments gathers at most this 
 _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, and masked slots at the end do not change the
-sum. So a token's bfloat16 logits do not depend on draft tokens after it, unless the larger number
-of rows makes matrix products use another kernel. An Intel Xeon with AMX uses the same kernel for 1
-to 32 rows."""
+sum. So a token has the same bfloat16 logits with and without draft tokens after it, if matrix
+products use the same kernel for both numbers of rows. An Intel Xeon with AMX uses the same kernel
+for 1 to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -117,7 +117,7 @@ class Group:
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """[heads * N * L]: each head's rows of `slots` in a tensor [heads * num_slots, width]."""
+        """[heads * N * L]: for each head and slot, a row of a tensor [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)

@@ -7,8 +7,8 @@
     h_j    = y_j + MLP(norm(y_j))
     logits of the token after token j = lm_head(norm(h_j))
 
-r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. Where the target has not run yet, h of
-the previous pair (with `norm_output`, norm(h)) takes the place of g. With `fc_norm`, each t is
+r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. At positions that the target has not
+run yet, h of the previous pair (norm(h) with `norm_output`) replaces g. With `fc_norm`, each t is
 normed before `fc`. With `norm_before_fc`, the concatenation of all t is normed before `fc`.
 
 form         sizes in config.json         the layer ids name             tensors
@@ -75,7 +75,7 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
     """The configuration of a layer whose width need not be a multiple of the number of heads."""
 
     def validate_architecture(self) -> None:
-        """Does nothing. The base class would check that the width is a multiple."""
+        """Does nothing. The base class would refuse such a width."""
 
 
 class _Layer(nn.Module):

@@ -26,7 +26,7 @@ class JudgedRows:
     left: RealArray
     """For a row p_{n+1} that judges a draft token under block: Z_n. Unused for other rows."""
     drawn: IntArray
-    """The token drawn from the row, or, if the row judges a draft token, the drawn correction."""
+    """For a row that judges a draft token: the drawn correction. For other rows: the row's draw."""
 
 
 class ProposalRows:
@@ -50,7 +50,7 @@ class ProposalRows:
         other rows (a proposal's last row, and all rows under coupled and greedy)."""
         self.is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(self.sizes)
         self.q = [entry for proposal, each in asked if each.rule.needs_q for entry in proposal.q]
-        """The distribution of each judged draft token, or None if its draw was certain."""
+        """The distribution of each judged draft token, or None if q has only this token."""
 
     def keys(self) -> RowKeys:
         return verdict_keys(self._noises, self.sizes.tolist())

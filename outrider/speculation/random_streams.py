@@ -118,7 +118,7 @@ def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
 
 
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
-    """The keys with which each round i draws its token `indices[i]`, counted from 0."""
+    """Row i is the key with which round i draws its draft token with index `indices[i]`."""
     rows = [
         (*noise.place(index), noise.draft_stream, *_key(noise.seed))
         for noise, index in zip(noises, indices, strict=True)
