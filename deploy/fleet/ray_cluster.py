@@ -326,7 +326,7 @@ _RAY_FOLDER = "r"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # Without this variable, Ray warns that a later version will change the default.
+    # Older versions of Ray warn if this variable is not set. In newer versions, "0" is the default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's default is a low priority, but these workers serve requests.
     "RAY_worker_niceness": "0",

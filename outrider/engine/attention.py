@@ -35,7 +35,7 @@ class AttentionLayer:
     block: nn.Module
     shape: LayerShape
     query_heads: int
-    window: int | None  # how many tokens a token sees, including itself; None = all up to itself
+    window: int | None  # how many tokens a token sees, including itself; None = no limit
     scaling: float  # the factor of attention scores
     softcap: float | None  # a score s becomes softcap * tanh(s / softcap); None = no cap
 
