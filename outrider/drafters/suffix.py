@@ -111,7 +111,7 @@ class SuffixDrafter(LookupDrafter):
 
     def release(self, session_id: str) -> None:
         """If the session is the first with its seed, adds to the history the last tokens of the
-        prompt, and the output that `guess` has seen."""
+        prompt, and the output up to the last call of `guess`."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
