@@ -38,7 +38,7 @@ columns of `fc` that read the last tap. So a new head passes the last tap on alm
 
 
 class Depth(NamedTuple):
-    """Draft token i of C chains along the texts of a batch."""
+    """The draft tokens at the same depth of C chains along the texts of a batch."""
 
     hidden: Tensor  # [C, D]: the input from which `Learner.head` computes the tokens' logits
     rows: Tensor  # [C], ascending: each token's index among the R rows of `Batch`

@@ -306,8 +306,8 @@ class _Document:
         self.num_alternatives = sum(map(self._own, schemas))
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The larger of two counts: the alternatives that a schema lists, and the combinations of
-        alternatives from parts of the schema that apply at the same time."""
+        """Counts the alternatives that a schema lists. Also counts the combinations of alternatives
+        from parts, such as entries of `allOf`, that apply together. Returns the larger count."""
         at_once = [*_list_at(schema, "allOf"), *containers_in(schema.get("patternProperties"))]
         counts = [self._reach(part) for part in at_once]
         counts.append(self._reach_by(schema.get("$ref")))
