@@ -53,7 +53,7 @@ PLAIN_TRIED_BELOW = 1.5
 PLAIN_TRIED_ROUNDS = 6
 """Rounds of a trial of plain decoding. The first is not measured (see `_follows_plain`)."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""Plain decoding is not tried while `CostLine.weight` of the plain rounds is at least this."""
+"""Plain decoding is not tried while measured plain rounds have at least this `CostLine.weight`."""
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
@@ -372,7 +372,7 @@ class LengthControl:
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting is expected to gain tokens over plain decoding, or the trial budget
-        covers the expected loss. Tokens lost while the draft reads missed tokens count, too."""
+        covers the expected loss. Includes the loss while the draft reads tokens that it lacks."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
