@@ -198,7 +198,7 @@ async def fastest_settings(
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
     setup = inputs.setup
-    # Files of earlier versions have another format. Their `of` differs, so they are not used.
+    # Older versions of this code wrote another format, in which `of` never equals `key`.
     key = {"directory": setup["directory"], "num_threads": setup["target"]["num_threads"]}
     if not again and path.exists():
         kept = json.loads(path.read_text("utf-8"))

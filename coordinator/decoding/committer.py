@@ -138,7 +138,7 @@ class Committer:
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
-        `on_wanted` is called with the sessions that `SessionStore.hold_lease` returns."""
+        `on_wanted` gets the sessions that others want to take over (`SessionStore.hold_lease`)."""
         self.store = store
         self._owner = owner
         self.random = random

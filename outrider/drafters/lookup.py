@@ -90,7 +90,7 @@ class TextIndex:
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
         """Whether `token_ids` starts with this whole text. Do not call this after `cut`. `digests`
-        is a prefix of `token_ids`. If `len(digests) >= len(self)`, this takes O(1)."""
+        has the first tokens of `token_ids`. If it has at least `len(self)`, this takes O(1)."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids

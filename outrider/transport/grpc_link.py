@@ -35,8 +35,8 @@ RELEASE_TIMEOUT_S = 5.0
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
-"""Largest size in bytes of an item's frame for the normal stream. The item's frame for the bulk
-stream may have the parameters as well, and be larger. So this is below gRPC's limit."""
+"""Largest size in bytes of an item's frame for the normal stream. It is below gRPC's limit, because
+the item's frame for the bulk stream is larger if it must have the parameters in full."""
 
 
 class GrpcLink(Link):
