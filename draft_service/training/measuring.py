@@ -107,7 +107,7 @@ def render_card(
     if options.start_from is not None:
         start = (
             f"\n- Training began with the drafter `{options.start_from}`, "
-            "whose training documents are not in the table. Some of them may be held out here."
+            "whose training documents are not in the table. Held-out documents may be among them."
         )
     num_own = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {target}

@@ -63,7 +63,7 @@ class SessionTable:
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
             held = min(entry.confirmed_length, len(sequence))
-            # If `base_length` tokens are held, any of them may differ from the prefix.
+            # If `base_length` confirmed tokens are held, it is unknown which of them are wrong.
             length = held if held < head.base_length else 0
             return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length
