@@ -183,7 +183,10 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be a number, at "),
         (("--goodput", "itl:5"), "--goodput: 'itl:5' is wrong; it must be NAME:MS"),
         (("--goodput", "ttft:inf"), "--goodput: 'ttft:inf' is wrong; it must be NAME:MS"),
-        (("--base-url", "http://h:65536"), "--base-url: 'http://h:65536' is wrong: the largest "),
+        (
+            ("--base-url", "http://h:65536"),
+            "--base-url: 'http://h:65536' is wrong: the largest port is 65535",
+        ),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
         (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for an Outrider deployment"),
     ],

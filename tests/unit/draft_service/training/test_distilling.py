@@ -270,7 +270,10 @@ def test_the_command_makes_a_head_that_serves(
     ("flags", "message"),
     [
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
-        (["--kind", "eagle3", "--layers", "2"], "--layers: cannot be set for a drafter"),
+        (
+            ["--kind", "eagle3", "--layers", "2"],
+            "--layers: cannot be set for a drafter of the kind `eagle3`",
+        ),
         (["--kind", "eagle"], "student, eagle3; did you mean eagle3?"),
         (["--kind", "eagle3"], "--kind: an EAGLE-3 head needs a target with at least 7 layers; "),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
