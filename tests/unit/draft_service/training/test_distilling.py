@@ -2,6 +2,7 @@
 ends like an undisturbed one. Also what the command makes and prints."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -93,6 +94,11 @@ def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
         "| the target | ", f"| {last.sampled:.3f} | ",
     ):  # fmt: skip
         assert words in card, words
+    ratio = r"over (\S+) tokens, which is\n  (\S+) times the training data"
+    [(read, times)] = re.findall(ratio, card)
+    learned = re.findall(r"^\| (?:the target|others .*) \| \S+ \| (\S+) \|", card, re.MULTILINE)
+    num_learned = sum(int(number.replace(",", "")) for number in learned)
+    assert float(times) == pytest.approx(int(read.replace(",", "")) / num_learned, abs=0.005)
     assert sorted(path.name for path in place.iterdir()) == ["cache", "out"]
 
 
