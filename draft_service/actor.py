@@ -39,9 +39,9 @@ class DraftActor(ReplicaHost):
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
                 executor.call(lambda: try_device_kernels(None, head))
-                # `StepCosts` does not describe a head, whose pass over committed tokens runs
-                # attention only for the last token.
-                drafter, costs = FeatureDrafter(head, engine), None
+                # `costs` is None: no `StepCosts` describe a head, whose pass over committed tokens
+                # runs attention only for the last token.
+                drafter = FeatureDrafter(head, engine)
             elif (token := parallel_token(config)) is not None:
                 drafter = ParallelDrafter(engine, token)
             else:
