@@ -444,5 +444,5 @@ class LookAhead:
     def _outcome_model(self, now: RoundAhead) -> OutcomeModel:
         head = now.item.head
         return self._outcome_models.of(
-            now.session_id, head.seed, head.rule, now.sampling.temperature
+            now.session_id, head.epoch, head.seed, head.rule, now.sampling.temperature
         )

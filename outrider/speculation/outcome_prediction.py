@@ -187,23 +187,31 @@ class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature. Under token
     and block, sessions with the same seed have the same noise. A shared model that learned from
     this noise in one session must not influence another session with the same seed. So only the
-    first session with a seed uses a shared model, and each later session has its own model."""
+    first session with a seed uses a shared model, and each later session has its own model. A
+    session that was taken over (a new epoch) counts as a later session, because it may repeat
+    rounds that the store has lost."""
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
         """After `seeds_max` seeds, forgets all seeds, and the shared models of token and block."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
-        self._first: dict[int, str] = {}  # maps a seed to its first session
-        self._alone: dict[str, OutcomeModel] = {}
+        self._first: dict[int, tuple[str, int]] = {}  # maps a seed to its first session and epoch
+        self._alone: dict[str, tuple[int, OutcomeModel]] = {}  # session -> epoch, its own model
 
-    def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
+    def of(
+        self, session_id: str, epoch: int, seed: int, rule: Rule, temperature: float
+    ) -> OutcomeModel:
         """The model of a session. How well scores predict outcomes depends on the temperature."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()
                 self._shared = {at: one for at, one in self._shared.items() if at[0].absolute_noise}
-            if self._first.setdefault(seed, session_id) != session_id:
-                return self._alone.setdefault(session_id, OutcomeModel())
+            if self._first.setdefault(seed, (session_id, epoch)) != (session_id, epoch):
+                known, model = self._alone.get(session_id, (epoch, OutcomeModel()))
+                if known != epoch:
+                    model = OutcomeModel()
+                self._alone[session_id] = epoch, model
+                return model
         return self._shared.setdefault((rule, round(temperature, 1)), OutcomeModel())
 
     def forget(self, session_id: str) -> None:

@@ -202,21 +202,25 @@ def test_what_is_not_a_guess_is_not_planned() -> None:
 def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None:
     """A second session with a seed has the noise that decided the first one's outcomes."""
     known = OutcomeModels()
-    shared = known.of("a", 1, rule, 1.0)
-    alone = known.of("b", 1, rule, 1.0)
+    shared = known.of("a", 1, 1, rule, 1.0)
+    alone = known.of("b", 1, 1, rule, 1.0)
     assert alone is not shared
-    assert known.of("b", 1, rule, 1.0) is alone
-    assert known.of("a", 1, rule, 1.04) is known.of("c", 2, rule, 1.0) is shared
-    assert known.of("c", 2, rule, 0.5) is not shared
+    assert known.of("b", 1, 1, rule, 1.0) is alone
+    assert known.of("a", 1, 1, rule, 1.04) is known.of("c", 1, 2, rule, 1.0) is shared
+    assert known.of("c", 1, 2, rule, 0.5) is not shared
+    # A session that was taken over may repeat rounds whose outcomes its models have learned.
+    resumed = known.of("a", 2, 1, rule, 1.0)
+    assert resumed is known.of("a", 2, 1, rule, 1.0)
+    assert known.of("a", 3, 1, rule, 1.0) not in (shared, alone, resumed)
     known.forget("a")
     known.forget("b")
-    assert known.of("b", 1, rule, 1.0) not in (alone, shared)
+    assert known.of("b", 1, 1, rule, 1.0) not in (alone, shared)
 
 
 def test_forgotten_seeds_take_what_was_learned_along() -> None:
     known = OutcomeModels(seeds_max=2)
-    shared, coupled = known.of("a", 1, Rule.TOKEN, 1.0), known.of("a", 1, Rule.COUPLED, 1.0)
-    assert known.of("b", 2, Rule.TOKEN, 1.0) is shared
-    assert known.of("c", 3, Rule.TOKEN, 1.0) is not shared
-    assert known.of("d", 1, Rule.TOKEN, 1.0) is known.of("c", 3, Rule.TOKEN, 1.0)
-    assert known.of("a", 1, Rule.COUPLED, 1.0) is coupled
+    shared, coupled = known.of("a", 1, 1, Rule.TOKEN, 1.0), known.of("a", 1, 1, Rule.COUPLED, 1.0)
+    assert known.of("b", 1, 2, Rule.TOKEN, 1.0) is shared
+    assert known.of("c", 1, 3, Rule.TOKEN, 1.0) is not shared
+    assert known.of("d", 1, 1, Rule.TOKEN, 1.0) is known.of("c", 1, 3, Rule.TOKEN, 1.0)
+    assert known.of("a", 1, 1, Rule.COUPLED, 1.0) is coupled
