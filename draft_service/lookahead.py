@@ -19,18 +19,17 @@ outcomes then begin before the round is read."""
 import logging
 from collections.abc import Sequence
 from itertools import count
-from operator import itemgetter
 
 import torch
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
-from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import EngineLost, OutriderError
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
-from outrider.replica.step_request import Answers, refusal
+from outrider.replica.step_request import Answers, Unfinished, refusal
 from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
 from outrider.speculation.logits_processing import allowed_early, joined_rows
@@ -42,6 +41,7 @@ from outrider.speculation.outcome_prediction import (
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
+from outrider.tokens import EMPTY_DIGEST, digest_behind
 
 _log = logging.getLogger(__name__)
 Outcome = tuple[int, ...]  # x_1..x_n y: the tokens that a round may commit; () = unknown
@@ -49,10 +49,11 @@ Outcome = tuple[int, ...]  # x_1..x_n y: the tokens that a round may commit; () 
 
 class RoundAhead:
     def __init__(
-        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
+        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...], digest: int
     ) -> None:
         self.item = item
         self.committed = committed
+        self.digest = digest  # of `committed`
         self.unseen = unseen  # last committed tokens, which the session's own sequence has not run
         self.bytes_left = LOOK_AHEAD_BYTES_MAX  # bytes of proposals that may still be pushed
         self.drafted: tuple[int, ...] = ()  # x_1..x_K, once they are known
@@ -67,6 +68,8 @@ class RoundAhead:
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
         """Finished drafts whose sequences still exist. One of them may be the next `basis`."""
+        self.num_drawn: dict[Outcome, int] = {}
+        """The largest number of tokens that an abandoned draft of each outcome has drawn."""
 
     @property
     def session_id(self) -> str:
@@ -90,14 +93,22 @@ class RoundAhead:
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
-    def request(self, name: str, committed: tuple[int, ...], info: ModelInfo) -> DraftRequest:
-        head, sampling = self.item.head, self.sampling
+    def request(self, name: str, outcome: Outcome, info: ModelInfo) -> DraftRequest:
+        """The request for a draft after `outcome`; () = for this round itself."""
+        head, sampling, committed = self.item.head, self.sampling, (*self.committed, *outcome)
         num_tokens = len(committed) - head.prompt_length
         return draft_request(
-            head, sampling, committed, len(committed),
+            head, sampling, committed, len(committed), digest_behind(self.digest, outcome),
             session_id=name, num_draft_tokens=self.item.num_draft_tokens,
             allowed=allowed_early(sampling, num_tokens, info.eos_token_ids, info.vocab_size),
         )  # fmt: skip
+
+    def abandon(self, outcome: Outcome) -> AutoregressiveDraft:
+        """Gives up an unfinished draft, whose sequence the caller must release. If the outcome
+        comes true, its next draft draws at least as many tokens."""
+        branch = self.outcomes.pop(outcome)
+        self.num_drawn[outcome] = max(self.num_drawn.get(outcome, 0), len(branch.token_ids))
+        return branch
 
 
 class LookAhead:
@@ -122,21 +133,25 @@ class LookAhead:
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
-        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
+        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...], digest: int
     ) -> Answers:
         """Ends the session's previous round and begins that of `item`. Returns the answers that are
-        known. `committed` ends with `unseen`, the tokens that the session's sequence lacks."""
-        before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
-        now = RoundAhead(item, committed, unseen)
+        known. `committed` has this `digest`, and ends with `unseen`, the tokens that the session's
+        sequence lacks."""
+        before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), (), EMPTY_DIGEST)
+        now = RoundAhead(item, committed, unseen, digest)
         self._rounds[now.session_id] = now
         outcome = self._come_true(before, committed)
+        if item.deadline is NO_DEADLINE and item.num_draft_tokens > before.item.num_draft_tokens:
+            outcome = ()  # A proposal that was drafted ahead would be shorter than wanted.
         answers: list[DraftAnswer] = []
         if item.held is not None:
             now.drafted = item.held
         elif outcome in before.finished:
             answers.append(self._answer(now, before.finished[outcome]))
         else:
-            answers += self._begin_wanted(now, before.outcomes.pop(outcome, None))
+            taken = before.outcomes.pop(outcome, None)
+            answers += self._begin_wanted(now, taken, before.num_drawn.get(outcome, 0))
         branch = before.kept.get(outcome)
         if branch is not None and now.drafted and now.basis is None:
             is_its = tuple(branch.token_ids[: len(now.drafted)]) == now.drafted
@@ -145,9 +160,10 @@ class LookAhead:
         self._end(before)
         return self._advanced(now, answers)
 
-    def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
-        """Runs one pass for the rounds of these items. `works_on` must be true for all items.
-        Raises the errors of the engine."""
+    def advance(self, items: Sequence[DraftItem]) -> list[Answers | Unfinished]:
+        """Runs one pass for the rounds of these items. `works_on` must be true for all items. It
+        becomes false for an `Unfinished` item, whose draft must begin again (`lose_pages`). Raises
+        the errors of the engine."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
@@ -177,7 +193,14 @@ class LookAhead:
                 self._release(self._stale)
         for now in unread:
             now.is_read = now.is_read or now in read or not self._is_readable(now)
-        return [self._advanced(now, self._harvest(now)) for now in rounds]
+        return [self._settled(now) for now in rounds]
+
+    def _settled(self, now: RoundAhead) -> Answers | Unfinished:
+        if now.wanted is None or not now.wanted.is_lost:
+            return self._advanced(now, self._harvest(now))
+        del self._rounds[now.session_id]  # The next step begins the round again.
+        self._end(now)
+        return Unfinished.CONTINUES
 
     def _likeliest(
         self, rounds: Sequence[RoundAhead], most: int, wanted: Sequence[AutoregressiveDraft],
@@ -185,16 +208,16 @@ class LookAhead:
     ) -> list[AutoregressiveDraft]:  # fmt: skip
         """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
         the pass, ends the drafts of the least likely outcomes."""
-        found = [(now.chances[one], now.outcomes, one) for now in rounds for one in now.outcomes]
-        found = sorted(found, key=itemgetter(0), reverse=True)[:most]
-        chosen = [outcomes[outcome] for _, outcomes, outcome in found]
+        found = [(now, outcome) for now in rounds for outcome in now.outcomes]
+        found = sorted(found, key=lambda one: one[0].chances[one[1]], reverse=True)[:most]
+        chosen = [now.outcomes[outcome] for now, outcome in found]
         if not self._drafter.can_advance([*wanted, *chosen], readings):
             self._release(self._stale)
             for other in self._rounds.values():
                 self._release(other.kept)
             while chosen and not self._drafter.can_advance([*wanted, *chosen], readings):
-                _, outcomes, outcome = found.pop()
-                self._release([outcomes.pop(outcome)])
+                now, outcome = found.pop()
+                self._release([now.abandon(outcome)])
                 chosen.pop()
         return chosen
 
@@ -235,19 +258,22 @@ class LookAhead:
         return outcome
 
     def _begin_wanted(
-        self, now: RoundAhead, taken: AutoregressiveDraft | None
+        self, now: RoundAhead, taken: AutoregressiveDraft | None, num_drawn: int
     ) -> list[DraftAnswer]:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
         at least half of the wanted tokens, proposes the tokens it has. Each further token would
         take a pass, and the last tokens are the least likely to be accepted. The number of tokens
-        depends on when the item arrived, not on any token's value, so the output stays exact."""
+        depends on when the item arrived. This time is independent of the numbers with which the
+        next tokens would be drawn, unless the seed is repeated. So a round without a time limit
+        gets all tokens. Abandoned drafts of the same outcome have drawn `num_drawn` tokens."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
-            if 2 * num_held >= taken.num_wanted:
+            is_timed = now.item.deadline is not NO_DEADLINE
+            if is_timed and 2 * num_held >= taken.num_wanted and num_held >= num_drawn:
                 taken.num_wanted = min(taken.num_wanted, num_held)
-        info = self._engine.info
-        branch = taken or self._drafter.begin(now.request(now.session_id, now.committed, info))
+        branch = taken or self._drafter.begin(now.request(now.session_id, (), self._engine.info))
+        branch.num_due = num_drawn
         if branch.num_wanted == 0:
             if taken is not None:
                 self._release([taken])
@@ -314,20 +340,18 @@ class LookAhead:
             (*now.drafted[: one.num_accepted], corrections[one.num_accepted][one.rank]): one.chance
             for one in self._outcome_model(now).plan(now.guesses, now.item.look_ahead)
         }
-        begun, now.outcomes = now.outcomes, {}
+        unlikely = [outcome for outcome in now.outcomes if outcome not in now.chances]
+        self._release([now.abandon(outcome) for outcome in unlikely])
         for outcome in now.chances:
-            if outcome in begun:
-                now.outcomes[outcome] = begun.pop(outcome)
-            elif outcome not in now.finished:
+            if outcome not in now.outcomes and outcome not in now.finished:
                 self._branch_off(now, outcome)
-        self._release([*begun.values()])
 
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
         name = f"{now.session_id}/{next(self._numbers)}"
         source = now.session_id if now.basis is None or now.is_read else now.basis.sequence_id
         self._engine.fork(source, name)
         self._engine.keep(name, len(now.committed) + len(outcome) - 1)
-        request = now.request(name, (*now.committed, *outcome), self._engine.info)
+        request = now.request(name, outcome, self._engine.info)
         branch = self._drafter.begin(request)
         if branch.num_wanted == 0:
             self._engine.release(name)
@@ -398,7 +422,7 @@ class LookAhead:
             if not is_draft_fault or branch.token_ids:
                 self._drafter.end(branch, error)
             elif not self._drafter.holds(branch):
-                branch.stop()
+                branch.lose_pages()
             else:
                 try:
                     self._drafter.advance([branch])
@@ -409,11 +433,12 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops the outcomes whose drafts have lost their pages. A wanted draft that has lost its
-        pages ends with the tokens that it has."""
+        """Drops the outcomes whose drafts have lost their pages. Ends a wanted draft that has lost
+        its pages."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
-            now.wanted.stop()
-        now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
+            now.wanted.lose_pages()
+        for outcome in [at for at, one in now.outcomes.items() if not self._drafter.holds(one)]:
+            now.abandon(outcome)
 
     def _release(
         self, branches: list[AutoregressiveDraft] | dict[Outcome, AutoregressiveDraft]
@@ -432,7 +457,7 @@ class LookAhead:
         self._drop(now)
 
     def _drop(self, now: RoundAhead) -> None:
-        self._release(now.outcomes)
+        self._release([now.abandon(outcome) for outcome in [*now.outcomes]])
         self._release(now.kept)
         self._drop_basis(now)
 

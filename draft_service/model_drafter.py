@@ -42,11 +42,12 @@ class ModelDrafter:
         call continues the other drafts.
 
         The engine must hold each draft's committed and draft tokens, except those in `unseen`. A
-        draft with draft tokens ends if the engine has lost a token. A draft that wants no tokens
-        still runs its prefix. Raises an error of the first pass if no draft has draft tokens."""
+        draft with draft tokens ends if the engine has lost a token (`lose_pages`). A draft that
+        wants no tokens still runs its prefix. Raises an error of the first pass if no draft has
+        draft tokens."""
         for branch in branches:
             if branch.token_ids and not self.holds(branch):
-                branch.stop()
+                branch.lose_pages()
         self.num_passes = 0
         with torch.inference_mode():
             growing = [one for one in branches if (one.goes_on() if one.token_ids else one.unseen)]

@@ -21,6 +21,7 @@ from outrider.replica.step_request import Answers, AnswerSender, StepRequest, Un
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.tokens import EMPTY_DIGEST
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,9 @@ class _Drafting(Work):
 
 class Proposer(StepWorker):
     """Drafts for the items of a step. A session without pages gets an empty proposal. The output
-    stays exact, because the lack of pages does not depend on the values of tokens."""
+    stays exact, because the lack of pages does not depend on the values of tokens. But it may
+    depend on the tokens of a session with the same seed. So an item without a time limit, which
+    belongs to a repeated seed, waits for pages."""
 
     def __init__(
         self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
@@ -153,11 +156,17 @@ class Proposer(StepWorker):
         new = [work for work in works if not hasattr(work, "draft")]
         self._admit(new)
         for work in new:
-            if work.answer is Unfinished.WAITS:
+            if work.answer is Unfinished.WAITS and not self._waits_for_pages(work):
                 held = self._engine.length(work.head.session_id)
                 length = work.head.committed_length
                 work.answer = ProposalReply(work.head.key, NOTHING_SEALED, length, held)
         self._run([work for work in works if work.answer is None])
+
+    def _waits_for_pages(self, work: _Drafting) -> bool:
+        """Whether an item keeps waiting for pages, of which the replica has enough altogether."""
+        item, (head, num_extra, *_) = work.item, work.demand
+        must_be_whole = item.deadline is NO_DEADLINE and item.held is None
+        return must_be_whole and head.committed_length + num_extra <= self._num_slots
 
     def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)
@@ -170,7 +179,9 @@ class Proposer(StepWorker):
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
         committed = aligned.committed
         if is_whole and self.looks_ahead(item):
-            work.answer = self._look_ahead.begin(item, committed, aligned.new_tokens)
+            work.answer = self._look_ahead.begin(
+                item, committed, aligned.new_tokens, aligned.digest
+            )
             return
         num_missing = len(aligned.new_tokens) - admitted.num_granted
         asked: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
@@ -185,7 +196,7 @@ class Proposer(StepWorker):
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
         request = draft_request(
             work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
-            features=item.features, **asked,
+            aligned.digest if is_whole else EMPTY_DIGEST, features=item.features, **asked,
         )  # fmt: skip
         work.draft = self._drafter.begin(request)
 
@@ -205,6 +216,8 @@ class Proposer(StepWorker):
         for work, draft in zip(works, found, strict=True):
             if draft.error is not None:
                 self._fail(work, draft.error)
+            elif draft.is_lost:
+                work.answer = Unfinished.CONTINUES  # The next step begins a new draft.
             elif draft.is_whole:
                 self._answer(work)
             else:

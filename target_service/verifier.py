@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
-from outrider.drafters.drafter import DraftDeadline, DraftRequest
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.engine.interface import DraftingEngine, Engine, FeatureKeeper, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, OutriderError, check
@@ -41,6 +41,7 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.tokens import extend_digest
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,11 @@ class _Round(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        num_drafted = len(self.proposal)
-        return SlotDemand(self.head, num_drafted, num_drafted + 1)
+        """A next proposal without a time limit must not become shorter for lack of pages
+        (`AutoregressiveDraft.lose_pages`)."""
+        num_drafted, item = len(self.proposal), self.item
+        num_reserved = 0 if item.next_budget_us else item.num_next_draft_tokens
+        return SlotDemand(self.head, num_drafted, num_drafted + 1, num_reserved=num_reserved)
 
     def ask(self, logits: Tensor) -> None:
         """Makes the question from the logits of the pass. Raises the errors of `row_masks`."""
@@ -116,25 +120,37 @@ class SelfDrafter:
         values."""
         drafts, engine = [AutoregressiveDraft(request) for request in requests], self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
+
+        def free_ended() -> None:
+            for draft in drafts:
+                if draft.is_whole:
+                    engine.keep(draft.sequence_id, lengths[draft.sequence_id])
+
         for draft, row in zip(drafts, hidden_states, strict=True):
             draft.carried = row
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
         try:
             while active := [draft for draft in drafts if draft.goes_on()]:
-                self._draw(active)
+                # Drafts without a time limit come first, because they end last if pages are few.
+                active.sort(key=lambda draft: draft.deadline is not NO_DEADLINE)
+                self._draw(active, free_ended)
         except Exception:
             logger.exception("drafts of %d sessions end early", len(drafts))
         for name, length in lengths.items():
             engine.keep(name, length)
         return [draft.proposal for draft in drafts]
 
-    def _draw(self, drafts: list[AutoregressiveDraft]) -> None:
-        """Draws a token for each draft. If pages are too few, ends the last drafts of the list."""
+    def _draw(self, drafts: list[AutoregressiveDraft], free_ended: Callable[[], None]) -> None:
+        """Draws a token for each draft. If pages are too few, ends the last drafts of the list.
+        `free_ended` frees the pages of drafts that have ended."""
         steps = [SequenceStep(draft.sequence_id, (draft.newest,), 1) for draft in drafts]
+        if not self.engine.can_hold(steps):
+            free_ended()
         while not self.engine.can_hold(steps):
             steps.pop()
             drafts.pop().stop()
+            free_ended()
         if not drafts:
             return
         hidden = self.engine.forward_draft(steps, [draft.carried for draft in drafts])
@@ -307,14 +323,16 @@ class Verifier(StepWorker):
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
-        room = self._engine.info.max_model_len - length
+        room = min(self._engine.info.max_model_len, self._num_slots) - length
         if room <= 0:
             return None
         token_ids = outcome.token_ids[-1:]
         if one.sampling.penalised:
             token_ids = (*history.prompt_ids, *history.output_ids, *outcome.token_ids)
+        newest = outcome.token_ids[-1]
+        digest = extend_digest(self._engine.tokens(one.head.session_id).digest(length - 1), newest)
         return draft_request(
-            one.head, one.sampling, token_ids, length,
+            one.head, one.sampling, token_ids, length, digest,
             num_draft_tokens=min(item.num_next_draft_tokens, room),
             allowed=None if one.allowed is None else one.allowed.behind(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -205,6 +205,7 @@ def proposal_of_head(
 ) -> Proposal:  # fmt: skip
     """Draws one token after another from logits [1, N] over the token ids `head_ids`."""
     text, q = [*tokens], []
+    noise = replace(noise, prefix_digest=TokenSequence(tokens).digest())
     for depth in range(num):
         history = TokenHistory(text[:prompt_length], text[prompt_length:])
         [(token_id, distribution)], _ = draw_from_logits(

@@ -188,7 +188,11 @@ class DraftClient(_ModelDrafts):
         num_drawn = min(num_wanted, self._model_tokens)
         if num_drawn < num_wanted:
             length = replace(length, num_draft_tokens=num_drawn)
-        drafted = await self._by_replica(round_index, length, start)
+        drafted = None
+        # When hidden states arrive depends on times, which must not shorten an untimed proposal.
+        self._is_behind = self._reads_features and not length.is_timed
+        if not self._is_behind:
+            drafted = await self._by_replica(round_index, length, start)
         if drafted is None:
             if guess is None:
                 guess, _ = self.look_up(num_wanted, noise)
@@ -220,7 +224,9 @@ class DraftClient(_ModelDrafts):
             and self._pushed.expects(number)
         )  # fmt: skip
         pushed = self._pushed.begin(number, self._session.tokens)
-        is_ahead = pushed is not None and self._is_fit(pushed.proposal)
+        # If it was drafted for a smaller K, a round that must be whole cannot use it.
+        is_long = length.is_timed or looked_for >= num_wanted
+        is_ahead = pushed is not None and is_long and self._is_fit(pushed.proposal)
         if is_ahead:
             self._held = pushed
         else:
@@ -288,7 +294,8 @@ class DraftClient(_ModelDrafts):
         return answer
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
-        if not self._reads_features or not self._route.heard or length.next_max == 0:
+        needs_features = self._reads_features and length.is_timed
+        if not needs_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._brought is not None and self._route.awaited is not None:
             return NOTHING_WANTED  # The hidden states in `_brought` must be sent first.

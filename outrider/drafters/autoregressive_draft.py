@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.drafters.drafter import DraftRequest
-from outrider.errors import OutriderError
+from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
+from outrider.errors import OutOfPages, OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import LikelyTokens, draw_from_logits
 from outrider.speculation.logits_processing import (
@@ -37,6 +37,9 @@ class AutoregressiveDraft:
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
         self.unseen = unseen  # the tokens that the model's next pass must run
         self.deadline = request.deadline
+        self.num_due = 0
+        """Number of tokens to draw even after the time limit: an abandoned draft of the same prefix
+        has already drawn them, and may have influenced the time that is left."""
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
@@ -44,6 +47,8 @@ class AutoregressiveDraft:
         likely tokens of some draws are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
+        self.is_lost = False
+        """Whether the draft lacks pages and must begin again (see `lose_pages`)."""
 
     @property
     def sequence_id(self) -> str:
@@ -52,12 +57,14 @@ class AutoregressiveDraft:
     @property
     def is_whole(self) -> bool:
         """Whether the draft gets no more tokens."""
-        return self.error is not None or len(self.token_ids) >= self.num_wanted
+        is_ended = self.error is not None or self.is_lost
+        return is_ended or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
         """Whether to draw another token. If no time is left, the draft ends. After each True,
         the caller must draw a token before it calls again."""
-        if not self.is_whole and not self.deadline.allows_draw():
+        is_due = len(self.token_ids) < self.num_due
+        if not self.is_whole and not is_due and not self.deadline.allows_draw():
             self.stop()
         return not self.is_whole
 
@@ -92,10 +99,22 @@ class AutoregressiveDraft:
         """Ends the draft with the tokens that it has."""
         self.num_wanted = len(self.token_ids)
 
+    def lose_pages(self) -> None:
+        """Ends the draft because it lacks pages. With a time limit, the tokens that it has are
+        proposed. A draft without a time limit belongs to a repeated seed. Which pages are free may
+        then depend on a session with the same random numbers. So this draft proposes nothing, and
+        must begin again."""
+        if self.deadline is NO_DEADLINE:
+            self.is_lost = True
+        else:
+            self.stop()
+
     def end(self, error: Exception) -> None:
         """Ends the draft after an error. Drawn tokens are still proposed. One of them may have
         caused the error, and dropping a token because of its value would bias the output."""
-        if self.token_ids:
+        if isinstance(error, OutOfPages) and self.deadline is NO_DEADLINE:
+            self.lose_pages()
+        elif self.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)
             self.stop()
         elif isinstance(error, OutriderError):

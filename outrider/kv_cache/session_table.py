@@ -11,7 +11,7 @@ from outrider.engine.interface import Engine
 from outrider.errors import BadRequest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import Resync, RoundHead
-from outrider.tokens import TokenSequence
+from outrider.tokens import TokenSequence, digest_behind
 
 
 class Aligned(NamedTuple):
@@ -24,6 +24,11 @@ class Aligned(NamedTuple):
     @property
     def committed(self) -> tuple[int, ...]:
         return (*self.sequence.ids, *self.new_tokens)
+
+    @property
+    def digest(self) -> int:
+        """The digest of `committed`."""
+        return digest_behind(self.sequence.digest(), self.new_tokens)
 
 
 class _Entry:

@@ -41,6 +41,9 @@ class SlotDemand(NamedTuple):
     num_extra: int  # number of slots in addition to those of the committed tokens
     num_last: int = 1  # tokens that must run in one step: the last committed token and any drafts
     reach: int | None = None  # number of committed tokens that can run now; None = no limit
+    num_reserved: int = 0
+    """Number of slots that the item needs later in the same step, for its next proposal. Slots that
+    the replica does not have are not reserved."""
 
 
 class Admitted(NamedTuple):
@@ -127,6 +130,7 @@ class StepWorker:
         name = demand.head.session_id
         num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
+        length = max(length, min(length + demand.num_reserved, self._num_slots))
         if demand.reach is not None and length <= self._num_slots:
             length = demand.reach
         num = min(max(1, length - num_held), self._num_slots + 1)
@@ -317,13 +321,15 @@ def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
 
 
 def draft_request(
-    head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
-) -> DraftRequest:
-    """Returns a request for a proposal after the first `length` tokens of a session. `token_ids`
-    are the tokens that the drafter needs. `fields` adds or replaces fields of the request."""
+    head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, digest: int,
+    **fields: Any,
+) -> DraftRequest:  # fmt: skip
+    """Returns a request for a proposal after the first `length` tokens of a session, which have
+    this `digest`. `token_ids` are the tokens that the drafter needs. `fields` adds or replaces
+    fields of the request."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,
-        "noise": RoundNoise(head.seed, head.rule, length),
+        "noise": RoundNoise(head.seed, head.rule, length, digest),
     }  # fmt: skip
     return DraftRequest(**known | fields)

@@ -106,8 +106,9 @@ def draw_from_logits(
     quantised = [index for index, rule in enumerate(rules) if rule.needs_q]
     if quantised:
         levels, ids = count_levels(likely.mass[quantised]), likely.ids[quantised]
-        zero = np.zeros((1, 1), dtype=np.int64)
-        counts = uniforms(numbers(token_keys(keys[quantised]), zero)) * COUNT_TOTAL // 1
+        digests = np.array([[noises[index].prefix_digest] for index in quantised], dtype=np.uint64)
+        drawn = numbers(token_keys(keys[quantised]), digests.view(np.int64))
+        counts = uniforms(drawn) * COUNT_TOTAL // 1
         places = (levels <= counts).sum(axis=1).tolist()
         for index, row, own, place in zip(quantised, ids, levels, places, strict=True):
             q = _as_distribution(row, own)

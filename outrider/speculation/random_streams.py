@@ -6,8 +6,11 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under the rules token and block, a draft's draw uses one number: the number for token id 0. Every
-other draw is a Gumbel-max draw, which uses a number for each token id (`gumbel_max.py`).
+Under the rules token and block, a draft's draw uses one number of its row: the number whose index
+is the digest of the round's committed tokens. Look-ahead drafts the next round for several outcomes
+of this round, and only one of them comes true. With the digest, each outcome has its own numbers,
+so the draws of the other outcomes say nothing of the draws of this one. Every other draw is a
+Gumbel-max draw, which uses a number for each token id (`gumbel_max.py`).
 
 A *position* is absolute: the committed length at the round's start plus the index. An *index place*
 keeps the committed length and the index apart, so every round of a session has new index places.
@@ -63,6 +66,8 @@ class RoundNoise:
     seed: int
     rule: Rule
     committed_length: int
+    prefix_digest: int = 0
+    """Digest of the committed tokens (`tokens.extend_digest`). Only draws of a draft read it."""
 
     def __post_init__(self) -> None:
         check(0 <= self.seed <= SEED_MAX, "the seed is not a 64-bit number")

@@ -15,6 +15,7 @@ from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from outrider.tokens import TokenSequence
 
 PROMPT = (1, 2, 3)
 
@@ -33,7 +34,7 @@ def expected_proposal(
     prefix: Sequence[int], count: int, rule: Rule, sampling: SamplingParams, prompt_length: int
 ) -> tuple[list[int], list[DraftDistribution | None]]:
     """Draws one token after another, each from newly computed logits."""
-    noise = RoundNoise(7, rule, len(prefix))
+    noise = RoundNoise(7, rule, len(prefix), TokenSequence(prefix).digest())
     tokens = list(prefix)
     q = []
     for index in range(count):

@@ -29,7 +29,7 @@ from target_service import verifier
 VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
-SEED = 11
+SEED = 3
 TOLERANCE = 1e-2  # allowed difference of features in bfloat16 from those of the library
 
 

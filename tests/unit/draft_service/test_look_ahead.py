@@ -21,15 +21,18 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)
+LONG_US, SHORT_US = 60_000_000, 1
+"""Time limits of drafts, in microseconds: one that is never reached, and one that ends at once."""
 
 
 def item(
     tokens: Sequence[int], base_length: int = 0, *, rule: Rule = Rule.TOKEN, count: int = 3,
-    look_ahead: int = 8, held: tuple[int, ...] | None = None, **head: Any,
+    look_ahead: int = 8, held: tuple[int, ...] | None = None, budget_us: int = 0, **head: Any,
 ) -> DraftItem:  # fmt: skip
+    """Without `budget_us`, the item belongs to a session with a repeated seed."""
     sampling = head.pop("sampling", GREEDY if rule is Rule.GREEDY else PLAIN)
     made = make_head(tokens, base_length, rule=rule, sampling=sampling, **head)
-    return DraftItem(made, count, look_ahead, held)
+    return DraftItem(made, count, look_ahead, held, budget_us=budget_us)
 
 
 def check_pushed(pushed: Sequence[ProposalReply], prefix: Sequence[int], rule: Rule) -> None:
@@ -123,9 +126,13 @@ async def test_a_step_has_two_passes_if_no_session_waits_and_no_item_has_come(
     await draft.close()
 
 
-async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() -> None:
+@pytest.mark.parametrize(("budget_us", "num_proposed"), [(LONG_US, 4), (0, 6)])
+async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens(
+    budget_us: int, num_proposed: int
+) -> None:
     """A predicted outcome comes true when some of its tokens are drafted, and only these are
-    proposed. Their number is the same for every seed, as `docs/exactness.md` requires."""
+    proposed. Their number is the same for every seed, as `docs/exactness.md` requires. A round
+    without a time limit, whose seed is repeated, gets all tokens."""
     lengths, tokens = set(), set()
     for seed in range(1, 21):
         draft = draft_over()
@@ -139,14 +146,58 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
             await asyncio.sleep(0)
         num_heard = len(draft.listener.answers)
         text = (*PROMPT, *outcome)
-        draft.link.send(item(text, len(PROMPT), session=2, round_index=1, count=6, seed=seed))
+        head = {"session": 2, "round_index": 1, "seed": seed}
+        draft.link.send(item(text, len(PROMPT), count=6, budget_us=budget_us, **head))
         late = (await draft.listener.wait(num_heard + 1))[num_heard]
         lengths.add(len(late.proposal))
         tokens.add(late.proposal.token_ids)
         await draft.settle()
         await draft.close()
-    assert lengths == {4}
+    assert lengths == {num_proposed}
     assert len(tokens) > 10
+
+
+async def until_outcomes_have(draft: Replica, num_tokens: int) -> dict[tuple[int, ...], int]:
+    """Waits until an outcome of session 1 has `num_tokens` draft tokens. Returns the number of
+    tokens of each unfinished outcome."""
+    rounds = draft.service._proposer._look_ahead._rounds
+    while True:
+        await asyncio.sleep(0)
+        now = rounds.get(session_name(1))
+        drawn = {at: len(one.token_ids) for at, one in now.outcomes.items()} if now else {}
+        if num_tokens in drawn.values():
+            return drawn
+
+
+async def test_what_an_abandoned_draft_has_drawn_is_drawn_again() -> None:
+    """The time that is left may depend on these tokens, so it must not decide whether they are
+    proposed."""
+    async with draft_over() as draft:
+        draft.link.send(item(PROMPT, count=6))
+        drawn = await until_outcomes_have(draft, 3)
+        draft.service._proposer._look_ahead.give_way()
+        outcome = next(outcome for outcome, num in drawn.items() if num == 3)
+        committed = (*PROMPT, *outcome)
+        num_heard = len(draft.listener.answers)
+        draft.link.send(item(committed, round_index=1, count=6, budget_us=SHORT_US))
+        again = (await draft.listener.wait(num_heard + 1))[num_heard]
+        expected, _ = expected_proposal(committed, 3, Rule.TOKEN, PLAIN, 1)
+        assert list(again.proposal.token_ids) == expected
+        assert again.out_of_time
+        await draft.settle()
+
+
+@pytest.mark.parametrize(("budget_us", "num_proposed"), [(LONG_US, 2), (0, 5)])
+async def test_a_repeated_seed_gets_no_shorter_proposal_from_look_ahead(
+    draft: Replica, budget_us: int, num_proposed: int
+) -> None:
+    """What was drafted ahead has at most K tokens of the round before."""
+    _, *pushed = await draft.send(item(PROMPT, count=2))
+    committed = (*PROMPT, *pushed[0].assumed)
+    asked = item(committed, len(PROMPT), round_index=1, count=5, budget_us=budget_us)
+    found = (await draft.send(asked))[0]
+    expected, _ = expected_proposal(committed, num_proposed, Rule.TOKEN, PLAIN, 1)
+    assert list(found.proposal.token_ids) == expected
 
 
 @pytest.mark.virtual
@@ -243,8 +294,28 @@ async def test_pages_that_are_needed_are_there() -> None:
     await draft.close()
 
 
+@pytest.mark.parametrize("look_ahead", [0, 8])
+async def test_a_repeated_seed_drafts_again_after_it_lost_its_pages(
+    draft: Replica, look_ahead: int
+) -> None:
+    """Who took the pages may depend on a session with the same random numbers."""
+    if look_ahead == 0:  # A step ends early for another session whose time is over.
+        draft.link.send(item((4, 5), session=2, count=6, look_ahead=0, budget_us=SHORT_US))
+    draft.link.send(item(PROMPT, count=6, look_ahead=look_ahead))
+    while len(draft.engine.batches) <= 2:
+        await asyncio.sleep(0)
+    draft.engine.release(session_name(1))
+    answers = await draft.settle()
+    found = next(
+        one for one in answers
+        if isinstance(one, ProposalReply) and one.key.session_id == session_name(1)
+    )  # fmt: skip
+    expected, _ = expected_proposal(PROMPT, 6, Rule.TOKEN, PLAIN, 1)
+    assert list(found.proposal.token_ids) == expected
+
+
 async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Replica) -> None:
-    draft.link.send(item(PROMPT, count=6))
+    draft.link.send(item(PROMPT, count=6, budget_us=LONG_US))
     while len(draft.engine.batches) <= 2:
         await asyncio.sleep(0)
     num_drawn = len(draft.engine.batches)

@@ -30,6 +30,7 @@ from outrider.speculation.logits_processing import masked_logits, target_probabi
 from outrider.speculation.proposal import DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from outrider.tokens import TokenSequence
 
 MASK, TOY_MASK, TOY_VOCAB = VOCAB - 1, 7, 8
 LENGTHS = (1, 2, 5, 31, 64, 120)
@@ -139,7 +140,7 @@ async def test_outcomes_are_drafted_in_a_pass(rule: Rule) -> None:
     replies = [((1, 2, 3), one) for one in (answer, *pushed)] + [(text, one) for one in later]
     for begun, reply in replies:
         prefix = (*begun, *reply.assumed)
-        noise = RoundNoise(7, rule, len(prefix))
+        noise = RoundNoise(7, rule, len(prefix), TokenSequence(prefix).digest())
         one = replace(request("s", prefix, 3, rule, asked.head.params()), noise=noise)
         assert (list(reply.proposal.token_ids), list(reply.proposal.open().q)) == expected(
             one, 3, toy_rows

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from cuda_substitutes import draw_without_kernels
+from exactness.law import FALSE_ALARM
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 from verdict_laws import draft_token, row_keys
 
 from outrider.errors import InvariantError
@@ -20,6 +22,7 @@ from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from outrider.tokens import TokenSequence
 
 
 @settings(deadline=None)
@@ -118,6 +121,24 @@ def test_the_same_tokens_and_the_same_q(
                 np.testing.assert_allclose(shares, row.mass / row.mass[0, 0], rtol=1e-5)
                 is_possible = row.mass > 0
                 assert (found.ids == row.ids)[is_possible].all()
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_drafts_after_other_prefixes_draw_independently(rule: Rule) -> None:
+    """Two outcomes of a round have equal length, and differ in their last token. Of 8,000 draws
+    from 8 x 8 equally likely pairs, each has 125 in expectation."""
+    num, width = 8_000, 8
+    drawn = []
+    for last in (3, 4):
+        noises = [
+            RoundNoise(seed, rule, 2, TokenSequence((1, last)).digest()) for seed in range(num)
+        ]
+        tokens, _ = draw_from_logits(
+            torch.zeros((num, width)), [SamplingParams()] * num, noises, [0] * num
+        )
+        drawn.append(np.array([token_id for token_id, _ in tokens]))
+    pairs = np.bincount(drawn[0] * width + drawn[1], minlength=width**2)
+    assert chisquare(pairs).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -12,6 +12,7 @@ from outrider.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.speculation.proposal import SealedProposal
 
 STEP_S = 0.01
+LONG_US = 60_000_000
 
 
 @pytest.mark.virtual
@@ -37,11 +38,26 @@ async def test_a_draft_that_finds_no_pages_proposes_nothing_at_once() -> None:
     at = Replica("draft", ToyEngine(num_pages=4), STEP_S)
     first = await at.ask(DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3
-    none = await at.ask(DraftItem(make_head([2] * 7, session=2), 3))
+    none = await at.ask(DraftItem(make_head([2] * 7, session=2), 3, budget_us=LONG_US))
     assert (none.proposal, none.base_length, none.cached_length) == (SealedProposal(()), 7, 0)
     at.link.release(session_name(1), 1)
     again = await at.ask(DraftItem(make_head([2] * 8, session=2, round_index=1), 3))
     assert len(again.proposal) == 3
+    await at.close()
+
+
+async def test_a_repeated_seed_waits_until_a_draft_has_pages() -> None:
+    """Without a time limit, a proposal is whole. A draft with too few pages in all proposes
+    nothing at once."""
+    at = Replica("draft", ToyEngine(num_pages=4), STEP_S)
+    await at.ask(DraftItem(make_head([1] * 9), 3))
+    at.link.send(DraftItem(make_head([2] * 7, session=2), 3))
+    at.link.send(DraftItem(make_head([3] * 60, session=3), 6))
+    _, nothing = await at.listener.wait(2)
+    assert (nothing.key.session_id, len(nothing.proposal)) == (session_name(3), 0)
+    at.link.release(session_name(1), 1)
+    whole = (await at.listener.wait(3))[2]
+    assert (whole.key.session_id, len(whole.proposal)) == (session_name(2), 3)
     await at.close()
 
 

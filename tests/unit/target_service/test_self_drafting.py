@@ -174,7 +174,7 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
             head = make_head(
                 text, session=number, seed=SEED, prompt_length=len(PROMPT), rule=Rule.TOKEN
             )
-            target.link.send(VerifyItem(head, num_next_draft_tokens=4))
+            target.link.send(VerifyItem(head, num_next_draft_tokens=4, next_budget_us=60_000_000))
         replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(2)}
         assert sorted(len(reply.next_proposal) for reply in replies.values()) == [2, 4]
         for number, reply in replies.items():
@@ -184,6 +184,28 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
             )
             assert reply.next_proposal.open() == expected
         assert target.engine.page_counts().num_free == 1
+
+
+@pytest.mark.parametrize(("first_budget_us", "num_first"), [(60_000_000, 6), (0, 8)])
+async def test_a_repeated_seed_keeps_the_pages_for_its_proposal(
+    first_budget_us: int, num_first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, but session 2 has no time limit, so its proposal must be whole. If the older
+    session drafts beside it with a time limit, it gives up pages that it has taken. Two sessions
+    without a limit draft one after the other, as both need all free pages."""
+    shorten_pages(monkeypatch, 4)
+    slot_numbers = 2 * 2 * 2 * 8 + 2 * 2 * 8 + 24
+    async with Target(kv_cache_memory_bytes=8 * 4 * 8 * slot_numbers) as target:
+        for number, budget_us in ((1, first_budget_us), (2, 0)):
+            head = make_head(
+                [*PROMPT, number, 2], session=number, seed=SEED, prompt_length=len(PROMPT),
+                rule=Rule.TOKEN,
+            )  # fmt: skip
+            item = VerifyItem(head, num_next_draft_tokens=8, next_budget_us=budget_us)
+            target.link.send(item)
+        replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(2)}
+        lengths = {number: len(reply.next_proposal) for number, reply in replies.items()}
+        assert lengths == {1: num_first, 2: 8}
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -291,6 +291,28 @@ async def test_a_round_that_is_not_timed_waits_for_all_its_tokens() -> None:
     assert [item.budget_us for item in link.sent] == [0, 0, 0]
 
 
+async def test_a_round_that_is_not_timed_uses_no_proposal_for_a_smaller_k() -> None:
+    """Whether it was pushed in time may depend on its own random numbers."""
+    link, one = ScriptedLink(None, proposal), session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    draft.prefill(3)
+    link.on_answer(pushed(1, 4, (9,)))
+    one.decide((9,), Counters())
+    drafted = await draft.propose(1, asked(4, is_timed=False), NOISE)
+    assert (drafted.ahead, len(drafted.proposal)) == (False, 4)
+
+
+async def test_a_round_that_is_not_timed_waits_for_no_hidden_states() -> None:
+    """Whether they have arrived may depend on its own random numbers, so the look-up drafts."""
+    link = ScriptedLink()
+    draft, _ = reading_draft(link)
+    length = asked(1, next_max=1, is_timed=False)
+    assert draft.next_wanted(length) == NextWanted()
+    draft.hear(verdict(Features(0, 1, bytes(2 * 40))))
+    assert (await draft.propose(1, length, NOISE)).source == "fallback"
+    assert not link.sent
+
+
 async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
     """Drawn tokens are never dropped. Without any, a look-up fills in for this round."""
     draft = draft_of(ScriptedLink(lambda item: out_of_time(item, 2), out_of_time, proposal))
