@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -29,6 +29,7 @@ from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.simulation import nodes
+from tests.simulation.draws import checked_draws
 from tests.simulation.faults import GREATER, Faults
 from tests.simulation.network import NOISE, Adversary, Odds
 from tests.simulation.processes import run_processes
@@ -37,6 +38,8 @@ from tests.simulation.world import World
 
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""
+REPEATED_SHARE = 0.3
+"""Share of the seeds in which the last session repeats the first one's request."""
 IN_PARTS_SHARE = 0.3
 """Share of the seeds in which records are read, and lost tokens sent again, in several parts."""
 PARTS = {
@@ -144,6 +147,8 @@ def run_seed(
     rng = random.Random(seed)
     drawn = odds or Odds.drawn(rng)
     plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
+    if random.Random(f"repeated {seed}").random() < REPEATED_SHARE:
+        plans[-1] = replace(plans[-1], request=plans[0].request)
     adversary = Adversary(random.Random(rng.getrandbits(64)), drawn)
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -181,7 +186,7 @@ class _Seed:
     async def run(self, rng: random.Random, kinds: Collection[str]) -> Result:
         odds, self._adversary.odds = self._adversary.odds, Odds()
         world = World(rng, self._adversary)
-        with nodes.short_waits(world.is_hasty):
+        with nodes.short_waits(world.is_hasty), checked_draws(world.hear_failure):
             try:
                 await world.start()
                 self._adversary.odds = odds
@@ -234,7 +239,8 @@ class _Seed:
         self._num_over += 1
         self._result.num_tokens += len(shown)
         _check_tokens(plan.request, shown)
-        if not rule_of(plan.request).absolute_noise:
+        is_repeated = plan.request.seed in [one.request.seed for one in self._plans[:index]]
+        if not (rule_of(plan.request).absolute_noise or is_repeated):
             self._ranks.append((plan.request, shown))
 
     async def _generate(self, world: World, index: int, plan: Plan, shown: list[int]) -> None:

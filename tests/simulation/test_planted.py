@@ -11,13 +11,15 @@ import pytest
 from coordinator.decoding.loop import OutputQueue
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
+from draft_service import lookahead
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
+from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.sessions import redis_store
 from outrider.sessions.redis_connection import Script
 from outrider.sessions.state import Session
-from tests.simulation import world
+from tests.simulation import scenario, world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
 from tests.simulation.redis_data import Command
@@ -127,6 +129,19 @@ def deadline_after_the_draw(patch: Patch) -> None:
     patch.setattr(AutoregressiveDraft, "add", in_time)
 
 
+def outcomes_that_share_noise(patch: Patch) -> None:
+    """The drafts of all outcomes of a length draw with the same numbers."""
+    patch.setattr(lookahead, "digest_behind", lambda digest, _: digest)
+
+
+def cut_in_an_untimed_round(patch: Patch) -> None:
+    """Look-ahead shortens proposals by time although the seed is repeated."""
+    patch.setattr(world, "HASTY_SHARE", 1.0)
+    patch.setattr(world, "LOOK_AHEADS", (3,))
+    patch.setattr(scenario, "REPEATED_SHARE", 1.0)
+    patch.setattr(lookahead, "NO_DEADLINE", DraftDeadline())
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -139,7 +154,8 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (), refused_tokens_kept: (), running_stream_fails: (),
     epochs_disregarded: ("oust",), finish_by_any_owner: ("lost_take_over",),
     leases_absolute: ("clock_jump", "death", "stall"), deadline_after_the_draw: (),
-    mailbox_left_behind: (), names_believed_for_ever: (),
+    mailbox_left_behind: (), names_believed_for_ever: (), outcomes_that_share_noise: (),
+    cut_in_an_untimed_round: (),
 }  # fmt: skip
 """Greater faults with which each is searched; empty for all."""
 

@@ -30,6 +30,8 @@ REPLICAS_MAX = 3
 HASTY_SHARE = 0.2
 """Share of the seeds in which drafts have too little time for all that is asked of them."""
 LOOK_UP_SHARE = 0.1
+LOOK_AHEADS = 0, 3
+"""Numbers of outcomes for which drafts look ahead, equally often."""
 FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
@@ -79,7 +81,7 @@ class World:
         self.is_hasty = is_hasty = rng.random() < HASTY_SHARE
         self._services = nodes.HASTY if is_hasty else rng.choice(nodes.KINDS)
         shape = {
-            "look_ahead": rng.choice((0, 0, 3)),
+            "look_ahead": rng.choice(LOOK_AHEADS),
             "length_control": rng.random() < 0.5,
             "lookup": nodes.MODEL if is_hasty else rng.choice((nodes.MODEL, nodes.HYBRID)),
         }
