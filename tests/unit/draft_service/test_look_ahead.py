@@ -14,7 +14,7 @@ from toy_engine import ToyEngine
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import BadRequest
+from outrider.errors import BadRequest, OutOfPages
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync
 from outrider.replica.token_budget import CORRECTION_WEIGHT
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -295,16 +295,21 @@ async def test_pages_that_are_needed_are_there() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [0, 8])
+@pytest.mark.parametrize("are_taken", [True, False])
 async def test_a_repeated_seed_drafts_again_after_it_lost_its_pages(
-    draft: Replica, look_ahead: int
+    draft: Replica, look_ahead: int, are_taken: bool
 ) -> None:
-    """Who took the pages may depend on a session with the same random numbers."""
+    """Another session takes them, or none are left for the next pass. Which of them happens may
+    depend on a session with the same random numbers."""
     if look_ahead == 0:  # A step ends early for another session whose time is over.
         draft.link.send(item((4, 5), session=2, count=6, look_ahead=0, budget_us=SHORT_US))
     draft.link.send(item(PROMPT, count=6, look_ahead=look_ahead))
     while len(draft.engine.batches) <= 2:
         await asyncio.sleep(0)
-    draft.engine.release(session_name(1))
+    if are_taken:
+        draft.engine.release(session_name(1))
+    else:
+        draft.engine.crash = OutOfPages("no page is free")
     answers = await draft.settle()
     found = next(
         one for one in answers
