@@ -215,12 +215,13 @@ class CoordinatorService:
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
         their log-probabilities. To get these, a second session sends the tokens to the target as
-        proposals. Raises `DeadlineExceeded`, and the target's error."""
+        proposals. Raises `DeadlineExceeded`, the target's error, and `InvariantError` if the logits
+        of a position give no log-probabilities."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
         parameters = replace(
-            asked, sampling=greedy, rule=Rule.GREEDY, logprobs=asked.prompt_logprobs,
+            asked, sampling=greedy, rule=Rule.GREEDY, logprobs=max(1, asked.prompt_logprobs),
             constraint=None,
         )  # fmt: skip
         first, rest = asked.prompt[:1], asked.prompt[1:]
@@ -229,7 +230,12 @@ class CoordinatorService:
             scored = self._sessions.score(tenant, parameters, first, rest, deadline)
             async with aclosing(scored) as parts:
                 async for token_ids, reply in parts:
-                    yield PromptTokens(token_ids, reply.logprobs[: len(token_ids)])
+                    entries = reply.logprobs[: len(token_ids)]
+                    reason = "the logits of a token of the prompt cannot be sampled from"
+                    errors.check(all(entry.top for entry in entries), reason)
+                    if asked.prompt_logprobs == 0:
+                        entries = tuple(replace(entry, top=()) for entry in entries)
+                    yield PromptTokens(token_ids, entries)
         except TimeoutError:
             reason = f"deadline_ms: {asked.deadline_ms} ms passed before the prompt was scored"
             raise errors.DeadlineExceeded(reason) from None

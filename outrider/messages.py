@@ -160,7 +160,8 @@ class DraftItem:
 
 @value(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log-probabilities at one position, from logits without any sampling transform."""
+    """Log-probabilities at one position, from logits without any sampling transform. If these have
+    NaN or +inf, or only -inf, `logprob` is -inf and `top` is empty."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

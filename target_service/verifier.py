@@ -30,7 +30,7 @@ from outrider.models.draft_head import LoadedDraftHead
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
-from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
+from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_before
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
@@ -39,6 +39,7 @@ from outrider.speculation.logits_processing import (
     row_masks,
 )
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
+from outrider.speculation.proposal_rows import usable_verdict
 from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokens import extend_digest
@@ -92,9 +93,11 @@ class _Round(Work):
         """Returns `verdict` if its outcome does not reach the row `untold`, whose mask could not be
         computed. Otherwise returns a verdict that ends with the draft token before this row. The
         next round cannot begin without this mask, so the session fails, as in plain decoding."""
-        if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
+        if self.untold is None:
             return verdict
-        return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
+        head, drafted = self.head, self.proposal.token_ids
+        uniforms = head.noise.accept_uniforms(len(drafted))
+        return ending_before(verdict, self.untold, drafted, head.rule, uniforms)
 
 
 class SelfDrafter:
@@ -254,12 +257,15 @@ class Verifier(StepWorker):
             raise verdict
         item, proposal = one.item, one.proposal
         verdict = one.within(verdict)
-        logprobs: tuple[PositionLogprobs, ...] = ()
+        logits, logprobs = one.question.logits, tuple[PositionLogprobs, ...]()
         if item.num_logprobs is not None:
-            logprobs = _logprobs(one.question.logits, proposal, item.num_logprobs, verdict)
+            # A mask may make a row usable whose raw logits have no log-probabilities.
+            is_usable = logits.amax(dim=1).isfinite().tolist()
+            verdict = usable_verdict(verdict, is_usable, proposal.token_ids, one.head.noise)
+            logprobs = _logprobs(logits, proposal, item.num_logprobs, verdict)
         audited = None
         if item.audit:
-            rows = masked_logits(one.question.logits[:-1].cpu(), one.question.masks[:-1])
+            rows = masked_logits(logits[:-1].cpu(), one.question.masks[:-1])
             audited = audit(rows, proposal.token_ids, one.sampling, one.history)
         cached_length = self._engine.length(one.head.session_id)
         expected = one.head.committed_length + len(proposal)

@@ -11,10 +11,8 @@ import torch
 from outrider.errors import check
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
-from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import row_sums
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
+from outrider.speculation.proposal_rows import ProposalRows
 from outrider.speculation.random_streams import (
     WORD_MASK,
     Place,
@@ -25,7 +23,7 @@ from outrider.speculation.random_streams import (
     uniform,
 )
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
-from outrider.speculation.verification import Question, subtract_drafts, verdicts_from_logits
+from outrider.speculation.verification import Question, judge, verdicts_from_logits
 
 
 def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
@@ -74,20 +72,19 @@ def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) ->
         return verdict_from_logits(probabilities.log(), greedy, NO_HISTORY, proposal, noise)
     rows = ProposalRows([(proposal, noise)])
     weights = probabilities.clone()
-    behind, left = subtract_drafts(weights, row_sums(weights).numpy(), rows)
-    return rows.verdicts(JudgedRows(behind, left, race(weights, rows.keys())))[0]
+    return rows.verdicts(judge(weights, rows))[0]
 
 
 def verdict_law(
     rule: Rule, probabilities: torch.Tensor, proposals: Sequence[Proposal]
 ) -> VerdictLaw:
-    """The verdict under token or block, from `probabilities` [B, K+1, V]. Leaves them unchanged."""
+    """The verdict under token or block, from `probabilities` [B, K+1, V]. Leaves them unchanged.
+    From a row of NaN on, neither `accept` nor `weights` is defined."""
     check(rule.needs_q, f"under rule {rule.value} a verdict is not a law but a draw")
     weights = probabilities.flatten(0, 1).clone()
     rows = ProposalRows([(proposal, RoundNoise(0, rule, 0)) for proposal in proposals])
-    behind, left = subtract_drafts(weights, row_sums(weights).numpy(), rows)
-    found = JudgedRows(behind, left, np.zeros(rows.num_rows, dtype=np.int64))
-    accept = rows.accept_probability(found).reshape(probabilities.shape[:2])[:, :-1]
+    accept = rows.accept_probability(judge(weights, rows))
+    accept = accept.reshape(probabilities.shape[:2])[:, :-1]
     return VerdictLaw(torch.from_numpy(accept), weights.view(probabilities.shape))
 
 

@@ -70,13 +70,23 @@ def decide(
 
 def ending_at(verdict: Verdict, index: int, proposal_ids: Sequence[int]) -> Verdict:
     """A verdict that commits the draft tokens 0..`index`, and no other token. It replaces `verdict`
-    if the outcome accepts draft token `index`, but the mask after this token is unknown. The
-    committed tokens keep their distribution, because under every rule the probability of accepting
-    the tokens 0..`index` does not depend on what may follow them."""
+    if the outcome accepts draft token `index`, but the row after this token has no distribution, or
+    its mask is unknown. The committed tokens keep their distribution, because under every rule the
+    probability of accepting the tokens 0..`index` does not depend on what may follow them."""
     accept = [float(i < index) for i in range(len(proposal_ids))]
     correction = list(verdict.correction)
     correction[index] = proposal_ids[index]
     return Verdict(tuple(accept), tuple(correction))
+
+
+def ending_before(
+    verdict: Verdict, row: int, proposal_ids: Sequence[int], rule: Rule, uniforms: Iterable[float]
+) -> Verdict:
+    """`verdict` if its outcome does not reach `row` >= 1, so accepts fewer than `row` draft tokens.
+    Otherwise the verdict that commits the draft tokens before `row`, and no other token."""
+    if decide(verdict, proposal_ids, rule, uniforms).num_accepted < row:
+        return verdict
+    return ending_at(verdict, row - 1, proposal_ids)
 
 
 @value(frozen=True, slots=True)

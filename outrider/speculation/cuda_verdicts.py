@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.gumbel_max import BLOCK, IntArray
-from outrider.speculation.logits_processing import DraftVocabulary, changed_tokens, check_maxima
+from outrider.speculation.logits_processing import DraftVocabulary, changed_tokens
 from outrider.speculation.proposal import ENTRY_BYTES
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.sampling_params import SamplingParams, TokenHistory
@@ -72,10 +72,7 @@ def judge_by_kernels(
         sent = send([judged, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
         settle(weights, found, words, sent)
     maxima, _, _, behind, left, drawn = found.cpu().numpy()
-    if not np.isfinite(maxima).all():
-        for part in np.split(maxima, rows.ends[:-1]):
-            check_maxima(part.tolist())
-    return JudgedRows(behind, left, drawn.astype(np.int64))
+    return JudgedRows(behind, left, drawn.astype(np.int64), np.isfinite(maxima))
 
 
 def send_rows(

@@ -41,6 +41,7 @@ _FRACTION_BITS = 52
 """A uniform is (n + 0.5) * 2^-52, where n has 52 bits. So no uniform is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 def whole_blocks(width: int) -> int:

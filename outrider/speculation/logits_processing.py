@@ -161,20 +161,21 @@ def raw_logprobs(
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
     """For each i, returns the log-probability of token `chosen[i]` in row `rows[i]` of the raw
     `logits` [R, V], and the row's `num_top` likeliest tokens as pairs (id, log-probability). These
-    are sorted, likeliest first, then by id. A token id of V or more has log-probability -inf."""
-    check_maxima(logits.amax(dim=1).tolist())
+    are sorted, likeliest first, then by id. A token id of V or more has log-probability -inf. So
+    has every token in a row with NaN or +inf, or only -inf, and such a row has no pairs."""
     exact = logits.double()
-    normaliser = exact.logsumexp(dim=1, keepdim=True)
+    normalisers = exact.logsumexp(dim=1).tolist()
+    usable = {row for row in rows if math.isfinite(normalisers[row])}
     tops: dict[int, tuple[tuple[int, float], ...]] = dict.fromkeys(rows, ())
-    for row in tops if num_top else ():
+    for row in usable if num_top else ():
         least = exact[row].topk(min(num_top, logits.shape[1])).values[-1]
         ids = (exact[row] >= least).nonzero()[:, 0].tolist()
-        ranked = zip(ids, (exact[row, ids] - normaliser[row]).tolist(), strict=True)
+        ranked = zip(ids, (exact[row, ids] - normalisers[row]).tolist(), strict=True)
         tops[row] = tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0]))[:num_top])
     found = []
     for row, token_id in zip(rows, chosen, strict=True):
-        is_known = token_id < logits.shape[1]
-        logprob = float(exact[row, token_id] - normaliser[row]) if is_known else float("-inf")
+        is_known = row in usable and token_id < logits.shape[1]
+        logprob = float(exact[row, token_id]) - normalisers[row] if is_known else float("-inf")
         found.append((logprob, tops[row]))
     return tuple(found)
 

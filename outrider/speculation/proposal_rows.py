@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.errors import check
-from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.gumbel_max import IntArray, RealArray
+from outrider.speculation.accept_reject import Verdict, ending_before
+from outrider.speculation.gumbel_max import BoolArray, IntArray, RealArray
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, RowKeys, verdict_keys
 from outrider.speculation.sampling_params import Rule
@@ -27,6 +27,9 @@ class JudgedRows:
     """For a row p_{n+1} that judges a draft token under block: Z_n. Unused for other rows."""
     drawn: IntArray
     """For a row that judges a draft token: the drawn correction. For other rows: the row's draw."""
+    is_usable: BoolArray
+    """Whether a row has a distribution: no NaN, no +inf, and not only -inf. The other fields are
+    undefined from a proposal's first unusable row on."""
 
 
 class ProposalRows:
@@ -56,23 +59,51 @@ class ProposalRows:
         return verdict_keys(self._noises, self.sizes.tolist())
 
     def verdicts(self, found: JudgedRows) -> list[Verdict]:
-        """The verdicts on the proposals. Raises `InvariantError` for a draft token outside q."""
+        """The verdicts on the proposals. An outcome that reaches an unusable row ends with the
+        draft token before the row. Raises `InvariantError` for a draft token outside q, and if the
+        first row of a proposal is unusable."""
         accepted, drawn = self.accept_probability(found).tolist(), found.drawn.tolist()
         starts = (self.ends - self.sizes).tolist()
-        return [
+        verdicts = [
             Verdict(tuple(accepted[start : end - 1]), tuple(drawn[start:end]))
             for start, end in zip(starts, self.ends.tolist(), strict=True)
+        ]
+        if found.is_usable.all():
+            return verdicts
+        parts = [np.split(each, self.ends[:-1]) for each in (self.drafted, found.is_usable)]
+        return [
+            usable_verdict(verdict, is_usable.tolist(), drafted[:-1].tolist(), noise)
+            for verdict, drafted, is_usable, noise in zip(
+                verdicts, *parts, self._noises, strict=True
+            )
         ]
 
     def accept_probability(self, found: JudgedRows) -> RealArray:
         """[R]: `Verdict.accept_probability` of the draft token after each row."""
         is_known = not np.isnan(found.behind).any()
         check(is_known, "a draft token lies outside the distribution it was drawn from")
-        is_judged = self.num_before >= 0
+        is_judged = (self.num_before >= 0) & found.is_usable
         accept: RealArray = np.where(is_judged, found.behind, found.drawn == self.drafted)
-        # Under block, all draft tokens but the last have h_i = Z_i / (Z_i + 1 - pi_i).
+        # Under block, h_i = Z_i / (Z_i + 1 - pi_i) if a usable row judges the next draft token.
         is_inner = self.is_block[:-1] & is_judged[:-1] & is_judged[1:]
         z, pi = found.left[1:][is_inner], found.behind[:-1][is_inner]
         room = z + (1.0 - pi)
         accept[:-1][is_inner] = np.divide(z, room, out=np.ones(len(z)), where=room > 0)
         return accept
+
+
+def usable_verdict(
+    verdict: Verdict, is_usable: Sequence[bool], drafted: Sequence[int], noise: RoundNoise
+) -> Verdict:
+    """The verdict on the draft tokens `drafted`, from a `verdict` that is undefined from the first
+    unusable row on (`JudgedRows.is_usable`). If the outcome reaches this row, it ends with the
+    draft token before the row. Then the next round begins at this row, and the session fails, as in
+    plain decoding. Raises `InvariantError` if the first row is unusable."""
+    if all(is_usable):
+        return verdict
+    num = is_usable.index(False)
+    check(num > 0, "logits of row 0 cannot be sampled from: NaN, +inf, or only -inf")
+    num_lost = len(drafted) - num
+    accept = (*verdict.accept_probability[:num], *[0.0] * num_lost)
+    cut = Verdict(accept, (*verdict.correction[:num], *[0] * (num_lost + 1)))
+    return ending_before(cut, num, drafted, noise.rule, noise.accept_uniforms(len(drafted)))

@@ -19,6 +19,7 @@ the width of p has p = 0, so draft and target may pad their vocabularies differe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,19 +33,18 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.gumbel_max import RealArray, race, whole_blocks
+from outrider.speculation.gumbel_max import BoolArray, RealArray, race, whole_blocks
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     adjusted_logits,
-    check_maxima,
-    check_weights,
     joined_rows,
     largest_of_rows,
     masked_logits,
+    row_sums,
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
+from outrider.speculation.proposal_rows import JudgedRows, ProposalRows, usable_verdict
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 
@@ -74,7 +74,8 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions. All logits must have the same width, type and
     device. A verdict does not depend on the other questions, not even in its rounding. Raises
     `InvariantError` if rows, proposal and rule do not fit together, if a draft token is outside its
-    q, or if a row of logits has NaN or +inf, or only -inf."""
+    q, or if the first row of logits is unusable: it has NaN or +inf, or only -inf. If a later row
+    is unusable, see `usable_verdict`."""
     groups: dict[Callable[[Sequence[Question]], list[Verdict]], list[int]] = {}
     for index, question in enumerate(questions):
         shape, rule, num = question.logits.shape, question.noise.rule, len(question.proposal)
@@ -133,10 +134,11 @@ def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
     verdicts = []
     for logits, each in zip(_host_logits(questions), questions, strict=True):
         own, maxima = largest_of_rows(adjusted_logits(logits, each.params, each.history))
-        check_maxima(maxima)
-        pairs = zip(own[:-1], each.proposal.token_ids, strict=True)
-        accept = tuple(float(token_id == drafted) for token_id, drafted in pairs)
-        verdicts.append(Verdict(accept, tuple(own)))
+        drafted = each.proposal.token_ids
+        accept = tuple(float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True))
+        is_usable = [math.isfinite(largest) for largest in maxima]
+        verdict = Verdict(accept, tuple(own))
+        verdicts.append(usable_verdict(verdict, is_usable, drafted, each.noise))
     return verdicts
 
 
@@ -148,9 +150,7 @@ def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
     parts = torch.split(weights, rows.sizes.tolist())
     for each, own, part in zip(questions, logits, parts, strict=True):
         write_weights(adjusted_logits(own, each.params, each.history), each.params, part)
-    sums = check_weights(weights, logits).numpy()
-    behind, left = subtract_drafts(weights, sums, rows)
-    return rows.verdicts(JudgedRows(behind, left, race(weights, rows.keys())))
+    return rows.verdicts(judge(weights, rows))
 
 
 def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
@@ -159,6 +159,19 @@ def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
         parts = torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])
     pairs = zip(parts, questions, strict=True)
     return [masked_logits(part, each.masks) for part, each in pairs]
+
+
+def judge(weights: Tensor, rows: ProposalRows) -> JudgedRows:
+    """Computes `JudgedRows` from the `weights` [R, V] of `write_weights`. Overwrites `weights`, as
+    `subtract_drafts` does. An unusable row becomes a row with weight 1 for token 0."""
+    sums = row_sums(weights).numpy()
+    is_usable: BoolArray = np.isfinite(sums)
+    if not is_usable.all():
+        unusable = np.flatnonzero(~is_usable)
+        weights[unusable] = 0.0
+        weights[unusable, 0] = sums[unusable] = 1.0
+    behind, left = subtract_drafts(weights, sums, rows)
+    return JudgedRows(behind, left, race(weights, rows.keys()), is_usable)
 
 
 def subtract_drafts(

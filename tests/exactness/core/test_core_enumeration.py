@@ -1,16 +1,20 @@
 """Every rule by full enumeration: no samples, no thresholds, equality to 1e-12."""
 
+import functools
+from collections import defaultdict
+
 import core_toys
 import numpy as np
 import pytest
 import torch
-from verdict_laws import score
+from verdict_laws import score, verdict_law
 
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule
 
+FAILS = -1
 CELLS = [
     *((size, k, seed) for size, k in ((3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2))
       for seed in range(3)),
@@ -58,6 +62,66 @@ def test_stopping_before_a_draw(rule, vocab_size, k):
         np.testing.assert_allclose(law, pair.law(k + 1), atol=core_toys.EXACT)
         accepted.add(num)
     assert len(accepted) > 4
+
+
+def law_until_failure(pair, state, num_tokens):
+    """The target's law of the next tokens. A text ends with `FAILS` in a state without p."""
+    if pair.p[state].isnan().any():
+        return {(FAILS,): 1.0}
+    law = {(): 1.0} if num_tokens == 0 else {}
+    for token_id in pair.p[state].nonzero()[:, 0].tolist() if num_tokens else ():
+        rest = law_until_failure(pair, int(pair.step[state, token_id]), num_tokens - 1)
+        law |= {(token_id, *text): float(pair.p[state, token_id]) * p for text, p in rest.items()}
+    return law
+
+
+def committed_until_failure(pair, rule, k):
+    """The law of k + 1 tokens if one round of K = k is followed by the target alone, by summing
+    over all events; and how many events end a round before a row without p."""
+    law, num_ended = defaultdict(float), 0
+    rest = {
+        (state, left): law_until_failure(pair, state, left)
+        for state in range(len(pair.p)) for left in range(k + 1)
+    }  # fmt: skip
+    tokens, states = pair.paths(k)
+    for path, visited in zip(tokens, states, strict=True):
+        mass = pair.mass[0][visited[:-1]]
+        drawn = float(mass.gather(1, path[:, None]).prod())
+        rows, path = pair.p[visited], tuple(path.tolist())
+        bad = [*rows.isnan().any(dim=1).tolist(), True].index(True)
+        if drawn == 0.0:
+            continue
+        verdict = verdict_law(rule, rows[None], [core_toys.proposal_of(torch.tensor(path), mass)])
+        accept = verdict.accept.numpy()
+        accept[:, bad:] = 0.0  # as in `usable_verdict`
+        for n in np.flatnonzero(counts := core_toys.accepted_law(rule, accept)[0]):
+            chance, num_ended = drawn * counts[n], num_ended + int(n == bad)
+            weights = verdict.weights[0, n] / verdict.weights[0, n].sum()
+            ends = [(path[:n], 1.0)] if n == bad else [
+                ((*path[:n], v), float(weights[v])) for v in weights.nonzero()[:, 0].tolist()
+            ]  # fmt: skip
+            for text, share in ends:
+                state = functools.reduce(lambda at, v: int(pair.step[at, v]), text, 0)
+                for more, likely in rest[state, k + 1 - len(text)].items():
+                    law[(*text, *more)] += chance * share * likely
+    return law, num_ended
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rule", core_toys.RATIO_RULES)
+def test_texts_fail_where_p_is_missing_as_often_as_without_drafts(rule, k):
+    """Some states have no p. What is committed before a failure has the target's law, too."""
+    num_ended = 0
+    for seed in range(8):
+        pair = core_toys.random_pair(3, seed)
+        states = np.random.default_rng(seed).permutation(np.arange(1, len(pair.p)))
+        pair.p[states[:4]] = torch.nan
+        law, num = committed_until_failure(pair, rule, k)
+        expected = law_until_failure(pair, 0, k + 1)
+        for text in law.keys() | expected.keys():
+            assert law.get(text, 0.0) == pytest.approx(expected.get(text, 0.0), abs=core_toys.EXACT)
+        num_ended += num
+    assert num_ended > 4
 
 
 def test_the_example_of_the_block_paper():

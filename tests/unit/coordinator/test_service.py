@@ -35,7 +35,15 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ProposalReply
-from outrider.request import Finished, GenerateRequest, PromptTokens, RoundReport, Started, Tokens
+from outrider.request import (
+    Event,
+    Finished,
+    GenerateRequest,
+    PromptTokens,
+    RoundReport,
+    Started,
+    Tokens,
+)
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -321,6 +329,77 @@ async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: in
     assert finished.finish_reason is FinishReason.LENGTH
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (40, max_tokens)
     assert tokens_of(parts) == (tokens_of(plain) if max_tokens else [])
+
+
+GAP = 5
+
+
+class Gaps(ToyEngine):
+    """After the token `GAP`, all logits are NaN. The target may give this token no probability."""
+
+    def __init__(self, is_possible: bool) -> None:
+        super().__init__()
+        self._is_possible = is_possible
+
+    def _run(self, step: SequenceStep) -> torch.Tensor:
+        logits = super()._run(step)
+        tokens = self.tokens(step.sequence_id).since(0)
+        before = torch.tensor(tokens[len(tokens) - len(logits) :])
+        if not self._is_possible:
+            logits[:, GAP] = -torch.inf
+        logits[before == GAP] = torch.nan
+        return logits
+
+
+async def shown(b: Bench, request: GenerateRequest) -> tuple[list[Event], str]:
+    """The events of a session, and the error that ended it."""
+    told: list[Event] = []
+    try:
+        async for event in b.service.generate(request):
+            told += [event]
+    except errors.OutriderError as error:
+        return told, error.message
+    return told, ""
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("is_possible", [False, True])
+@pytest.mark.parametrize("rule", Rule)
+async def test_logits_without_a_distribution_fail_as_without_drafts(
+    rule: Rule, is_possible: bool, logprobs: int | None
+) -> None:
+    """They end no session that plain decoding would finish. Where they end one, all tokens before
+    them have been shown."""
+    sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0)
+    num_proposed = num_failed = 0
+    async with bench(target=target_service(Gaps(is_possible))) as b:
+        for seed in range(12):
+            request = replace(
+                REQUEST, prompt=(1, 2, seed % 4), rule=rule, seed=seed, sampling=sampling,
+                logprobs=logprobs, num_draft_tokens=3, include_rounds=True,
+            )  # fmt: skip
+            events, error = await shown(b, request)
+            own = tokens_of(events)
+            if rule.absolute_noise:
+                plain, plain_error = await shown(b, replace(request, num_draft_tokens=0))
+                assert (own, error) == (tokens_of(plain), plain_error)
+            assert ("row 0" in error) == (GAP in own[:19])
+            assert len(own) == (own.index(GAP) + 1 if error else 20)
+            num_failed += bool(error)
+            rounds = [event for event in events if isinstance(event, RoundReport)]
+            num_proposed += sum(GAP in one.proposed_token_ids for one in rounds)
+    assert num_proposed > 5
+    assert (num_failed > 3) == is_possible
+
+
+async def test_a_prompt_whose_logits_are_no_numbers_is_not_scored() -> None:
+    async with bench(target=target_service(Gaps(is_possible=True))) as b:
+        request = replace(REQUEST, prompt=(1, GAP, 2, 3), prompt_logprobs=0, max_tokens=1)
+        with pytest.raises(errors.InvariantError, match="logits of a token of the prompt"):
+            await b.events(request)
+        with_none = await b.events(replace(request, prompt=(1, 2, 3)))
+    entries = [part.logprobs for part in with_none if isinstance(part, PromptTokens)]
+    assert [entry and entry.top for entry in chain(*entries)] == [None, (), ()]
 
 
 async def test_a_prompt_is_scored_within_the_deadline() -> None:

@@ -143,13 +143,26 @@ def test_what_filters_keep(spread: float, params: SamplingParams) -> None:
     np.testing.assert_allclose(own.accept_probability, other.accept_probability, rtol=2e-5)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("biases", [(), ((5, 1.0),)])
-def test_logits_that_are_not_finite(bad: float, biases: tuple[tuple[int, float], ...]) -> None:
-    asked = question(Rule.COUPLED, replace(SAMPLINGS[0], logit_bias=biases))
-    asked.logits[2, 5] = bad
-    with pytest.raises(InvariantError, match="row 2"):
-        verdicts_from_logits([asked])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_a_distribution(bad: float) -> None:
+    """An outcome ends before such a row, and a first row fails. Other sessions notice nothing."""
+    asked = []
+    biased = replace(SAMPLINGS[3], logit_bias=((5, 1.0),))
+    for seed, (rule, sampling) in enumerate(product(Rule, (SAMPLINGS[0], biased, GREEDY))):
+        if sampling.greedy == (rule is Rule.GREEDY):
+            made = question(rule, sampling, num=3, seed=seed)
+            made.logits[1 + seed % 3, 5 if bad != -torch.inf else slice(None)] = bad
+            asked += [made, question(rule, sampling, num=1, seed=seed)]
+    found = verdicts_from_logits(asked)
+    expected = verdicts_from_logits([on_cpu(each) for each in asked])
+    for own, other in zip(found, expected, strict=True):
+        assert own.correction == other.correction
+        accept = own.accept_probability, other.accept_probability
+        np.testing.assert_allclose(*accept, rtol=2e-5, atol=1e-7)
+    asked[0].logits[0, 5 if bad != -torch.inf else slice(None)] = bad
+    with pytest.raises(InvariantError, match="row 0"):
+        verdicts_from_logits(asked[:1])
 
 
 def test_the_greedy_take_the_largest_of_nearly_equal_logits() -> None:

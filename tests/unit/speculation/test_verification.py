@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from verdict_laws import drafted, row_keys, score, verdict_from_logits
 
 from outrider.errors import InvariantError
+from outrider.speculation.accept_reject import decide
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
@@ -183,17 +184,59 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
     assert together == [verdicts_from_logits([question])[0] for question in questions]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), INF])
+UNUSABLE = [float("nan"), INF, -INF]
+"""Values of a logit, or of all logits of a row, without which the row would have a distribution."""
+TRANSFORMS = [
+    {}, {"presence_penalty": 1.0}, {"temperature": 0.7, "min_p": 0.05, "top_k": 9, "top_p": 0.9}
+]  # fmt: skip
+
+
+def with_bad_row(logits, row, bad):
+    found = logits.clone()
+    found[row, 1 if bad != -INF else slice(None)] = bad
+    return found
+
+
+def transforms_of(rule, fields):
+    return SamplingParams(**{**fields, **({"temperature": 0.0} if rule is Rule.GREEDY else {})})
+
+
+@pytest.mark.parametrize("bad", UNUSABLE)
 @pytest.mark.parametrize("rule", Rule)
-@pytest.mark.parametrize("presence_penalty", [0.0, 1.0])
-def test_logits_that_are_no_numbers_name_their_row(bad, rule, presence_penalty):
-    temperature = 0.0 if rule is Rule.GREEDY else 1.0
-    params = SamplingParams(temperature=temperature, presence_penalty=presence_penalty)
-    logits = torch.zeros(2, 4)
-    logits[1, 1] = bad
-    proposal = Proposal((1,), (None,))
-    with pytest.raises(InvariantError, match="row 1"):
-        verdict_from_logits(logits, params, HISTORY, proposal, RoundNoise(1, rule, 4))
-    with pytest.raises(InvariantError, match="row 0"):
-        empty = torch.full((1, 4), -INF)
-        verdict_from_logits(empty, params, HISTORY, Proposal(), RoundNoise(1, rule, 4))
+@pytest.mark.parametrize("fields", TRANSFORMS)
+def test_a_first_row_without_a_distribution_fails(bad, rule, fields):
+    for proposal in (Proposal(), Proposal((1,), (None,))):
+        logits = with_bad_row(torch.zeros(len(proposal) + 1, 12), 0, bad)
+        noise, params = RoundNoise(1, rule, 4), transforms_of(rule, fields)
+        with pytest.raises(InvariantError, match="row 0"):
+            verdict_from_logits(logits, params, HISTORY, proposal, noise)
+
+
+@pytest.mark.parametrize("bad", UNUSABLE)
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("fields", TRANSFORMS)
+def test_an_outcome_ends_before_a_row_without_a_distribution(bad, rule, fields):
+    """The outcome is that of the proposal that ends before this row. If it reaches the row, it has
+    no token from it. The verdicts of other sessions are as before."""
+    generator = torch.Generator().manual_seed(7)
+    params, num, num_ended = transforms_of(rule, fields), 3, 0
+    for seed in range(24):
+        noise, row = RoundNoise(seed, rule, 30), 1 + seed % num
+        logits = torch.randn(num + 1, 12, generator=generator)
+        proposal = drafted(logits[:num] + torch.randn(num, 12, generator=generator), params, noise)
+        if rule.absolute_noise and seed % 2:
+            own = verdict_from_logits(logits, params, HISTORY, proposal, noise).correction
+            proposal = Proposal(own[:num])
+        cut = Proposal(proposal.token_ids[:row], proposal.q[:row])
+        good = verdict_from_logits(logits[: row + 1], params, HISTORY, cut, noise)
+        expected = decide(good, cut.token_ids, rule, noise.accept_uniforms(row)).token_ids
+        broken = Question(with_bad_row(logits, row, bad), params, HISTORY, proposal, noise)
+        whole = Question(logits, params, HISTORY, proposal, noise)
+        [found, other] = verdicts_from_logits([broken, whole])
+        outcome = decide(found, proposal.token_ids, rule, noise.accept_uniforms(num))
+        assert outcome.token_ids == expected[:row]
+        assert other == verdicts_from_logits([whole])[0]
+        if len(expected) <= row:
+            assert found.accept_probability == (*good.accept_probability, *[0.0] * (num - row))
+        num_ended += len(expected) > row
+    assert 0 < num_ended < 24

@@ -107,6 +107,29 @@ async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: Sampli
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
 
 
+async def test_a_proposal_follows_what_is_committed_before_logits_that_are_no_numbers() -> None:
+    async with Target() as target:
+        accepted: tuple[int, ...] = ()
+        for _ in range(2):
+            reply = await target.verify(PROMPT, SealedProposal(accepted), 0, rule=Rule.COUPLED)
+            accepted = (*accepted, reply.verdict.correction[-1])
+        forward = target.engine.forward
+
+        def broken(steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+            [logits] = forward(steps)
+            logits[-1] = torch.nan
+            return [logits]
+
+        target.engine.forward = broken  # type: ignore[method-assign]
+        proposal = SealedProposal(accepted)
+        reply = await target.verify(PROMPT, proposal, 3, rule=Rule.COUPLED, session=2)
+        outcome = outcome_of(reply, proposal, Rule.COUPLED, SEED, len(PROMPT))
+        assert outcome.token_ids == accepted
+        tokens = [*PROMPT, *accepted]
+        expected = target.expected(tokens, Rule.COUPLED, SamplingParams(), 3)
+        assert reply.next_proposal.open() == expected
+
+
 async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
     async with Target() as target:

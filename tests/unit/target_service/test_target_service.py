@@ -1,6 +1,7 @@
 """The target service in process: verdicts, refusals, and that errors affect only their own
 session."""
 
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from rounds import Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
+from outrider.engine.interface import SequenceStep
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.logits_processing import raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
@@ -76,6 +78,40 @@ async def test_logprobs_are_from_the_rows_before_their_tokens(setting: Replica) 
     chosen = (*drafted, *reply.verdict.correction)
     wanted = raw_logprobs(rows, chosen, 2, rows=(0, 1, 0, 1, 2))
     assert tuple((entry.logprob, entry.top) for entry in reply.logprobs) == wanted
+
+
+class MaskedNaN(ToyEngine):
+    """After a text of four tokens, the logit of token 7 is NaN."""
+
+    def _run(self, step: SequenceStep) -> torch.Tensor:
+        logits = super()._run(step)
+        row = 3 - self.length(step.sequence_id) + len(logits)
+        if 0 <= row < len(logits):
+            logits[row, 7] = torch.nan
+        return logits
+
+
+async def test_logprobs_that_are_no_numbers_end_the_outcome_before_them() -> None:
+    """A mask takes the NaN from the distribution, but not from the log-probabilities."""
+    sampling = SamplingParams(min_tokens=9, stop_token_ids=(7,))
+    async with target(MaskedNaN()) as setting:
+
+        async def ask(session: int, *drafted: int, num_logprobs: int | None = 2) -> Any:
+            head = make_head(PROMPT, session=session, rule=Rule.COUPLED, sampling=sampling)
+            return await setting.ask(VerifyItem(head, SealedProposal(drafted), 0, num_logprobs))
+
+        [token] = (await ask(1)).verdict.correction
+        bare = await ask(2, token, num_logprobs=None)
+        assert bare.verdict.accept_probability == (1.0,)
+        ended = await ask(3, token)
+        assert ended.verdict.accept_probability == (0.0,)
+        assert ended.verdict.correction[0] == token
+        assert ended.logprobs[0] == ended.logprobs[1] != ended.logprobs[2]
+        assert (ended.logprobs[2].logprob, ended.logprobs[2].top) == (-math.inf, ())
+        head = make_head((*PROMPT, token), session=4, rule=Rule.COUPLED, sampling=sampling)
+        refused = await setting.ask(VerifyItem(head, num_logprobs=2))
+        assert isinstance(refused, Refused)
+        assert "row 0" in refused.message
 
 
 async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:
