@@ -99,9 +99,11 @@ class CoordinatorService:
         self.text = text
         """The target's tokenizer. Without it, requests must contain token ids."""
         self._prompts = PromptEncoder(text)
-        # With a configured seed, a repeated series of requests gets the same seeds and answers.
-        seeded = None if config.seed is None else Random(config.seed).getrandbits  # noqa: S311
-        self._seed_bits = seeded or random_bits
+        self._seed_bits = random_bits
+        if config.seed is not None:
+            # Each coordinator draws its own series, because it knows only the seeds of its own
+            # sessions. The replacement of a coordinator has another name, so another series.
+            self._seed_bits = Random(f"{config.seed} {name}").getrandbits  # noqa: S311
         self._sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
         self._committer = Committer(store, owner, self._sessions.random, self._heed)
         self._commit_task: asyncio.Task[None] | None = None

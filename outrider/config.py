@@ -364,8 +364,11 @@ class CoordinatorConfig(ServerConfig):
     target_gone_ms: WaitMs = 60_000
     """A request fails if its target cannot be reached for this time, ms."""
     seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
-    """Seed of the generator that draws seeds for requests without a seed; unset = the operating
-    system draws these seeds."""
+    """Seed of the generators that draw seeds for requests without a seed; unset = the operating
+    system draws these seeds. Each coordinator draws its own series, which depends on this seed and
+    on the coordinator's name. If a deployment begins again with an empty Redis and the same numbers
+    of replicas, the names and the series are the same. A coordinator that replaces another has
+    another name and draws another series."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """Number of CPUs that Ray reserves for a coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001

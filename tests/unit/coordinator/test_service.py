@@ -474,6 +474,21 @@ async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds(
         assert lengths._draft is kept.description
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_two_coordinators_draw_different_seeds(seed: int | None) -> None:
+    """With `--seed`, a coordinator of the same name draws the same series again."""
+
+    async def drawn(name: str) -> list[int]:
+        async with bench(name=name, seed=seed) as b:
+            events = [await b.events(replace(REQUEST, seed=None, max_tokens=1)) for _ in range(9)]
+        return [one.seed for one in chain(*events) if isinstance(one, Started)]
+
+    names = ("one", "other", "one")
+    [one, other, again] = [await drawn(name) for name in names]
+    assert len({*one, *other}) == 18
+    assert (one == again) == (seed is not None)
+
+
 class Repeating(ToyEngine):
     """A target's engine and self-drafter, which drafts one token over and over."""
 
