@@ -474,6 +474,33 @@ async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds(
         assert lengths._draft is kept.description
 
 
+@pytest.mark.parametrize(
+    ("rule", "num_counted"), [(Rule.TOKEN, 1), (Rule.BLOCK, 1), (Rule.COUPLED, 3)]
+)
+@pytest.mark.parametrize("length_control", [False, True])
+async def test_a_trial_counts_no_session_that_repeats_a_seed(
+    rule: Rule, num_counted: int, length_control: bool
+) -> None:
+    """If the first session with this seed still runs, its rounds count until the second begins."""
+    request = replace(REQUEST, seed=6, rule=rule, sampling=SamplingParams())
+    async with bench(length_control=length_control) as b:
+        await b.service.drafts.join("tried", SeverableLink(b.draft), trial_share=1.0)
+        sums = []
+        for _ in range(3):
+            await b.events(request)
+            await asyncio.sleep(1)
+            sums.append(b.service.trial_sums.new)
+        assert [one.num_sessions for one in sums] == [min(n, num_counted) for n in (1, 2, 3)]
+        assert (sums[0] == sums[2]) == (num_counted == 1)
+        first = asyncio.create_task(b.events(replace(request, seed=7)))
+        await asyncio.sleep(6 * STEP_S)
+        await b.events(replace(request, seed=7))
+        await first
+        await asyncio.sleep(1)
+        num_rounds = b.service.trial_sums.new.num_rounds - sums[2].num_rounds
+        assert (num_rounds < sums[0].num_rounds / 2) == (num_counted == 1)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 async def test_two_coordinators_draw_different_seeds(seed: int | None) -> None:
     """With `--seed`, a coordinator of the same name draws the same series again."""
