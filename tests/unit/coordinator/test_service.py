@@ -501,6 +501,29 @@ async def test_a_trial_counts_no_session_that_repeats_a_seed(
         assert (num_rounds < sums[0].num_rounds / 2) == (num_counted == 1)
 
 
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
+async def test_a_deadline_shows_a_prefix_of_the_whole_completion(rule: Rule) -> None:
+    """With drafts its length depends on the tokens. Without drafts it depends on the time alone."""
+    lengths: dict[int, set[int]] = {0: set(), 2: set()}
+    settings = {"look_ahead": 0, "length_control": False, "max_sessions": 99}
+    async with bench(**settings) as early, bench(**settings) as late:
+        for seed in range(16):
+            for num in lengths:
+                sampling = SamplingParams()
+                request = replace(
+                    REQUEST, seed=2 * seed + num // 2, rule=rule, sampling=sampling,
+                    num_draft_tokens=num, deadline_ms=65 if num else 45,
+                )  # fmt: skip
+                *events, finished = await early.events(request)
+                assert finished.finish_reason is FinishReason.DEADLINE
+                cut = tokens_of(events)
+                whole = tokens_of(await late.events(replace(request, deadline_ms=None)))
+                assert cut == whole[: len(cut)]
+                lengths[num].add(len(cut))
+    assert len(lengths[0]) == 1
+    assert len(lengths[2]) > 1
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 async def test_two_coordinators_draw_different_seeds(seed: int | None) -> None:
     """With `--seed`, a coordinator of the same name draws the same series again."""
