@@ -152,7 +152,11 @@ RELEASES_IN_FLIGHT_MAX = 1024  # further releases are dropped; the replica evict
 SILENT_SESSION_MS = 2_000  # a session that is silent for longer may lose its pages to others
 LOST_REPLICA_GRACE_S = 5  # after the loss of its engine, a replica has this time to send answers
 STEP_CRASHES_UNHEALTHY = 3  # crashed steps in a row that make a replica unhealthy
-STEP_S_MAX = 300  # a step that takes longer counts as hung, and the replica as lost
+LATE_STEP_S = 3.0  # a replica whose step takes longer refuses items (`replica/step_watch.py`)
+LATE_STEP_FACTOR = 30  # a step is not late before this multiple of its expected time
+HUNG_STEP_S = 15.0  # a step that takes longer counts as hung, and the replica as lost
+HUNG_STEP_FACTOR = 60  # a step is not hung before this multiple of its expected time
+FIRST_STEP_S = 300  # the same limits for a step that may have to compile kernels
 
 APPEND_TOKENS_MAX = 65_536  # tokens in one append; more tokens are sent in several appends
 APPENDS_PER_CALL_MAX = 512  # sessions in one `append` of the store

@@ -31,10 +31,17 @@ class ThreadExecutor:
     emulated engine states for the step. If the step took less, the thread sleeps for the rest."""
 
     def __init__(
-        self, name: str, step_seconds: Callable[[], float], *, is_timed: bool = True
+        self,
+        name: str,
+        step_seconds: Callable[[], float],
+        *,
+        is_timed: bool = True,
+        may_compile: bool = False,
     ) -> None:
-        """`is_timed` states whether `step_seconds` may return more than 0."""
+        """`is_timed` states whether `step_seconds` may return more than 0. `may_compile` states
+        whether the first step of each size may have to compile kernels."""
         self.is_timed = is_timed
+        self.may_compile = may_compile
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
 
@@ -67,6 +74,7 @@ class InlineExecutor:
         """See `ThreadExecutor`. A simulation may pass False even if steps take time. A target may
         then run two steps in one `run`, which waits for the sum of their times."""
         self.is_timed = is_timed
+        self.may_compile = False
         self._step_seconds = step_seconds
 
     async def run(self, step: Callable[[], T]) -> T:

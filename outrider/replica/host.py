@@ -84,13 +84,14 @@ class ReplicaHost(process_setup.PlacedActor):
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
         from outrider.engine.interface import take_stated_seconds
         from outrider.engine.threads import start_workers
-        from outrider.models.loading import use_device
+        from outrider.models.loading import resolve_device, use_device
         from outrider.replica.executors import ThreadExecutor
 
         executor = ThreadExecutor(
             f"{config.role}-step",
             lambda: 0.0 if engine is None else take_stated_seconds(engine),
             is_timed=config.emulated is not None,
+            may_compile=config.emulated is None and resolve_device(config.device).type != "cpu",
         )
         executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)
@@ -175,7 +176,7 @@ class ReplicaHost(process_setup.PlacedActor):
         from outrider.sessions.redis_address import with_password
 
         def record() -> ReplicaRecord:
-            runs = service.describe()
+            runs = service.description
             return ReplicaRecord(
                 role=config.role, name=member.name, address=address, host=socket.gethostname(),
                 pid=os.getpid(), model=runs.model, weights=runs.weights, device=config.device,

@@ -48,6 +48,7 @@ from outrider.replica.step_request import (
     Unfinished,
     refusal,
 )
+from outrider.replica.step_watch import StepWatch
 from outrider.replica.worker import StepWorker
 from outrider.telemetry.logs import about
 from outrider.transport.link import Connection, ReplicaService
@@ -106,6 +107,10 @@ class SteppedService(ReplicaService):
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.lost: EngineLost | None = None  # why no more steps can run; None while steps can run
+        self._late: Unavailable | None = None  # why items are refused; None unless a step is late
+        self._running: Sequence[StepRequest] = ()
+        """Requests of the running step; empty once the step is late."""
+        self._watch = StepWatch(worker.expected, executor.may_compile, self._be_late, self._be_hung)
         self._crashes = 0
         self.health_changed = asyncio.Event()  # set when `healthy` or `lost` may change
         self._num_starved = 0  # value of the worker's `figures.num_starved` after the last step
@@ -115,13 +120,24 @@ class SteppedService(ReplicaService):
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
         return _Connection(self, send)
 
+    @property
+    def description(self) -> ReplicaDescription:
+        """Describes what the replica runs, also while a step is late."""
+        return self._description
+
     def describe(self) -> ReplicaDescription:
+        """See `ReplicaService.describe`. Raises `Unavailable` while a step is late. Coordinators
+        use this replica again once it describes itself."""
+        if self._late is not None:
+            raise self._late
         return self._description
 
     @property
     def healthy(self) -> bool:
-        """False if `STEP_CRASHES_UNHEALTHY` steps in a row crashed, or no more steps can run."""
-        return self._crashes < limits.STEP_CRASHES_UNHEALTHY and not self._over
+        """False if `STEP_CRASHES_UNHEALTHY` steps in a row crashed, if a step is late, or if no
+        more steps can run."""
+        is_ready = not self._over and self._late is None
+        return is_ready and self._crashes < limits.STEP_CRASHES_UNHEALTHY
 
     @property
     def figures(self) -> Figures:
@@ -182,9 +198,11 @@ class SteppedService(ReplicaService):
             self.submit(work.compiled(compiled))
 
     def submit(self, work: StepRequest) -> None:
-        """Queues a request, or refuses it if the queue is full or no more steps can run."""
-        if self._over:
-            self._refuse(work, self.lost or Unavailable("this replica is stopping"))
+        """Queues a request. Refuses it if the queue is full, if a step is late, or if no more steps
+        can run."""
+        if self._over or self._late is not None:
+            reason = self.lost or self._late or Unavailable("this replica is stopping")
+            self._refuse(work, reason)
             return
         try:
             self._queue.add(work)
@@ -235,7 +253,8 @@ class SteppedService(ReplicaService):
         self._closing = True
         self._wake.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait([self._task])
+        self._watch.close()
         self._executor.close(wait=self.lost is None)
 
     @property
@@ -293,15 +312,20 @@ class SteppedService(ReplicaService):
         self._leaving.clear()
         run = partial(self._on_executor, leaving, batch, steps, asyncio.get_running_loop().time)
         failure: Exception | None = None
+        self._running = batch
+        self._watch.begin()
         try:
-            async with asyncio.timeout(limits.STEP_S_MAX) as limit:
-                await self._executor.run(run)
+            await self._executor.run(run)
         except Exception as error:  # noqa: BLE001 - handled below
-            hangs = EngineLost(f"a step has not ended in {limits.STEP_S_MAX} s")
-            failure = hangs if limit.expired() else error
-        if steps:
+            failure = error
+        self._watch.end()
+        was_late, self._running = self._late is not None, ()
+        if was_late:
+            self._late = None
+            self.health_changed.set()
+        elif steps:
             self._finish(batch, steps, _now())
-        unfinished = [] if steps else batch
+        unfinished = [] if steps or was_late else batch
         if isinstance(failure, EngineLost):
             self._give_up(failure, unfinished)
         elif failure is not None:
@@ -365,6 +389,23 @@ class SteppedService(ReplicaService):
         for work in [*batch, *self._queue.waiting]:
             self._refuse(work, lost)
         self._queue.waiting = []
+
+    def _be_late(self, seconds: float) -> None:
+        """Refuses the items of the running step and all that wait, so that their sessions move to
+        other replicas. The step's answers are dropped."""
+        self._late = Unavailable(f"a step has not ended in {seconds:.1f} s")
+        logger.warning("no items are taken until the step ends: %s", self._late)
+        self.health_changed.set()
+        works = [*self._running, *self._queue.waiting]
+        self._running, self._queue.waiting = (), []
+        for work in works:
+            self._refuse(work, self._late)
+        self.park([work.session_id for work in works])
+
+    def _be_hung(self, seconds: float) -> None:
+        self._give_up(EngineLost(f"a step has not ended in {seconds:.1f} s"))
+        if self._task is not None:
+            self._task.cancel()
 
     def _on_executor(
         self, leaving: Mapping[str, bool], batch: Sequence[StepRequest], steps: list[_Step],

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from outrider.replica.step_watch import ExpectedStep
 
 ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
 """A round has at most this many tokens before its last `num_last` tokens (`TokenDemand`), because
@@ -142,6 +143,12 @@ class TokenBudget:
             before = self._corrections[self._last.has_prefix]
             found = min(max(seconds / foretold, before / CORRECTION_MAX), before * CORRECTION_MAX)
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
+
+    @property
+    def expected(self) -> ExpectedStep:
+        """What is expected of the step whose items `share` has chosen. Any thread may read this."""
+        last = self._last
+        return ExpectedStep(last.rows, last.sessions, self._seconds(last))
 
     def round_seconds(self, rows: int, sessions: int) -> float:
         """Returns the predicted time of a step that has only rounds, s; 0 without costs."""

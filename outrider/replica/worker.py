@@ -26,6 +26,7 @@ from outrider.grammar.token_mask import Allowed
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
+from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget, TokenDemand
 from outrider.speculation.logits_processing import allowed_early
 from outrider.speculation.random_streams import RoundNoise
@@ -77,8 +78,8 @@ class Work:
 
 
 class StepWorker:
-    """Runs the steps of a replica over one engine. All methods but `note_seconds` run on the
-    executor."""
+    """Runs the steps of a replica over one engine. All methods but `note_seconds` and `expected`
+    run on the executor."""
 
     def __init__(
         self, engine: Engine, budget: TokenBudget, grammars: Grammars | None = None
@@ -207,6 +208,11 @@ class StepWorker:
         """Notes the time of the last step that ran items. Called on the executor, or on the event
         loop between steps."""
         self._budget.note_seconds(seconds)
+
+    def expected(self) -> ExpectedStep:
+        """Returns what is expected of the running step. Until the step has chosen its items, this
+        describes the step before. Any thread may call this."""
+        return self._budget.expected
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
         """Frees the slots of sessions. Forgets a session if it is over (value True). The other

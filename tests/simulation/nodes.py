@@ -59,7 +59,7 @@ class Node:
         return address
 
     def _record(self, address: str) -> ReplicaRecord:
-        runs = self.service.describe()
+        runs = self.service.description
         return ReplicaRecord(
             role=self.role, name=self.name, address=address, host="host", pid=1,
             model=runs.model, weights=runs.weights, leaving=self._engagement.leaving,

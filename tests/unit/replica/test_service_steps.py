@@ -10,7 +10,13 @@ from rounds import PATIENCE_S, make_head, session_name
 
 from outrider.engine.interface import PageCounts
 from outrider.errors import EngineLost, Overloaded, StaleEpoch, Unavailable
-from outrider.limits import RELEASES_REMEMBERED_MAX, STEP_S_MAX
+from outrider.limits import (
+    HUNG_STEP_FACTOR,
+    HUNG_STEP_S,
+    LATE_STEP_FACTOR,
+    LATE_STEP_S,
+    RELEASES_REMEMBERED_MAX,
+)
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.registry.registry import WINDOW_S
 from outrider.replica.executors import InlineExecutor
@@ -22,6 +28,7 @@ from outrider.replica.step_request import (
     StepRequest,
     Unfinished,
 )
+from outrider.replica.step_watch import LOOK_S, ExpectedStep
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 
 PAGES = PageCounts(10, 2, 3, 0, 0)
@@ -29,6 +36,8 @@ PAGES = PageCounts(10, 2, 3, 0, 0)
 
 class GatedExecutor:
     """Each step waits until the test opens the gate."""
+
+    may_compile = False
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -59,6 +68,10 @@ class Worker:
         self.starved: set[str] = set()
         self.figures = StepFigures(PAGES)
         self.during_step: Any = lambda: None
+        self.expected_s = 0.0
+
+    def expected(self) -> ExpectedStep:
+        return ExpectedStep(1, 1, self.expected_s)
 
     def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
         self.steps.append([(item.head.session_id, item.head.round) for item in items])
@@ -286,19 +299,57 @@ async def test_a_bug_between_steps_is_a_lost_engine(desk: Desk) -> None:
 
 
 @pytest.mark.virtual
-async def test_a_step_that_never_ends_is_a_lost_engine() -> None:
+@pytest.mark.parametrize("expected_s", [0.0, 2.0])
+async def test_a_step_that_never_ends_is_late_and_then_a_lost_engine(expected_s: float) -> None:
     desk = Desk()
+    desk.worker.expected_s = expected_s
+    late_s = max(LATE_STEP_S, LATE_STEP_FACTOR * expected_s)
+    hung_s = max(HUNG_STEP_S, HUNG_STEP_FACTOR * expected_s)
     desk.submit(1)
-    await asyncio.sleep(STEP_S_MAX - 1)
-    assert desk.service.healthy
+    await asyncio.sleep(0.1)
     desk.submit(2)
-    await asyncio.sleep(1.1)
+    await asyncio.sleep(late_s - 0.2)
+    assert desk.service.healthy
+    assert desk.service.describe() is desk.service.description
+    await asyncio.sleep(LOOK_S + 0.2)
     answers = [answer for frame in desk.frames for answer in frame]
-    assert [answer.code for answer in answers] == [14, 14]
-    assert desk.service.lost is not None
+    assert [answer.code for answer in answers] == [Unavailable.grpc_code] * 2
     assert not desk.service.healthy
-    await desk.service.close()
+    with pytest.raises(Unavailable, match="has not ended in"):
+        desk.service.describe()
+    desk.submit(3)
+    assert desk.frames[-1][0].code == Unavailable.grpc_code
+    assert desk.service.lost is None
+    await asyncio.sleep(hung_s - late_s - LOOK_S - 0.2)
+    assert desk.service.lost is None
+    await asyncio.sleep(LOOK_S + 0.2)
+    assert desk.service.lost is not None
+    async with asyncio.timeout(PATIENCE_S):
+        await desk.service.drain()
+        await desk.service.close()
     assert (desk.gated.closed, desk.gated.waited) == (True, False)
+
+
+@pytest.mark.virtual
+async def test_a_late_step_that_ends_sends_nothing_and_the_replica_serves_again() -> None:
+    """Its sessions have moved. If they return, they get new answers."""
+    desk = Desk()
+    told: list[Any] = []
+    desk.submit(1).on_done = lambda _, answer: told.append(answer)
+    await asyncio.sleep(LATE_STEP_S + LOOK_S + 0.1)
+    [[refused]] = desk.frames
+    assert told == [refused]
+    desk.frames.clear()
+    desk.gated.gate.set()
+    await asyncio.sleep(0.1)
+    assert desk.frames == []
+    assert desk.service.healthy
+    assert desk.service.describe() is desk.service.description
+    assert desk.worker.heard == [("park", session_name(1))]
+    desk.submit(1)
+    assert isinstance((await desk.finish())[-1], ProposalReply)
+    assert len(told) == 1
+    await desk.service.close()
 
 
 async def test_close_waits_for_the_step_and_takes_no_more() -> None:

@@ -1,0 +1,122 @@
+"""Notices steps that take too long. Let t be the expected time of a step.
+
+- After `LATE_STEP_S`, or `LATE_STEP_FACTOR` * t if that is longer, a step is *late*. The replica
+  then refuses all items until the step ends.
+- After `HUNG_STEP_S`, or `HUNG_STEP_FACTOR` * t if that is longer, a step is *hung*. The replica
+  then ends, and is replaced.
+
+t follows from measured costs (`TokenBudget`), or else is the longest time of recent steps. On a
+device that may have to compile kernels, both limits are at least `FIRST_STEP_S` for the first step
+of each size. Two steps have the same size if their numbers of tokens, rounded up to a power of two,
+are equal, and likewise their numbers of sessions.
+
+Other work on the machine makes steps slower, hence the large factors. Time in which the event loop
+does not run, for example because the process is stopped, does not count."""
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from outrider.limits import (
+    FIRST_STEP_S,
+    HUNG_STEP_FACTOR,
+    HUNG_STEP_S,
+    LATE_STEP_FACTOR,
+    LATE_STEP_S,
+)
+
+LOOK_S = 0.5
+"""Pause between two looks at the running step."""
+COUNTED_S_MAX = 2 * LOOK_S
+"""Largest time that counts between two looks. If more passed, the event loop did not run."""
+LONGEST_DECAY = 0.99
+"""The longest time of recent steps falls by this factor with each step."""
+
+
+class ExpectedStep(NamedTuple):
+    """What is known of a step when it begins."""
+
+    rows: int
+    """Number of tokens in the first pass."""
+    sessions: int
+    seconds: float
+    """Expected time; 0 = unknown."""
+
+
+class StepWatch:
+    """Watches one step after another. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        expected: Callable[[], ExpectedStep],
+        may_compile: bool,
+        on_late: Callable[[float], None],
+        on_hung: Callable[[float], None],
+    ) -> None:
+        """`expected` returns what is expected of the running step. `on_late` and `on_hung` get the
+        time that the step has taken so far, in seconds. Each is called once for a step."""
+        self._expected = expected
+        self._may_compile = may_compile
+        self._on_late, self._on_hung = on_late, on_hung
+        self._timer: asyncio.TimerHandle | None = None
+        self._runs = self._is_late = False
+        self._began_at = self._looked_at = 0.0
+        self._counted_s = 0.0
+        self._longest_s = 0.0
+        self._sizes: set[tuple[int, int]] = set()
+        """Sizes of steps that have ended."""
+
+    def begin(self) -> None:
+        """Must be called when a step begins."""
+        loop = asyncio.get_running_loop()
+        self._runs, self._is_late, self._counted_s = True, False, 0.0
+        self._began_at = self._looked_at = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_S, self._look)
+
+    def end(self) -> None:
+        """Must be called when the step has ended."""
+        if not self._runs:
+            return
+        self._runs = False
+        took_s = asyncio.get_running_loop().time() - self._began_at
+        self._longest_s = max(took_s, LONGEST_DECAY * self._longest_s)
+        if self._may_compile:
+            self._sizes.add(_size(self._expected()))
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._runs = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._runs:
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._counted_s += min(now - self._looked_at, COUNTED_S_MAX)
+        self._looked_at = now
+        late_s, hung_s = self._limits()
+        if self._counted_s >= late_s and not self._is_late:
+            self._is_late = True
+            self._on_late(self._counted_s)
+        if self._counted_s >= hung_s:
+            self._runs = False
+            self._on_hung(self._counted_s)
+            return
+        self._timer = loop.call_later(LOOK_S, self._look)
+
+    def _limits(self) -> tuple[float, float]:
+        step = self._expected()
+        seconds = step.seconds or self._longest_s
+        late_s = max(LATE_STEP_S, LATE_STEP_FACTOR * seconds)
+        hung_s = max(HUNG_STEP_S, HUNG_STEP_FACTOR * seconds)
+        if self._may_compile and _size(step) not in self._sizes:
+            return max(FIRST_STEP_S, late_s), max(FIRST_STEP_S, hung_s)
+        return late_s, hung_s
+
+
+def _size(step: ExpectedStep) -> tuple[int, int]:
+    return max(0, step.rows - 1).bit_length(), max(0, step.sessions - 1).bit_length()

@@ -1,0 +1,99 @@
+"""Which steps count as late or hung."""
+
+import asyncio
+
+import pytest
+
+from outrider.limits import FIRST_STEP_S, HUNG_STEP_S, LATE_STEP_FACTOR, LATE_STEP_S
+from outrider.replica.step_watch import COUNTED_S_MAX, LOOK_S, ExpectedStep, StepWatch
+
+pytestmark = pytest.mark.virtual
+
+
+class Watched:
+    """A watch, and what it has told, each with the time."""
+
+    def __init__(self, may_compile: bool = False) -> None:
+        self.step = ExpectedStep(4, 2, 0.0)
+        self.told: list[tuple[str, float]] = []
+        self.watch = StepWatch(
+            lambda: self.step,
+            may_compile,
+            lambda seconds: self.told.append(("late", seconds)),
+            lambda seconds: self.told.append(("hung", seconds)),
+        )
+
+    async def run(self, seconds: float) -> None:
+        self.watch.begin()
+        await asyncio.sleep(seconds)
+        self.watch.end()
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+async def test_many_steps_in_a_row_are_not_one_long_step(watched: Watched) -> None:
+    for _ in range(100):
+        await watched.run(0.9 * LATE_STEP_S)
+    assert watched.told == []
+
+
+async def test_a_step_is_late_once_and_hung_once(watched: Watched) -> None:
+    await watched.run(3 * HUNG_STEP_S)
+    assert [what for what, _ in watched.told] == ["late", "hung"]
+    for (_, seconds), limit in zip(watched.told, (LATE_STEP_S, HUNG_STEP_S), strict=True):
+        assert limit <= seconds <= limit + LOOK_S
+    await watched.run(0.05)
+    await watched.run(LATE_STEP_S + 2 * LOOK_S)
+    assert [what for what, _ in watched.told] == ["late", "hung", "late"]
+
+
+async def test_the_longest_recent_step_counts_if_nothing_is_foretold(watched: Watched) -> None:
+    """It is forgotten after many shorter steps."""
+    await watched.run(2.0)
+    await watched.run(0.9 * 2.0 * LATE_STEP_FACTOR)
+    assert watched.told == []
+    watched = Watched()
+    await watched.run(2.0)
+    for _ in range(500):
+        await watched.run(0.01)
+    await watched.run(0.9 * 2.0 * LATE_STEP_FACTOR)
+    assert [what for what, _ in watched.told] == ["late", "hung"]
+
+
+async def test_the_first_step_of_a_size_may_compile() -> None:
+    """Sizes are rounded up to powers of two. Other sizes may need other kernels."""
+    watched = Watched(may_compile=True)
+    watched.watch.begin()
+    await asyncio.sleep(FIRST_STEP_S - 1)
+    assert watched.told == []
+    watched.watch.end()
+    watched.step = ExpectedStep(3, 2, 0.01)
+    await watched.run(HUNG_STEP_S + 1)
+    assert [what for what, _ in watched.told] == ["late", "hung"]
+    watched.told.clear()
+    for step in (ExpectedStep(5, 2, 0.01), ExpectedStep(3, 3, 0.01)):
+        watched.step = step
+        await watched.run(HUNG_STEP_S + 1)
+        assert watched.told == []
+    watched.step = ExpectedStep(300, 2, 0.01)
+    await watched.run(FIRST_STEP_S + 1)
+    assert [what for what, _ in watched.told] == ["late", "hung"]
+
+
+async def test_time_in_which_the_loop_does_not_run_does_not_count(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGSTOP and SIGCONT: a step must not count as hung because its process stood
+    still."""
+    loop = asyncio.get_running_loop()
+    stood_s, real = 0.0, loop.time
+    watched.watch.begin()
+    monkeypatch.setattr(loop, "time", lambda: real() + stood_s)
+    await asyncio.sleep(1.0)
+    stood_s = 10 * HUNG_STEP_S
+    await asyncio.sleep(LATE_STEP_S - 1.0 - COUNTED_S_MAX - LOOK_S)
+    watched.watch.end()
+    assert watched.told == []
