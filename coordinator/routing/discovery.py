@@ -4,9 +4,10 @@
 - A leaving replica joins only if no replica of the pool has its weights. Only this replica can then
   continue sessions that began with these weights.
 - If the registry marks a replica of the pool as leaving, its sessions move to other replicas.
-- A replica that the registry has not listed for `LEASE_S` is removed if it does not answer, or if
-  another replica has its address now.
-- While the registry cannot be read, the pools do not change."""
+- A replica that the registry no longer lists is asked whether it is there, and then once per
+  `LEASE_S`. It is removed if it does not answer, or if another replica has its address now.
+- While the registry cannot be read, the pools do not change. Afterwards, replicas have `LEASE_S` to
+  announce themselves again."""
 
 import asyncio
 import logging
@@ -71,7 +72,8 @@ class Discovery:
         """Role -> number of replicas in the registry that are neither leaving nor on trial."""
         self._heard_at: float | None = None
         self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
-        """Replica name -> (time when the registry last listed the replica, its address then)."""
+        """Replica name -> (time until which its absence from the registry raises no doubt, the
+        address with which the registry last listed it)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
         """Name of a replica that could not join -> earliest time of the next attempt."""
@@ -126,8 +128,9 @@ class Discovery:
         """Updates the pools from all current records of the registry."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # Replicas could not announce themselves until now, so their `LEASE_S` starts anew.
-            self._heard.update({name: (now, one[1]) for name, one in self._heard.items()})
+            # Replicas could not announce themselves until now.
+            trusted = now + LEASE_S
+            self._heard.update({name: (trusted, one[1]) for name, one in self._heard.items()})
         self._away = False
         for role, records in found.items():
             self._records[role] = {record.name: record for record in records}
@@ -152,8 +155,8 @@ class Discovery:
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
         for name in pool.replicas:
-            at, address = self._heard.setdefault(name, (now, ""))
-            if now - at > LEASE_S:
+            trusted, address = self._heard.setdefault(name, (now + LEASE_S, ""))
+            if now > trusted:
                 self._begin(name, self._doubt(pool, name, address in taken))
 
     def _begin(self, name: str, work: Any) -> None:
@@ -170,7 +173,8 @@ class Discovery:
         if replica is None:
             return
         if not (is_replaced or replica.away) and await replica.answers():
-            self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
+            trusted = asyncio.get_running_loop().time() + LEASE_S
+            self._heard[name] = trusted, self._heard[name][1]
         else:
             _log.warning("the %s %s is removed: the registry no longer lists it", pool.role, name)
             await pool.leave(name)

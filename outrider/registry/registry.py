@@ -16,8 +16,8 @@ from outrider.settings import between
 Role = Literal["coordinator", "target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-LEASE_S = 3.0
-RENEWAL_S = 1.0
+LEASE_S = 2.0
+RENEWAL_S = 0.5
 WINDOW_S = 5.0
 """Time constant of the decaying means in `Figures`."""
 FIGURE_MAX = 1e12

@@ -62,8 +62,8 @@ class Replica(MemoryRegistry):
 async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> None:
     replica, leaving = Replica(), replace(TARGET, leaving=True)
     await replica.announcer.start()
-    await asyncio.sleep(3 * LEASE_S + 0.5)
-    assert replica.times == [n * RENEWAL_S for n in range(10)]
+    await asyncio.sleep(3 * LEASE_S + 0.5 * RENEWAL_S)
+    assert replica.times == [n * RENEWAL_S for n in range(1 + round(3 * LEASE_S / RENEWAL_S))]
     assert await replica.heard() == [TARGET]
     replica.record = replace(TARGET, load=4)
     await asyncio.sleep(RENEWAL_S)
@@ -73,7 +73,9 @@ async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> 
     await asyncio.sleep(0.1)
     assert await replica.heard() == [leaving]
     await asyncio.sleep(RENEWAL_S)
-    assert replica.times[-3:] == pytest.approx([10, 10.5, 11.5])
+    last_s = 3 * LEASE_S + RENEWAL_S
+    said_s = 3 * LEASE_S + 1.5 * RENEWAL_S
+    assert replica.times[-3:] == pytest.approx([last_s, said_s, said_s + RENEWAL_S])
     await replica.announcer.withdraw()
 
 

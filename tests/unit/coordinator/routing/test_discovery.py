@@ -12,7 +12,8 @@ from session_links import TOY, ScriptedLink, context_of, described, session
 
 from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from outrider.errors import Incompatible, StoreUnavailable
+from outrider.errors import Incompatible, LinkLost, StoreUnavailable, Unavailable
+from outrider.messages import ReplicaDescription
 from outrider.registry.registry import LEASE_S, RENEWAL_S, Figures, ReplicaRecord, Role
 
 pytestmark = pytest.mark.virtual
@@ -142,6 +143,43 @@ async def test_a_replica_that_cannot_reach_the_registry_stays(world: World) -> N
     await asyncio.sleep(LEASE_S + SOON_S)
     assert list(world.pool.replicas) == []
     assert world.links[0][1].is_closed
+
+
+class HangingLink(ScriptedLink):
+    """After `hangs`, its replica neither answers nor closes its connections."""
+
+    hangs = False
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        if self.hangs:
+            await asyncio.sleep(timeout_s)
+            raise Unavailable("no answer")
+        return await super().describe(timeout_s)
+
+
+async def test_a_hung_replica_gets_no_sessions_after_5_s_and_returns_when_it_answers(
+    world: World,
+) -> None:
+    """Its sessions are told, so that they go on elsewhere."""
+    loop = asyncio.get_running_loop()
+    link = world.prepared["a:1"] = HangingLink()
+    world.live("a", "b")
+    await asyncio.sleep(SOON_S)
+    routes = [SessionRoute[Any, Any](world.pool, context_of(session(name=n))) for n in "01234567"]
+    there = [route for route in routes if route.replica == "a"]
+    waiting = [asyncio.create_task(route.take(60.0)) for route in there]
+    world.fall_silent("a")
+    link.hangs, hung_at = True, loop.time()
+    while "a" in world.pool.replicas:
+        await asyncio.sleep(0.01)
+    assert LEASE_S - RENEWAL_S < loop.time() - hung_at < 5.0
+    for one in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(one, LinkLost)
+    assert there
+    world.prepared["a:1"] = ScriptedLink()
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    assert {*world.pool.replicas} == {"a", "b"}
 
 
 async def test_a_replica_whose_address_has_a_new_owner_is_removed(world: World) -> None:
