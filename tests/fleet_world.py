@@ -15,7 +15,7 @@ from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.config import DeploymentConfig, load_config
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.registry.registry import Engagement, Role
 from outrider.replica.process_setup import Place
 
@@ -33,10 +33,18 @@ class Sitter(Actor):
         self.calls: list[str] = []
         self.num_items = 0
         self.config: Any = None
+        self.hangs = False
+        """Whether it answers no calls."""
         self._cluster = cluster
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.calls.append(method)
+        if self.hangs:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.get_running_loop().create_future()
+            except TimeoutError as error:
+                raise Unavailable(f"{self.name} does not answer") from error
         if method == "start":
             self._cluster.starts.append(self.demand.role)
             await self._cluster.loading.wait()

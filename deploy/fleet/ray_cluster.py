@@ -330,6 +330,9 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's default is a low priority, but these workers serve requests.
     "RAY_worker_niceness": "0",
+    # Ray asks a process to end, and kills it after this time. A hung process must be killed soon,
+    # because clients wait for the end of its connections. Ray's default is 5 s.
+    "RAY_kill_worker_timeout_milliseconds": "100",
     # Without the next two variables, the file of the workers' standard error has no size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),

@@ -1,9 +1,10 @@
-"""Starts missing replicas of a deployment, ends surplus replicas, and replaces dead replicas.
+"""Starts missing replicas of a deployment, ends surplus replicas, and replaces dead and hung ones.
 
 | state of a replica | what happens | when |
 | --- | --- | --- |
 | missing | placed and started | at once; after failures, with growing delays |
 | one of its ranks has died | removed, and so missing | after at most `END_GRACE_S` |
+| hung (`hang_watch.py`) | killed, and so missing | at once |
 | surplus | drained and stopped | after `QUIET_S` without requests, or after `stop_timeout_s` |
 """
 
@@ -25,6 +26,7 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Engagement, Membership, Role
 from outrider.replica.process_setup import Place
 
+from .hang_watch import HangWatch
 from .ray_cluster import Actor, Cluster, retried
 from .spec import FleetSpec
 from .trial import Trial, TrialReport
@@ -35,8 +37,9 @@ ERROR_GRACE_S = 2.0
 END_GRACE_S = 0.5  # time to wait for errors of other ranks after a rank of a running replica ended
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
-SILENCE_S = 30.0
-"""Time limit of an actor's answer, because Ray never reports that an actor's machine is paused."""
+SILENCE_S = 15.0
+"""Time limit of an actor's answer to a new reconciler. Ray never reports that an actor has hung, or
+that its machine is paused."""
 QUIET_S = 1.0
 """A leaving replica counts as drained when it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
@@ -124,6 +127,8 @@ class Replica:
         self.leaves = False
         self.task: asyncio.Task[None] | None = None
         """The task that starts and watches the replica, or that ends it."""
+        self._hang: asyncio.Future[OutriderError] = asyncio.get_running_loop().create_future()
+        """Done once the replica has hung."""
 
     @property
     def address(self) -> str:
@@ -164,11 +169,14 @@ class Replica:
     async def ended(self) -> BaseException | None:
         """Waits until a rank ends, and then `END_GRACE_S` for errors of other ranks. The first
         error may only say that another rank was lost. Returns one error with the errors of all
-        ranks that ended. Returns None if the replica was stopped."""
+        ranks that ended. Returns None if the replica was stopped. If the replica hangs, returns the
+        error of `note_hang`."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
-            _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if pending:
+            await asyncio.wait([*waiting, self._hang], return_when=asyncio.FIRST_COMPLETED)
+            if self._hang.done():
+                return self._hang.result()
+            if pending := [task for task in waiting if not task.done()]:
                 await asyncio.wait(pending, timeout=END_GRACE_S)
             ends = [task.exception() if task.done() else None for task in waiting]
         finally:
@@ -177,6 +185,11 @@ class Replica:
         if len(ends) == 1 or not any(ends):
             return ends[0]
         return EngineLost("; ".join(f"rank {n}: {error}" for n, error in enumerate(ends) if error))
+
+    def note_hang(self, error: OutriderError) -> None:
+        """Must be called once the replica has hung. Ends `ended`."""
+        if not self._hang.done():
+            self._hang.set_result(error)
 
     async def drain(self, timeout_s: float) -> None:
         """Announces that the replica leaves. Then waits for at most `timeout_s` until the replica
@@ -321,6 +334,7 @@ class Fleet:
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
         """By role and `Membership.slot`: the latest replica's ports. Its successor may use them."""
         self._changed = asyncio.Event()
+        self._hangs = HangWatch(registry, lambda: self.replicas)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -423,6 +437,9 @@ class Fleet:
         self._changed.set()
 
     async def run(self) -> None:
+        await asyncio.gather(self._run(), self._hangs.run())
+
+    async def _run(self) -> None:
         for one in self.replicas:
             self._follow(one)
         while True:

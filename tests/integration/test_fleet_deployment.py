@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 import ray
@@ -169,6 +170,21 @@ async def test_replicas_that_are_killed_under_load_are_replaced(
     gone = {one.name for one in killed}
     await until(lambda: not gone & {one.name for one in deployment.overview.replicas})
     await until_serving(deployment, coordinator=2, target=2, draft=1)
+
+
+async def test_replicas_that_hang_under_load_are_killed_and_replaced(
+    deployment: Deployment, load: None
+) -> None:
+    hung = [deployment.overview.of(role)[0] for role in ROLES]
+    pids = {one.places[0].pid for one in hung}
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    gone = {one.name for one in hung}
+    await until(lambda: not gone & {one.name for one in deployment.overview.replicas})
+    await until_serving(deployment, coordinator=2, target=2, draft=1)
+    for role in ROLES:
+        assert not gone & serving(deployment, role)
+    await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 async def test_replicas_come_and_go_under_load(deployment: Deployment, load: None) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deploy.cli.main import parse
+from deploy.fleet.ray_cluster import ENVIRONMENT
 from outrider.config import deployment_settings
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from outrider.settings import NOT_SETTINGS
@@ -53,6 +54,8 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
     known = {setting.variable for setting in deployment_settings().values()} | {*NOT_SETTINGS}
     for template in rendering.ray_pods(manifests).values():
         found = rendering.variables(template["spec"]["containers"][0])
+        kill_ms = "RAY_kill_worker_timeout_milliseconds"
+        assert found[kill_ms] == ENVIRONMENT[kill_ms]
         assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
         assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
         for each in template["spec"]["containers"]:

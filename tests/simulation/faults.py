@@ -4,6 +4,8 @@
 | --- | --- |
 | `crash` | a target or a draft dies; the fleet starts another |
 | `death` | a coordinator dies; the fleet starts another |
+| `hang` | a replica is stopped for good; the fleet kills it, and starts another |
+| `stuck_step` | a step of a target or a draft never ends; the fleet starts another |
 | `pause` | a target or a draft is stopped for a while, and continues with its state |
 | `stall` | a coordinator is stopped for a while; its clients' streams may break meanwhile |
 | `hang_up` | all clients' streams of a coordinator break |
@@ -34,6 +36,7 @@ from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
+from outrider.errors import InvariantError
 from outrider.registry.registry import ROLES, Role
 from tests.simulation.network import CALM, TRAVEL_S, Cut, SlowLink
 from tests.simulation.processes import Process
@@ -59,12 +62,15 @@ seconds, or hardly any time."""
 REDIS_JUMP_S_MAX = 5.0
 """Redis expires keys by its wall clock, so its jumps move expiry."""
 OUSTED_S_MAX = 8.0
+HUNG_S_MAX = 60.0
+"""Longest time until the fleet has killed a hung replica, also if Redis, Ray's head and the fleet's
+own process are away meanwhile."""
 LIKELY = 0.9
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
-    "crash", "death", "pause", "stall", "hang_up", "break", "scale", "abandon", "slow_link",
-    "loop_stall", "clock_jump", "head_loss", "oust", "redis_pause", "restart",
-    "flush", "two_primaries", "lost_take_over", "oom",
+    "crash", "death", "hang", "stuck_step", "pause", "stall", "hang_up", "break", "scale",
+    "abandon", "slow_link", "loop_stall", "clock_jump", "head_loss", "oust", "redis_pause",
+    "restart", "flush", "two_primaries", "lost_take_over", "oom",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 
@@ -135,10 +141,12 @@ class Faults:
         for one in busy:
             found.append(("hang_up", partial(self._call, world.break_calls, one)))
             if not one.process.is_still:
-                found.append(("stall", partial(self._stall, one)))
                 found.append(("loop_stall", partial(self._hold_up, one.process)))
             if self._deaths["coordinator"] < DEATHS_MAX:
                 found.append(("death", partial(self._die, one)))
+                if not one.process.is_still:
+                    found.append(("stall", partial(self._stall, one)))
+                    found.append(("hang", partial(self._hang, one)))
             found.append(("clock_jump", partial(self._jump, one.process)))
             found += self._cuts("cut_store", one.process, redis)
             found += self._slow(one.process, redis)
@@ -154,6 +162,9 @@ class Faults:
                 found.append(("loop_stall", partial(self._hold_up, node.process)))
             if self._deaths[node.role] < DEATHS_MAX:
                 found.append(("crash", partial(self._die, node)))
+                found.append(("stuck_step", partial(self._get_stuck, node)))
+                if not node.process.is_still:
+                    found.append(("hang", partial(self._hang, node)))
             found += self._cuts("cut_registry", node.process, redis)
             for one in askers:
                 ends = one.process, node.process
@@ -213,19 +224,43 @@ class Faults:
         await self._time(6.0)
         process.go_on()
 
+    async def _hang(self, node: Any) -> None:
+        if node.process.is_still or not self._may_die(node):
+            return
+        node.process.stand_still()
+        try:
+            async with asyncio.timeout(HUNG_S_MAX):
+                while not node.process.is_dead:
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise InvariantError(f"{node.name} hangs, and was not replaced") from None
+
+    async def _get_stuck(self, node: Any) -> None:
+        if self._may_die(node):
+            node.get_stuck()
+
     async def _stall(self, node: Any) -> None:
-        """While it is stopped, its clients may have been told that it is gone."""
+        """While it is stopped, its clients may have been told that it is gone. The fleet may kill
+        it."""
         rng = self._rng
+        if not self._may_die(node):
+            return
         pausing = asyncio.create_task(self._pause(node.process))
         if rng.random() < 0.7:
             await asyncio.sleep(rng.uniform(0.0, 1.0))
             self._world.break_calls(node)
         await pausing
 
-    async def _die(self, node: Any) -> None:
+    def _may_die(self, node: Any) -> bool:
+        """Counts a death, unless there were too many."""
         if self._deaths[node.role] >= DEATHS_MAX:
-            return
+            return False
         self._deaths[node.role] += 1
+        return True
+
+    async def _die(self, node: Any) -> None:
+        if not self._may_die(node):
+            return
         for actor in self._world.actors:
             if actor.node is node:
                 actor.die()

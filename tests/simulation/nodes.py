@@ -20,6 +20,7 @@ from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import take_stated_seconds
 from outrider.errors import InvariantError, OutriderError, StreamBroken, Unavailable, check
+from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ProposalReply
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
@@ -222,9 +223,12 @@ class ReplicaNode(Node):
     def __init__(self, role: Role, name: str, build: Callable[[], Any]) -> None:
         super().__init__(role, name)
         self._build = build
+        self.is_stuck = False
+        """Whether a step runs that never ends."""
 
     async def _serve(self, config: Any, world: Any) -> str:
         self.service = self._build()
+        self.process.start(self._follow_health(world))
         self._watch_steps(world)
         if self.role == "draft" and not world.looks_ahead:
             self._watch_draws(world)
@@ -274,6 +278,27 @@ class ReplicaNode(Node):
             return answers
 
         sampler._draw, proposer.step = counted, compared  # type: ignore[method-assign]
+
+    def get_stuck(self) -> None:
+        """Its next step never ends."""
+
+        async def run(step: Any) -> None:
+            self.is_stuck = True
+            await asyncio.Event().wait()
+
+        self.service._executor.run = run
+
+    async def _follow_health(self, world: Any) -> None:
+        """As `ReplicaHost` does."""
+        while self.service.lost is None:
+            await self.service.health_changed.wait()
+            self.service.health_changed.clear()
+        await self.stop(LOST_REPLICA_GRACE_S, world)
+
+    async def wait(self) -> None:
+        await super().wait()
+        if self.service.lost is not None:
+            raise self.service.lost
 
     async def traffic(self) -> Any:
         return self.service.num_items

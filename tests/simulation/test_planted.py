@@ -11,11 +11,13 @@ import pytest
 from coordinator.decoding.loop import OutputQueue
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
+from deploy.fleet.hang_watch import HangWatch
 from draft_service import lookahead
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.block_pool import BlockPool
+from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_connection import Script
 from outrider.sessions.state import Session
@@ -150,12 +152,21 @@ def names_believed_for_ever(patch: Patch) -> None:
     patch.setattr(Discovery, "_doubt", AsyncMock())
 
 
+def hung_replicas_stay(patch: Patch) -> None:
+    patch.setattr(HangWatch, "look", AsyncMock())
+
+
+def steps_take_for_ever(patch: Patch) -> None:
+    patch.setattr(StepWatch, "begin", lambda self: None)
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (), refused_tokens_kept: (), running_stream_fails: (),
     epochs_disregarded: ("oust",), finish_by_any_owner: ("lost_take_over",),
     leases_absolute: ("clock_jump", "death", "stall"), deadline_after_the_draw: (),
     mailbox_left_behind: (), names_believed_for_ever: (), outcomes_that_share_noise: (),
-    cut_in_an_untimed_round: (),
+    cut_in_an_untimed_round: (), hung_replicas_stay: ("hang",),
+    steps_take_for_ever: ("stuck_step",),
 }  # fmt: skip
 """Greater faults with which each is searched; empty for all."""
 

@@ -254,6 +254,9 @@ class World:
         for role, names in there.items():
             if not len(names) == self.fleet.wanted[role] == len(self.fleet.of(role)):
                 return f"{self.fleet.wanted[role]} wanted, but of {role}s there are {names}"
+        for node in self.nodes("target", "draft"):
+            if node.is_stuck:
+                return f"{node.name} has a step that never ends"
         for coordinator in self.nodes("coordinator"):
             for role in ("target", "draft"):
                 if (known := coordinator.knows(role)) != there[role]:

@@ -63,6 +63,9 @@ enableServiceLinks: false
 # By default Ray's workers have a low priority. These workers serve requests.
 - name: RAY_worker_niceness
   value: "0"
+# Ray asks a process to end, and kills it after this time. A hung process must be killed soon.
+- name: RAY_kill_worker_timeout_milliseconds
+  value: "100"
 # Without the next two variables, the file of the workers' standard error has no size limit.
 - name: RAY_ROTATION_MAX_BYTES
   value: "16777216"
