@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | kill | a replica, the reconciler, Redis' primary | SIGKILL; Sentinel promotes Redis' replica |
 | stop | a replica, Redis' primary | SIGSTOP for some seconds |
+| hang | a replica | SIGSTOP for good; the fleet kills and replaces it |
 | lose | a node | all its processes are killed; another node joins |
 | cut | a replica, Redis' primary | all its connections break at once |
 | hold | a replica, Redis' primary | for some seconds no data passes to or from it |
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
+import psutil
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER
@@ -47,8 +49,9 @@ POLL_S: Final = 0.05
 REDIS, NODE, HEAD = "redis", "node", "head"
 KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
 STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
+HANGS: Final = (*(("hang", role) for role in ROLES),)
 OTHERS: Final = (
-    ("lose", NODE), ("lose", HEAD),
+    *HANGS, ("lose", NODE), ("lose", HEAD),
     *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
 )  # fmt: skip
 PAIR: Final = "pair"
@@ -58,12 +61,17 @@ separately."""
 OTHERS_PER_ROUND: Final = 3
 """Number of other faults for each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
+KINDS: Final = (*KILLS, *STOPS, *OTHERS)
 FULL_MINUTES: Final = 10.0
 """Shorter runs have too few requests for a 99th percentile."""
 KILLS_AND_STOPS_MIN: Final = 60
 ADDED_S_MAX: Final = {"kill draft": 0.3, "kill target": 3.0, "kill coordinator": 4.0}
 """For each fault, the most that it may add to the 99th percentile of waits for tokens while a
 replica is spare."""
+REPLACED_S_MAX: Final = 30.0
+"""Longest time from a hang until another replica serves in place of the hung one."""
+HANG_GAP_S_MAX: Final = 6.0
+"""Longest wait for tokens due to a hang."""
 
 
 @dataclass
@@ -77,6 +85,10 @@ class Fault:
     """Number of requests in flight when the fault began, or that came before it was over."""
     longest_gap_s: float = 0.0
     """Longest wait for tokens of these requests."""
+    gone_s: float = 0.0
+    """Time from a hang until the fleet had killed the hung replica."""
+    replaced_s: float = 0.0
+    """Time from a hang until another replica served in place of the hung one."""
 
 
 class Adversary:
@@ -207,10 +219,13 @@ class Adversary:
             self._machines.proxy.hold(address)
             await asyncio.sleep(STOPPED_S)
             self._machines.proxy.release(address)
+        elif fault.kind == "hang":
+            await self._hang(fault, pid)
         elif fault.kind == "stop":
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(STOPPED_S)
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # The fleet may have replaced it as hung.
+                os.kill(pid, signal.SIGCONT)
         elif fault.role != REDIS:
             os.kill(pid, signal.SIGKILL)
             await self._until_gone({pid})
@@ -218,6 +233,17 @@ class Adversary:
             if fault.kind != "kill":
                 await asyncio.sleep(TWO_PRIMARIES_S)
             await redis.replace(address)
+
+    async def _hang(self, fault: Fault, pid: int) -> None:
+        """Stops a replica's process, and waits until the process is gone and all wanted replicas
+        serve."""
+        began = self._loop.time()
+        os.kill(pid, signal.SIGSTOP)
+        await self._until_gone({pid})
+        await _until(lambda: not psutil.pid_exists(pid) or _is_zombie(pid))
+        fault.gone_s = round(self._loop.time() - began, 2)
+        await _until(lambda: is_whole(self._deployment.overview))
+        fault.replaced_s = round(self._loop.time() - began, 2)
 
     async def _until_gone(self, pids: Set[int]) -> None:
         """Waits until the fleet has noticed that these processes are gone. Otherwise the next fault
@@ -237,6 +263,19 @@ class Adversary:
                     if found is not None:
                         return int((await found.call("ping")).pid)
                 await asyncio.sleep(POLL_S)
+
+    def _hangs(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for role in ROLES:
+            hangs = [one for one in self.faults if (one.kind, one.role) == ("hang", role)]
+            if hangs:
+                found[role] = {
+                    "num_hangs": len(hangs),
+                    "gone_s_max": max(one.gone_s for one in hangs),
+                    "replaced_s_max": max(one.replaced_s for one in hangs),
+                    "gap_s_max": max(one.longest_gap_s for one in hangs),
+                }
+        return found
 
     def report(self) -> dict[str, Any]:
         """Waits of affected requests by kind and role, how much longer they are than without a
@@ -259,12 +298,22 @@ class Adversary:
                 }
                 for (kind, role), gaps in sorted(self.gaps.items()) if gaps
             },
+            "hangs": self._hangs(),
             "faults": [asdict(fault) for fault in self.faults],
         }  # fmt: skip
 
 
+def missed_in_hangs(report: Mapping[str, Any]) -> list[str]:
+    """The goals for hung replicas that were missed, by role."""
+    return [
+        f"hang {role}"
+        for role, found in report["hangs"].items()
+        if found["replaced_s_max"] > REPLACED_S_MAX or found["gap_s_max"] > HANG_GAP_S_MAX
+    ]
+
+
 def missed(report: Mapping[str, Any]) -> list[str]:
-    """The goals that were missed. A goal that was not measured counts as missed."""
+    """The other goals that were missed. A goal that was not measured counts as missed."""
     found = [
         fault for fault, added_s_max in ADDED_S_MAX.items()
         if fault not in report["gaps"] or report["gaps"][fault]["added_p99_s"] > added_s_max
@@ -278,6 +327,13 @@ async def _until(condition: Callable[[], bool], limit_s: float = WHOLE_S) -> Non
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(POLL_S)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_whole(overview: Overview) -> bool:
