@@ -87,11 +87,14 @@ class ReplicaHost(process_setup.PlacedActor):
         from outrider.models.loading import resolve_device, use_device
         from outrider.replica.executors import ThreadExecutor
 
+        is_emulated = config.emulated is not None
+        is_eager = resolve_device(config.device).type == "cpu"
+        is_eager = is_eager and not process_setup.runs_on_vllm(config)
         executor = ThreadExecutor(
             f"{config.role}-step",
             lambda: 0.0 if engine is None else take_stated_seconds(engine),
-            is_timed=config.emulated is not None,
-            may_compile=config.emulated is None and resolve_device(config.device).type != "cpu",
+            is_timed=is_emulated,
+            may_compile=not (is_emulated or is_eager),
         )
         executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)

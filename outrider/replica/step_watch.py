@@ -60,8 +60,7 @@ class StepWatch:
         self._on_late, self._on_hung = on_late, on_hung
         self._timer: asyncio.TimerHandle | None = None
         self._runs = self._is_late = False
-        self._began_at = self._looked_at = 0.0
-        self._counted_s = 0.0
+        self._looked_at = self._counted_s = 0.0
         self._longest_s = 0.0
         self._sizes: set[tuple[int, int]] = set()
         """Sizes of steps that have ended."""
@@ -70,7 +69,7 @@ class StepWatch:
         """Must be called when a step begins."""
         loop = asyncio.get_running_loop()
         self._runs, self._is_late, self._counted_s = True, False, 0.0
-        self._began_at = self._looked_at = loop.time()
+        self._looked_at = loop.time()
         if self._timer is None:
             self._timer = loop.call_later(LOOK_S, self._look)
 
@@ -79,8 +78,8 @@ class StepWatch:
         if not self._runs:
             return
         self._runs = False
-        took_s = asyncio.get_running_loop().time() - self._began_at
-        self._longest_s = max(took_s, LONGEST_DECAY * self._longest_s)
+        self._count()
+        self._longest_s = max(self._counted_s, LONGEST_DECAY * self._longest_s)
         if self._may_compile:
             self._sizes.add(_size(self._expected()))
 
@@ -94,10 +93,7 @@ class StepWatch:
         self._timer = None
         if not self._runs:
             return
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._counted_s += min(now - self._looked_at, COUNTED_S_MAX)
-        self._looked_at = now
+        self._count()
         late_s, hung_s = self._limits()
         if self._counted_s >= late_s and not self._is_late:
             self._is_late = True
@@ -106,7 +102,12 @@ class StepWatch:
             self._runs = False
             self._on_hung(self._counted_s)
             return
-        self._timer = loop.call_later(LOOK_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _count(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._counted_s += min(now - self._looked_at, COUNTED_S_MAX)
+        self._looked_at = now
 
     def _limits(self) -> tuple[float, float]:
         step = self._expected()

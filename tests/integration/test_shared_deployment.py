@@ -186,12 +186,18 @@ async def test_ray_answers_no_call_without_its_token(shared: Deployment) -> None
     check_asks_for_token(shared.ray.found)
 
 
-async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_replica_that_any_rank_leaves_or_in_which_it_hangs_is_replaced(
+    shared: Deployment, fault: signal.Signals
+) -> None:
     before = shared.overview.of("target")[0]
     serving, other = before.places
-    os.kill(other.pid, signal.SIGKILL)
+    os.kill(other.pid, fault)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
-    running = Path(f"/proc/{serving.pid}")
-    await until(lambda: not running.exists() and shared.overview.addresses("target"), END_S)
+    ranks = [Path(f"/proc/{one.pid}") for one in (serving, other)]
+    await until(
+        lambda: not any(one.exists() for one in ranks) and shared.overview.addresses("target"),
+        END_S,
+    )
     assert shared.overview.of("target")[0].name != before.name
     assert shared.overview.hopeless is None

@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from outrider.limits import FIRST_STEP_S, HUNG_STEP_S, LATE_STEP_FACTOR, LATE_STEP_S
+from outrider.limits import (
+    FIRST_STEP_S,
+    HUNG_STEP_FACTOR,
+    HUNG_STEP_S,
+    LATE_STEP_FACTOR,
+    LATE_STEP_S,
+)
 from outrider.replica.step_watch import COUNTED_S_MAX, LOOK_S, ExpectedStep, StepWatch
 
 pytestmark = pytest.mark.virtual
@@ -97,3 +103,16 @@ async def test_time_in_which_the_loop_does_not_run_does_not_count(
     await asyncio.sleep(LATE_STEP_S - 1.0 - COUNTED_S_MAX - LOOK_S)
     watched.watch.end()
     assert watched.told == []
+
+
+async def test_a_step_whose_process_stood_still_is_not_what_later_steps_may_take(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    stood_s, real = 0.0, loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + stood_s)
+    watched.watch.begin()
+    stood_s = 10 * HUNG_STEP_S
+    watched.watch.end()
+    await watched.run(COUNTED_S_MAX * HUNG_STEP_FACTOR + 2 * LOOK_S)
+    assert [what for what, _ in watched.told] == ["late", "hung"]
