@@ -27,7 +27,7 @@ from outrider.limits import (
 
 LOOK_S = 0.5
 """Pause between two looks at the running step."""
-COUNTED_S_MAX = 2 * LOOK_S
+COUNTED_S_MAX = 1.5 * LOOK_S
 """Largest time that counts between two looks. If more passed, the event loop did not run."""
 LONGEST_DECAY = 0.99
 """The longest time of recent steps falls by this factor with each step."""
@@ -59,7 +59,7 @@ class StepWatch:
         self._may_compile = may_compile
         self._on_late, self._on_hung = on_late, on_hung
         self._timer: asyncio.TimerHandle | None = None
-        self._runs = self._is_late = False
+        self._runs = self._is_late = self._has_gap = False
         self._looked_at = self._counted_s = 0.0
         self._longest_s = 0.0
         self._sizes: set[tuple[int, int]] = set()
@@ -68,18 +68,22 @@ class StepWatch:
     def begin(self) -> None:
         """Must be called when a step begins."""
         loop = asyncio.get_running_loop()
-        self._runs, self._is_late, self._counted_s = True, False, 0.0
+        self._runs, self._is_late, self._has_gap = True, False, False
+        self._counted_s = 0.0
         self._looked_at = loop.time()
         if self._timer is None:
             self._timer = loop.call_later(LOOK_S, self._look)
 
     def end(self) -> None:
-        """Must be called when the step has ended."""
+        """Must be called when the step has ended. If the event loop did not run all the time, the
+        step is no measure for later steps."""
         if not self._runs:
             return
         self._runs = False
         self._count()
-        self._longest_s = max(self._counted_s, LONGEST_DECAY * self._longest_s)
+        self._longest_s *= LONGEST_DECAY
+        if not self._has_gap:
+            self._longest_s = max(self._longest_s, self._counted_s)
         if self._may_compile:
             self._sizes.add(_size(self._expected()))
 
@@ -106,8 +110,9 @@ class StepWatch:
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._counted_s += min(now - self._looked_at, COUNTED_S_MAX)
-        self._looked_at = now
+        passed_s, self._looked_at = now - self._looked_at, now
+        self._has_gap |= passed_s > COUNTED_S_MAX
+        self._counted_s += min(passed_s, COUNTED_S_MAX)
 
     def _limits(self) -> tuple[float, float]:
         step = self._expected()

@@ -354,6 +354,7 @@ class Faults:
             if self._rng.random() < LIKELY:
                 await self._until_finishing(taker)
             stands_still = self._rng.random() < LIKELY and not taker.process.is_still
+            stands_still = stands_still and self._may_die(taker)  # The fleet may kill it.
             if stands_still:
                 taker.process.stand_still()
             world.redis.primary.die()

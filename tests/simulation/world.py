@@ -214,10 +214,11 @@ class World:
 
     def check(self) -> None:
         """Raises the first violation."""
-        if self._fleet_task is not None and self._fleet_task.done():
-            self._fleet_task.result()
-        if role := self.fleet.hopeless:
-            self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
+        if self._fleet_task is not None:
+            if self._fleet_task.done():
+                self._fleet_task.result()
+            if role := self.fleet.hopeless:
+                self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
         broken = self.broken or self.redis.history.broken
         if broken is not None:
             raise broken
