@@ -543,7 +543,7 @@ class CoordinatorService:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         # The session's parameters name the target's weights, so a target must be known.
-        target = await self.targets.wait_for_one(self.config.target_gone_ms / 1e3)
+        target = await self.targets.wait_for_one(self.config)
         parameters = resolve(
             request, field, prompt_ids, self.served, self.config, self._seed_bits(SEED_BITS)
         )

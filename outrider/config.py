@@ -362,7 +362,11 @@ class CoordinatorConfig(ServerConfig):
     """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens drawn so
     far. If drafting for this time would not pay, length control sets a shorter limit."""
     target_gone_ms: WaitMs = 60_000
-    """A request fails if its target cannot be reached for this time, ms."""
+    """A request fails if, for this time, its target cannot be reached and no target is known to be
+    starting, ms."""
+    target_start_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = 600_000
+    """While no target can be reached and a target is known to be starting, a request waits for at
+    most this time, ms. A value below `target_gone_ms` counts as `target_gone_ms`."""
     seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
     """Seed of the generators that draw seeds for requests without a seed; unset = the operating
     system draws these seeds. Each coordinator draws its own series, which depends on this seed and

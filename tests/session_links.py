@@ -23,8 +23,9 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
 
-CONFIG = CoordinatorConfig(target_gone_ms=4_000, draft_timeout_ms=500)
-ANSWER_S, GONE_S = 0.5, 4.0  # timeouts of a draft and a target with these settings
+CONFIG = CoordinatorConfig(target_gone_ms=4_000, target_start_ms=20_000, draft_timeout_ms=500)
+ANSWER_S, GONE_S, START_S = 0.5, 4.0, 20.0
+"""With these settings: timeout of a draft, and waits for a target that is gone or starts."""
 PROMPT = (5, 6, 7, 8)
 TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
 

@@ -253,18 +253,21 @@ class OwnedSessions:
         """Takes over the session of a stored `record`, unless it is finished. Returns the record
         with the new epoch, and the session's parameters. Runs `check_known` before the take-over,
         and again after it if the stored tokens have changed meanwhile. Raises `Incompatible` if no
-        target has the session's weights, `Unavailable` if no target is known, and the errors of
-        `check_known` and `SessionStore.take_over`."""
+        target has the session's weights, `Unavailable` if no target is known or expected, and the
+        errors of `check_known` and `SessionStore.take_over`."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
         if self.targets.newest(parameters.weights) is None:
-            if not self.targets.replicas:
-                raise errors.Unavailable("no target is known")
-            raise errors.Incompatible(
-                f"session_id: {record.session_id} was decoded with the weights "
-                f"{parameters.weights}, which no target here has"
-            )
+            starts = self.targets.starts
+            if self.targets.replicas:
+                raise errors.Incompatible(
+                    f"session_id: {record.session_id} was decoded with the weights "
+                    f"{parameters.weights}, which no target here has"
+                )
+            if not starts.expected:
+                raise errors.Unavailable(f"no target is known; {starts}")
+            # The session's first round waits for the target that is being started.
         found = await self._take_over(record)
         if (found.prefix_digest, len(found.token_ids)) != (
             record.prefix_digest,

@@ -6,6 +6,7 @@
 - If the registry marks a replica of the pool as leaving, its sessions move to other replicas.
 - A replica that the registry no longer lists is asked whether it is there, and then once per
   `LEASE_S`. It is removed if it does not answer, or if another replica has its address now.
+- A pool learns which replicas of its role are being started, so that requests wait for them.
 - While the registry cannot be read, the pools do not change. Afterwards, replicas have `LEASE_S` to
   announce themselves again."""
 
@@ -21,7 +22,15 @@ from outrider.errors import Incompatible, OutriderError
 from outrider.limits import REPLICAS_MAX
 from outrider.newest import Newest
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import LEASE_S, NO_FIGURES, ROLES, Figures, ReplicaRecord, Role
+from outrider.registry.registry import (
+    LEASE_S,
+    NO_FIGURES,
+    ROLES,
+    Figures,
+    ReplicaRecord,
+    Role,
+    Starts,
+)
 from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
@@ -117,11 +126,14 @@ class Discovery:
         try:
             found = await self._registry.fleet()
             self.wanted = await self._registry.wanted()
+            starts = await self._registry.starts()
         except OutriderError as error:
             if not self._away:
                 _log.warning("the registry cannot be read; replicas are not updated: %s", error)
             self._away = True
         else:
+            for role, pool in self._pools.items():
+                pool.starts = starts.get(role, Starts(role))
             self.hear(found)
 
     def hear(self, found: Mapping[Role, Sequence[ReplicaRecord]]) -> None:

@@ -16,7 +16,9 @@ from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
-from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
+from coordinator.routing.absence import Absence
+from outrider.config import CoordinatorConfig
+from outrider.errors import Incompatible, LinkLost, OutriderError, check
 from outrider.limits import MAILBOX_REPLIES_MAX, PAGE_SIZE, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import (
     ProposalReply,
@@ -26,6 +28,7 @@ from outrider.messages import (
     RoundHead,
     VerdictReply,
 )
+from outrider.registry.registry import Starts
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
@@ -37,6 +40,8 @@ DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S = 10.0, 2.0
 """Time limits for a new and for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that could not be reached."""
+ABSENCE_LOOK_S = 1.0
+"""Pause between two looks whether a request still waits for a first replica."""
 
 LOAD_SLACK = 0.25
 """Share by which a replica's number of sessions may exceed the mean (see `choose`)."""
@@ -112,6 +117,8 @@ class ReplicaPool:
         """Name -> replica, in the order in which the replicas joined."""
         self._left = Counter[str]()
         """Sum of `Link.num_bytes` over removed replicas."""
+        self.starts = Starts(role)
+        """What the registry says about replicas that are being started."""
         self.num_stale = 0
         """Number of proposals and verdicts that arrived after their round or session had ended."""
         self.lost = asyncio.Event()
@@ -211,14 +218,13 @@ class ReplicaPool:
             async with asyncio.timeout(timeout_s):
                 await self._found.wait()
 
-    async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Waits for a replica. Returns the description of the newest one. Raises `Unavailable`
-        after `timeout_s`."""
-        if not self.replicas:
-            await self.change(timeout_s)
-        found = self.newest()
-        if found is None:
-            raise Unavailable(f"no {self.role} is known")
+    async def wait_for_one(self, config: CoordinatorConfig) -> ReplicaDescription:
+        """Waits for a replica as `Absence` says. Returns the description of the newest one. Raises
+        `Unavailable`."""
+        absence = Absence(self, config)
+        while (found := self.newest()) is None:
+            absence.check(f"no {self.role} is known")
+            await self.change(ABSENCE_LOOK_S)
         return found
 
     async def healthy(self) -> bool:

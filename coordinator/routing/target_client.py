@@ -3,9 +3,9 @@ answer, and moves to another target if the current target is leaving or does not
 
 import asyncio
 import logging
-import math
 from random import Random
 
+from coordinator.routing.absence import Absence
 from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider.backoff import backoff
@@ -45,7 +45,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     ) -> None:  # fmt: skip
         super().__init__(pool, context)
         self._audits = audits
-        self._gone_s = config.target_gone_ms / 1e3
+        self._config = config
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
         """The last round that the target may run without another request."""
@@ -65,7 +65,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
         current target cannot be reached, is leaving, or twice does not answer in time. Raises the
         error with which the target refuses the session, and `Unavailable` if no target can be
-        reached for `target_gone_ms`.
+        reached for as long as `Absence` allows.
 
         If the target cannot read the proposal's q, the client itself tries to read q, cuts the
         proposal before the first unreadable q, and asks again. If the client can read all of q, or
@@ -73,7 +73,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
-        wait_s, gone_at = ANSWER_S, math.inf
+        wait_s, absence = ANSWER_S, None
         number = self.begin(round_index)
         # Whether an earlier request covers this round, and half of the `run_ahead` rounds after it.
         is_covered = self._asked_until - number >= run_ahead // 2
@@ -86,20 +86,19 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self._ask(number, proposal, run_ahead, wanted)
                 answer = await self.take(wait_s)
             except TimeoutError:
-                gone_at = math.inf  # The stream did not break, so the target can be reached.
+                absence = None  # The stream did not break, so the target can be reached.
                 num_silences += 1
                 if num_silences > 1 and self.move():
                     num_silences = 0
                 wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * ANSWER_S)
             except (LinkLost, Overloaded) as error:
                 if not (isinstance(error, LinkLost) and self.move()):
-                    gone_at = min(gone_at, self._loop.time() + self._gone_s)
-                    if self._loop.time() >= gone_at:
-                        raise Unavailable(f"no target can be reached: {error.message}") from error
+                    absence = absence or Absence(self._pool, self._config)
+                    absence.check(f"no target can be reached: {error.message}")
                     await self._pool.change(self._rest_s(num_retries))
                     num_retries += 1
             else:
-                gone_at = math.inf
+                absence = None
                 if isinstance(answer, VerdictReply):
                     self.verified, num = proposal, len(proposal)
                     found = len(answer.verdict.accept_probability)

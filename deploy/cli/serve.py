@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from deploy.fleet import local_state
 from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
 from outrider.config import WAIT_S_MAX
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.registry.registry import LEASE_S, ROLES, Role
+from outrider.registry.registry import LEASE_S, ROLES, Role, Starts
 from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.telemetry.logs import LogFile
 
@@ -257,7 +257,7 @@ TIMEOUT_S = 5.0
 """Time limit of `status` for each answer of a replica or of Redis."""
 WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
-HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
+HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow", "starting": "yellow"}
 FIGURES = {
     "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "steps {:.0%} full",
     "kv_usage": "{:.0%} of KV cache", "acceptance": "{:.0%} accepted",
@@ -326,11 +326,9 @@ async def _status(arguments: Arguments) -> Facts:
         asyncio.gather(*(_ask(role, one, shown, trust, internal) for one in those))
         for role, those in addresses.items()
     ]
-    (known, registry_error), answers = await asyncio.gather(
-        ask_registry(record), asyncio.gather(*asked)
-    )
+    registry, answers = await asyncio.gather(ask_registry(record), asyncio.gather(*asked))
     for role, replicas in zip(addresses, answers, strict=True):
-        found[f"{role}s"] = [known.get(one["address"], {}) | one for one in replicas]
+        found[f"{role}s"] = [registry.replicas.get(one["address"], {}) | one for one in replicas]
     started = datetime.fromisoformat(record.started_at)
     return found | {
         "running": True,
@@ -341,16 +339,28 @@ async def _status(arguments: Arguments) -> Facts:
             "log": str(state / local_state.LOG_NAME),
             "settings": masked_settings(record.settings),
         },
-        "registry_error": registry_error,
+        "starts": [asdict(one) for one in registry.starts],
+        "registry_error": registry.error,
     }  # fmt: skip
 
 
-async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str | None]:
-    """Reads the replicas' records from the deployment's Redis. Returns them by address, and an
-    error or None. Passwords come from files that `record.redis` names, or from the environment."""
+@dataclass(frozen=True)
+class InRegistry:
+    """What the deployment's Redis says."""
+
+    replicas: dict[str, Facts] = field(default_factory=dict)
+    """The replicas' records, by address."""
+    starts: tuple[Starts, ...] = ()
+    error: str | None = None
+
+
+async def ask_registry(record: DeploymentRecord) -> InRegistry:
+    """Reads the registry in the deployment's Redis. Passwords come from files that `record.redis`
+    names, or from the environment."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
+    starts: dict[Role, Starts] = {}
     try:
         address = with_password(RedisAddress(**record.redis))
         async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
@@ -360,11 +370,15 @@ async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str 
                 for one, left_s in await registry.leases(role):
                     age_s = round(max(0.0, LEASE_S - left_s), 2)
                     known[one.address] = asdict(one) | {"lease_age_s": age_s}
+            starts = await registry.starts()
     except TimeoutError:
-        return known, f"Redis has not answered within {TIMEOUT_S:g} s"
+        return InRegistry(known, error=f"Redis has not answered within {TIMEOUT_S:g} s")
     except OutriderError as error:
-        return known, error.message
-    return known, None
+        return InRegistry(known, error=error.message)
+    # If the reconciler has died, a replica may serve by now.
+    serving = {one["name"] for one in known.values()}
+    waiting = (one.without(serving) for one in starts.values())
+    return InRegistry(known, tuple(one for one in waiting if one.names or one.expected))
 
 
 async def _ask(
@@ -412,6 +426,7 @@ def status_table(found: Facts) -> RenderableType:
     for title in ("replica", "address", "health", "details"):
         table.add_column(title, overflow="fold")
     parts.append(table)
+    starts = {one["role"]: Starts(**one) for one in found.get("starts", ())}
     for role in ROLES:
         replicas = found[f"{role}s"]
         for facts in replicas:
@@ -421,6 +436,9 @@ def status_table(found: Facts) -> RenderableType:
                 facts.get("name", role), Text(facts["address"]), Text(health, HEALTH[health]),
                 Text("\n".join(filter(None, _lines(facts)))),
             )  # fmt: skip
+        if (start := starts.get(role)) is not None:
+            for name in start.names or (role,):
+                table.add_row(name, "", Text("starting", HEALTH["starting"]), start.details)
         number = sum(not facts.get("trial_share") for facts in replicas)
         wanted = deployment.get("wanted", {}).get(role, number)
         if number != wanted:

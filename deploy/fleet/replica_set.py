@@ -23,7 +23,7 @@ from outrider.backoff import backoff
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, EngineLost, OutriderError, StoreUnavailable, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ROLES, Engagement, Membership, Role
+from outrider.registry.registry import ROLES, Engagement, Membership, Role, Starts
 from outrider.replica.process_setup import Place
 
 from .hang_watch import HangWatch
@@ -319,6 +319,10 @@ class Trouble:
     """Whether a stale replica has left to make room. Until a new replica serves, no other stale
     replica leaves. So if new replicas fail to start, the other stale replicas still serve."""
 
+    @property
+    def is_hopeless(self) -> bool:
+        return self.num_failures >= HOPELESS_AFTER
+
 
 class Fleet:
     def __init__(self, cluster: Cluster, spec: FleetSpec, registry: RedisRegistry) -> None:
@@ -331,6 +335,8 @@ class Fleet:
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
         self.trial_failure = ""
+        self._last_start_s: dict[Role, float] = {}
+        """Time in which the last replica of a role with the current model started to serve."""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
         """By role and `Membership.slot`: the latest replica's ports. Its successor may use them."""
         self._changed = asyncio.Event()
@@ -357,9 +363,20 @@ class Fleet:
     @property
     def hopeless(self) -> Role | None:
         for role in ("target", "coordinator"):
-            if self._troubles[role].num_failures >= HOPELESS_AFTER and not self.of(role):
+            if self._troubles[role].is_hopeless and not self.of(role):
                 return role
         return None
+
+    def starts(self, role: Role) -> Starts:
+        """The replicas of a role that are being started or will be."""
+        staying = [one for one in self.of(role) if not one.leaves]
+        names = tuple(one.name for one in staying if not one.address)
+        num_there = sum(not one.on_trial for one in staying)
+        trouble, is_missing = self._troubles[role], num_there < self.wanted[role]
+        return Starts(
+            role, names, bool(names or is_missing) and not trouble.is_hopeless,
+            trouble.num_failures, self._last_start_s.get(role),
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Starts targets and drafts. When all of them serve, starts coordinators. Raises the errors
@@ -394,6 +411,10 @@ class Fleet:
         await self._cluster.free_groups(self._replicas)
         num_started = await retried("Redis cannot be read", self._registry.started)
         self._num_started = max([num_started, *(role_and_age(name)[1] + 1 for name in names)])
+        starts = await retried("Redis cannot be read", self._registry.starts)
+        self._last_start_s = {
+            role: one.last_s for role, one in starts.items() if one.last_s is not None
+        }
         self.wanted |= Counter(one.role for one in self.replicas if not one.on_trial)
         await retried("the wanted numbers of replicas cannot be read", self._agree)
         try:
@@ -409,7 +430,10 @@ class Fleet:
 
     def use(self, spec: FleetSpec) -> None:
         """Uses new settings, so `run` replaces old replicas. Raises like `FleetSpec.settled`."""
-        self.spec = self.settled(spec)
+        before, self.spec = self.spec, self.settled(spec)
+        for role in ROLES:
+            if before.model(role) != spec.model(role):
+                self._last_start_s.pop(role, None)
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
@@ -445,6 +469,7 @@ class Fleet:
         while True:
             try:
                 await self._agree()
+                await self._registry.announce_starts([self.starts(role) for role in ROLES])
             except OutriderError as error:
                 _log.info("the wanted numbers of replicas cannot be read: %s", error)
             self._step()
@@ -521,7 +546,11 @@ class Fleet:
         known = self._ports.get if takes_over else self._ports.pop
         ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
         config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         await one.begin(config)
+        if one.spec.model(one.role) == self.spec.model(one.role):
+            self._last_start_s[one.role] = loop.time() - began
         self._ports[one.role, slot] = one.ports
 
     async def _live(self, one: Replica) -> None:

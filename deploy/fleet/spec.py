@@ -51,6 +51,11 @@ class FleetSpec:
     def counts(self) -> dict[Role, int]:
         return self.bounded({role: getattr(self.config, f"num_{role}s") for role in ROLES})
 
+    def model(self, role: Role) -> str:
+        """The name of the role's model; empty for a coordinator."""
+        models = {"target": self.config.target.model, "draft": self.config.draft.model}
+        return models.get(role, "")
+
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
         """Limits each number to its allowed range. The number is 0 for a role without replicas."""
         return {

@@ -31,7 +31,8 @@ Server: TypeAlias = str | Callable[[], str]
 function runs on the caller's thread or event loop, so it must be quick."""
 RESUME_TIMEOUT_S = 15.0
 """Default time for resuming a broken stream, or for repeating a request that no coordinator can
-serve now. Coordinators, drafts and targets restart within this time."""
+serve now. Another coordinator can take over within this time. If there is no target, requests wait
+at their coordinators, which this time does not limit."""
 LOOK_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16

@@ -5,6 +5,8 @@
     <prefix>wanted:{<deployment>}                   hash: the wanted number of replicas by role, and
                                                     the number of replicas started so far; with a
                                                     time to live
+    <prefix>starts:{<deployment>}                   string: the replicas that the reconciler is
+                                                    starting, as JSON, with a time to live
 
 The braces are part of the keys. A lease is the time to live of a record's key. Invalid values are
 ignored. No settings of replicas are stored, because programs that can write to Redis must not
@@ -18,7 +20,15 @@ from typing import Any
 
 from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
-from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
+from outrider.registry.registry import (
+    LEASE_S,
+    RENEWAL_S,
+    ROLES,
+    STARTS_LEASE_S,
+    ReplicaRecord,
+    Role,
+    Starts,
+)
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import calling, new_client
 
@@ -37,6 +47,7 @@ class RedisRegistry:
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
         self._wanted = f"{self._prefix}wanted:{self._tag}"
         self._expiry = ("EXPIRE", self._wanted, WANTED_TTL_S)
+        self._starts = f"{self._prefix}starts:{self._tag}"
 
     async def announce(self, record: ReplicaRecord) -> None:
         """Begins or renews a replica's lease."""
@@ -107,6 +118,21 @@ class RedisRegistry:
         """Returns the number that `note_started` stored, or 0 without a valid number."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
+
+    async def announce_starts(self, each: Sequence[Starts]) -> None:
+        """Begins or renews the lease of the reconciler's `Starts`, at most one for each role."""
+        lease_ms = int(STARTS_LEASE_S * 1e3)
+        await self._run(("SET", self._starts, Starts.to_json(each), "PX", lease_ms))
+
+    async def starts(self) -> dict[Role, Starts]:
+        """Returns what `announce_starts` stored, by role. Empty without a lease, or if the stored
+        text is invalid."""
+        [[text]] = await self._run(("MGET", self._starts))
+        try:
+            return {} if text is None else Starts.from_json(text)
+        except ValueError as error:
+            _log.warning("an invalid announcement of starts is ignored: %s", error)
+            return {}
 
     async def close(self) -> None:
         """Closes the connections to Redis."""

@@ -4,12 +4,13 @@ A record expires after `LEASE_S`. Its replica renews the record every `RENEWAL_S
 coordinator uses a replica, the coordinator asks the replica for its description.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX
+from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX, REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
 from outrider.settings import between
 
@@ -18,6 +19,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 LEASE_S = 2.0
 RENEWAL_S = 0.5
+STARTS_LEASE_S = 60.0
+"""Lease of the announced `Starts`. A reconciler that dies is restarted within this time, and
+continues its work, so requests go on waiting for it."""
 WINDOW_S = 5.0
 """Time constant of the decaying means in `Figures`."""
 FIGURE_MAX = 1e12
@@ -93,6 +97,59 @@ class ReplicaRecord:
 
 
 _RECORDS = TypeAdapter(ReplicaRecord)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """What the reconciler (the actor that manages replicas) announces about the replicas of a role
+    that do not serve yet."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    role: Role
+    names: Annotated[tuple[_Text, ...], Field(max_length=REPLICAS_MAX)] = ()
+    """Replicas that are being started."""
+    expected: bool = False
+    """Whether a replica is being started, or will be after a pause. False if so many have failed in
+    a row that the role counts as hopeless."""
+    num_failures: _Number = 0
+    """Number of replicas in a row that failed to start or soon ended."""
+    last_s: _Figure = None
+    """Time that the last start took, s; None = no replica with this model has started."""
+
+    @property
+    def details(self) -> str:
+        """What is known of earlier starts, for example `last start took 31 s`."""
+        # The first failure is usually the death of the replica that is being replaced.
+        after = f"after {self.num_failures} failures in a row" if self.num_failures > 1 else ""
+        took = "" if self.last_s is None else f"last start took {self.last_s:.0f} s"
+        return ", ".join(filter(None, (after, took)))
+
+    def __str__(self) -> str:
+        """For example `target-3 is starting, last start took 31 s`."""
+        if not (self.names or self.expected):
+            return f"no start of a {self.role} is announced"
+        what = f"a {self.role} will be started again"
+        if self.names:
+            what = f"{' and '.join(self.names)} {'is' if len(self.names) == 1 else 'are'} starting"
+        return ", ".join(filter(None, (what, self.details)))
+
+    def without(self, names: Collection[str]) -> "Starts":
+        """A copy without these replicas."""
+        return replace(self, names=tuple(name for name in self.names if name not in names))
+
+    @staticmethod
+    def to_json(each: "Sequence[Starts]") -> str:
+        """Returns one line."""
+        return _STARTS.dump_json(list(each)).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "dict[Role, Starts]":
+        """Ignores unknown keys. Raises `ValueError` for invalid text."""
+        return {one.role: one for one in _STARTS.validate_json(text)}
+
+
+_STARTS = TypeAdapter(Annotated[list[Starts], Field(max_length=len(ROLES))])
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,13 @@ PARTS = {
     "outrider.sessions.state.APPEND_TOKENS_MAX": 8,
 }
 """Bounds in these seeds."""
+SLOW_STARTS_SHARE = 0.1
+"""Share of the seeds with a single target, whose replacement takes longer than `target_gone_ms` to
+start."""
+SLOW_STARTS = {
+    "tests.simulation.world.NUM_TARGETS": 1,
+    "tests.simulation.nodes.LOADING_S": (31, 40),
+}
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
@@ -152,11 +159,15 @@ def run_seed(
     adversary = Adversary(random.Random(rng.getrandbits(64)), drawn)
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    in_parts = random.Random(f"in parts {seed}").random() < IN_PARTS_SHARE
+    changes: dict[str, object] = {}
+    if random.Random(f"in parts {seed}").random() < IN_PARTS_SHARE:
+        changes |= PARTS
+    if random.Random(f"slow starts {seed}").random() < SLOW_STARTS_SHARE:
+        changes |= SLOW_STARTS
     try:
-        with ExitStack() as bounds:
-            for name, bound in PARTS.items() if in_parts else ():
-                bounds.enter_context(patch(name, bound))
+        with ExitStack() as patches:
+            for name, value in changes.items():
+                patches.enter_context(patch(name, value))
             return run_processes(_Seed(plans, adversary).run(rng, kinds))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors

@@ -17,6 +17,7 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.block_pool import BlockPool
+from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_connection import Script
@@ -160,13 +161,19 @@ def steps_take_for_ever(patch: Patch) -> None:
     patch.setattr(StepWatch, "begin", lambda self: None)
 
 
+def starts_unknown(patch: Patch) -> None:
+    """Requests do not wait for the only target that is being started."""
+    patch.setattr(scenario, "SLOW_STARTS_SHARE", 1.0)
+    patch.setattr(RedisRegistry, "starts", AsyncMock(return_value={}))
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (), refused_tokens_kept: (), running_stream_fails: (),
     epochs_disregarded: ("oust",), finish_by_any_owner: ("lost_take_over",),
     leases_absolute: ("clock_jump", "death", "stall"), deadline_after_the_draw: (),
     mailbox_left_behind: (), names_believed_for_ever: (), outcomes_that_share_noise: (),
     cut_in_an_untimed_round: (), hung_replicas_stay: ("hang",),
-    steps_take_for_ever: ("stuck_step",),
+    steps_take_for_ever: ("stuck_step",), starts_unknown: ("crash",),
 }  # fmt: skip
 """Greater faults with which each is searched; empty for all."""
 

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.simulation import scenario
 from tests.simulation.network import CALM
 from tests.simulation.scenario import P_VALUE_MIN, Result, run_seed
 from tests.simulation.toy import ranked_law
@@ -23,6 +24,18 @@ def test_without_faults_there_are_none() -> None:
         result = run_seed(seed, CALM, ())
         assert not result.faults
         assert not result.num_lost
+
+
+def test_sessions_wait_for_a_single_target_that_starts_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Longer than `target_gone_ms`."""
+    monkeypatch.setattr(scenario, "SLOW_STARTS_SHARE", 1.0)
+    total = Result()
+    for seed in range(5):
+        total.merge(run_seed(seed, CALM, ("crash",)))
+    assert total.faults["crash"] >= 5
+    assert not total.num_lost
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])

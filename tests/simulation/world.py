@@ -25,6 +25,7 @@ from tests.simulation.network import Adversary, Network, Wire
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
 
+NUM_TARGETS = 2
 REPLICAS_MAX = 3
 """Most replicas of a role that are ever wanted here."""
 HASTY_SHARE = 0.2
@@ -42,11 +43,11 @@ WHOLE_S_MAX = 90.0
 
 
 @cache
-def spec(num_coordinators: int, with_ports: bool) -> FleetSpec:
-    """Two replicas a role, which reuse the ports of those before them or take new ones."""
+def spec(num_coordinators: int, num_targets: int, with_ports: bool) -> FleetSpec:
+    """Two drafts and some targets, which reuse the ports of those before them or take new ones."""
     settings = {
         "engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": STOP_S,
-        "num_targets": 2, "num_drafts": 2, "num_coordinators": num_coordinators,
+        "num_targets": num_targets, "num_drafts": 2, "num_coordinators": num_coordinators,
         "grpc_port": FRONT_PORT,
     }  # fmt: skip
     if with_ports:
@@ -97,7 +98,7 @@ class World:
         self._server = Process("server")
         self._servers = [self._server]
         self._operator = Process("operator")
-        self._spec = spec(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
+        self._spec = spec(rng.choice((1, 2, 2, 2)), NUM_TARGETS, rng.random() < 0.3)
         self._cluster: Any = self.machines
         self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
         self._fleet_task: asyncio.Task[None] | None = None

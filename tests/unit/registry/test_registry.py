@@ -10,7 +10,7 @@ from memory_registry import MemoryRegistry
 
 from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import Lease
-from outrider.registry.registry import LEASE_S, RENEWAL_S, ReplicaRecord
+from outrider.registry.registry import LEASE_S, RENEWAL_S, STARTS_LEASE_S, ReplicaRecord, Starts
 
 pytestmark = pytest.mark.virtual
 
@@ -119,3 +119,48 @@ async def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bo
     await asyncio.sleep(2 * RENEWAL_S)
     assert is_away or await replica.heard() == []
     assert replica.times == times
+
+
+@pytest.mark.parametrize(
+    ("starts", "text"),
+    [
+        (Starts("target"), "no start of a target is announced"),
+        (Starts("target", ("target-3",), expected=True), "target-3 is starting"),
+        (
+            Starts("draft", ("draft-3", "draft-4"), True, 1, 30.6),
+            "draft-3 and draft-4 are starting, last start took 31 s",
+        ),
+        (
+            Starts("target", (), True, 2, 3.0),
+            "a target will be started again, after 2 failures in a row, last start took 3 s",
+        ),
+    ],
+)  # fmt: skip
+def test_starts_are_put_into_words(starts: Starts, text: str) -> None:
+    assert str(starts) == text
+
+
+async def test_starts_are_announced_for_the_time_of_a_restart() -> None:
+    registry = MemoryRegistry()
+    assert await registry.starts() == {}
+    first = Starts("target", ("target-3",), expected=True, num_failures=1, last_s=31.2)
+    await registry.announce_starts([Starts("coordinator"), first])
+    await asyncio.sleep(STARTS_LEASE_S - 0.1)
+    assert await registry.starts() == {"coordinator": Starts("coordinator"), "target": first}
+    await asyncio.sleep(0.2)
+    assert await registry.starts() == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[", "7", "{}", '[{"role": "boss"}]', '[{"role": "target", "last_s": -1}]',
+     '[{"role": "target", "names": [7]}]', '[{"role": "target", "expected": 1}]',
+     json.dumps([{"role": "target"}] * 4)],
+)  # fmt: skip
+async def test_invalid_starts_are_ignored(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    registry = MemoryRegistry()
+    await registry._run(("SET", registry._starts, text, "PX", 9_000))
+    assert await registry.starts() == {}
+    assert "an invalid announcement of starts is ignored" in caplog.text
+    await registry._run(("SET", registry._starts, '[{"role": "draft", "mood": "good"}]', "PX", 9))
+    assert await registry.starts() == {"draft": Starts("draft")}

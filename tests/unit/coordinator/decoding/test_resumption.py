@@ -28,6 +28,7 @@ from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
 from outrider import errors, limits
 from outrider.messages import PositionLogprobs
+from outrider.registry.registry import Starts
 from outrider.request import Event, ResumeRequest, Started, Tokens
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
@@ -151,6 +152,23 @@ async def test_a_session_is_resumed_with_the_same_weights_only() -> None:
         with pytest.raises(errors.Unavailable, match="no target is known"):
             await broken.goes_on(made)
         assert (await broken.record(made)).epoch == 1
+
+
+async def test_a_resumed_session_waits_for_a_target_that_is_being_started() -> None:
+    """The client learns at once that the session continues, although no target is known."""
+    async with opened() as made:
+        broken, targets = await left(made), made.service.targets
+        replica = targets.replicas.pop("t")
+        targets.starts = Starts("target", ("t2",), expected=True)
+        events = made.service.resume(broken.request)
+        assert isinstance(await anext(events), Started)
+        more = asyncio.create_task(anext(events))
+        await asyncio.sleep(10 * GRACE_S)
+        assert not more.done()
+        targets.replicas["t"] = replica
+        targets._tell_found()
+        found = [await more, *await told(events)]
+        assert len(tokens_of(broken.heard) + tokens_of(found)) == 30
 
 
 async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:

@@ -14,7 +14,15 @@ from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.errors import Incompatible, LinkLost, StoreUnavailable, Unavailable
 from outrider.messages import ReplicaDescription
-from outrider.registry.registry import LEASE_S, RENEWAL_S, Figures, ReplicaRecord, Role
+from outrider.registry.registry import (
+    LEASE_S,
+    RENEWAL_S,
+    STARTS_LEASE_S,
+    Figures,
+    ReplicaRecord,
+    Role,
+    Starts,
+)
 
 pytestmark = pytest.mark.virtual
 
@@ -235,6 +243,22 @@ async def test_a_registry_that_comes_back_empty_removes_no_replica_at_once(world
     world.live("b")
     await asyncio.sleep(3 * SOON_S)
     assert list(world.pool.replicas) == ["b"]
+
+
+async def test_a_pool_learns_what_is_being_started_until_the_announcement_ends(
+    world: World,
+) -> None:
+    """While the registry cannot be read, the last announcement holds."""
+    announced = [Starts("target", ("target-3",), expected=True), Starts("draft")]
+    await world.registry.announce_starts(announced)
+    await asyncio.sleep(SOON_S)
+    assert [world.pool.starts, world.drafts.starts] == announced
+    world.registry.failure = StoreUnavailable("away")
+    await asyncio.sleep(2 * STARTS_LEASE_S)
+    assert world.pool.starts == announced[0]
+    world.registry.failure = None
+    await asyncio.sleep(SOON_S)
+    assert world.pool.starts == Starts("target")
 
 
 async def test_a_start_waits_for_a_target_to_announce_itself(world: World) -> None:

@@ -1,6 +1,8 @@
 """Several replicas of a role: which one a session gets, and when it moves."""
 
 import asyncio
+import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from session_links import (
     GONE_S,
     NOISE,
     PROMPT,
+    START_S,
     TOY,
     ScriptedLink,
     asked,
@@ -36,8 +39,10 @@ from coordinator.routing.replica_pool import (
     affinity,
     choose,
 )
+from coordinator.routing.target_client import RETRY_S_MAX
 from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
 from outrider.messages import ProposalReply, ReplicaDescription, ReplyKey, Resync, VerdictReply
+from outrider.registry.registry import Starts
 from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import CacheState
 from outrider.speculation.accept_reject import Verdict
@@ -111,6 +116,58 @@ async def test_a_replica_that_comes_and_goes_is_asked_at_intervals() -> None:
         await target.verify(0, NOTHING_SEALED)
     assert GONE_S <= asyncio.get_running_loop().time() <= GONE_S + 2.0
     assert sum(len(link.sent) for link in links) < 2.5 * GONE_S / PROBE_PERIOD_S
+
+
+STARTING = Starts("target", ("target-3",), expected=True, last_s=31.2)
+GIVEN_UP = Starts("target", ("target-9",), num_failures=4)
+
+
+def starting(pool: ReplicaPool, *changes: tuple[float, Starts]) -> None:
+    """Sets what is known of starts at some times."""
+    loop = asyncio.get_running_loop()
+    for at, starts in changes:
+        loop.call_at(at, setattr, pool, "starts", starts)
+
+
+async def test_a_request_waits_for_a_target_that_is_being_started() -> None:
+    """Although that takes longer than a target may be gone, and it is announced late."""
+    lost, new = ScriptedLink(LinkLost("down")), ScriptedLink(verdict)
+    lost.away_until = math.inf
+    pool, loop = pool_of(lost), asyncio.get_running_loop()
+    starting(pool, (GONE_S - 1, STARTING))
+    loop.call_at(4 * GONE_S, pool.admit, "r1", new, TOY)
+    await target_of(pool=pool).verify(0, NOTHING_SEALED)
+    assert loop.time() == pytest.approx(4 * GONE_S)
+    pool = ReplicaPool("target")
+    starting(pool, (loop.time(), STARTING))
+    loop.call_at(8 * GONE_S, pool.admit, "r1", new, TOY)
+    assert await pool.wait_for_one(CONFIG) == TOY
+    assert loop.time() == pytest.approx(8 * GONE_S)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends_at", "reason"),
+    [
+        ((), GONE_S, "no start of a target is announced; waited for 4 s"),
+        (((1, STARTING), (6, GIVEN_UP)), 6 + GONE_S, "target-9 is starting, after 4 failures"),
+        (((1, STARTING),), START_S, "target-3 is starting, last start took 31 s; waited for 20 s"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_request_fails_when_no_target_is_expected_or_it_takes_too_long(
+    begun: bool, changes: tuple[tuple[float, Starts], ...], ends_at: float, reason: str
+) -> None:
+    lost = described(away_until=math.inf)
+    lost.script = [LinkLost("down")] * 999
+    pool = pool_of(lost) if begun else ReplicaPool("target")
+    starting(pool, *changes)
+    cause = "no target can be reached: the target r0 is away" if begun else "no target is known"
+    with pytest.raises(Unavailable, match=re.escape(f"{cause}; {reason}")):
+        async with asyncio.timeout(2 * START_S):
+            if begun:
+                await target_of(pool=pool).verify(0, NOTHING_SEALED)
+            await pool.wait_for_one(CONFIG)
+    assert abs(asyncio.get_running_loop().time() - ends_at) <= RETRY_S_MAX
 
 
 @pytest.mark.parametrize("alike", [1, 2])

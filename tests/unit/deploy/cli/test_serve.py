@@ -23,7 +23,7 @@ from deploy.fleet.launcher import Deployment
 from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
-from outrider.registry.registry import ROLES, ReplicaRecord, Role
+from outrider.registry.registry import ROLES, ReplicaRecord, Role, Starts
 
 
 @pytest.fixture
@@ -41,6 +41,16 @@ def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> N
     assert "trial of b: runs\n" in shown.replace(" \n", "\n")
     assert "last seen 0.5 s ago, trial share 20%" in shown
     assert shown.count("0 of 1 running") == 3
+
+
+def test_status_says_what_is_starting() -> None:
+    names = "target-3", "target-4"
+    starts = [Starts("coordinator", (), True, 2), Starts("target", names, True, 1, 31.2)]
+    found = {f"{role}s": [] for role in ROLES} | {"starts": [asdict(one) for one in starts]}
+    found |= {"running": True, "deployment": asdict(record()) | {"log": ""}}
+    rows = [" ".join(line.split()) for line in printed(status_table(found)).splitlines()]
+    assert "coordinator starting after 2 failures in a row" in rows
+    assert {f"{name} starting last start took 31 s" for name in names} <= {*rows}
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,9 +11,18 @@ from fleet_world import playing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.fleet.replica_set import HOPELESS_AFTER, ReplicaView, next_steps, role_and_age
+from deploy.fleet.replica_set import (
+    END_GRACE_S,
+    FIRST_REST_S,
+    HOPELESS_AFTER,
+    LOOK_PERIOD_S,
+    REST_S_MAX,
+    ReplicaView,
+    next_steps,
+    role_and_age,
+)
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
-from outrider.registry.registry import ROLES, Role
+from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
 
 pytestmark = pytest.mark.virtual
 
@@ -139,6 +148,60 @@ async def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it()
         await asyncio.sleep(2)
         assert await world.registry.started() == world.fleet._num_started > 0
         assert len(world.names("draft")) == 2
+
+
+async def test_what_is_being_started_is_announced() -> None:
+    """With the time that the last start took, also after a restart of the reconciler."""
+    async with playing(model="m", engine="transformers") as world:
+        loop, machines = asyncio.get_running_loop(), world.machines
+
+        async def announced() -> Starts:
+            await asyncio.sleep(LOOK_PERIOD_S + 0.1)
+            return (await world.registry.starts())["target"]
+
+        assert await announced() == Starts("target", last_s=0.0)
+        machines.loading.clear()
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(END_GRACE_S)
+        waits = await announced()
+        assert (waits.names, waits.expected) == ((), True), "a pause before it is started"
+        await asyncio.sleep(2 * FIRST_REST_S)
+        began = loop.time()
+        [name] = (await announced()).names
+        await asyncio.sleep(30)
+        machines.loading.set()
+        found = await announced()
+        assert (found.names, found.expected) == ((), False)
+        assert found.last_s == pytest.approx(loop.time() - began, abs=3)
+        await world.die()
+        await asyncio.sleep(STARTS_LEASE_S / 2)
+        await world.come_back()
+        assert await announced() == replace(found, num_failures=0)
+        assert world.names("target") == [name]
+        machines.loading.clear()
+        world.fleet.use(world._plan(max_num_seqs=9))
+        assert (await announced()).last_s == found.last_s
+        world.fleet.use(world._plan(model="other"))
+        assert (await announced()).last_s is None, "another model may take longer"
+        assert (await world.registry.starts())["draft"].last_s == 0.0
+        machines.loading.set()
+
+
+async def test_a_target_that_fails_again_and_again_is_not_expected() -> None:
+    async with playing() as world:
+        world.machines.failures["target"] = ConfigError("no such file")
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        expected = True
+        async with asyncio.timeout(60):
+            while expected:
+                await asyncio.sleep(0.1)
+                found = (await world.registry.starts())["target"]
+                expected = found.expected or not found.num_failures
+        assert found.num_failures == HOPELESS_AFTER
+        del world.machines.failures["target"]
+        await asyncio.sleep(2 * REST_S_MAX)
+        assert (await world.registry.starts())["draft"] == Starts("draft", last_s=0.0)
+        assert len(world.names("target")) == 1
 
 
 async def test_no_coordinator_is_started_before_there_is_a_target() -> None:

@@ -1,0 +1,37 @@
+"""How long a request waits for a replica, if no replica can be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from outrider.config import CoordinatorConfig
+from outrider.errors import Unavailable
+
+if TYPE_CHECKING:
+    from coordinator.routing.replica_pool import ReplicaPool
+
+
+class Absence:
+    """A request's wait for a replica of a pool. It begins when the object is made.
+
+    The wait may last `target_gone_ms`, because within this time the reconciler notices that a
+    replica is gone, and a new replica joins the pool. While the registry says that a replica is
+    being started, the wait may last longer, up to `target_start_ms`."""
+
+    def __init__(self, pool: ReplicaPool, config: CoordinatorConfig) -> None:
+        self._pool = pool
+        self._gone_s = config.target_gone_ms / 1e3
+        self._most_s = max(config.target_start_ms, config.target_gone_ms) / 1e3
+        self._began = self._known = asyncio.get_running_loop().time()
+        """`_known` is the latest time at which a replica was known to be starting."""
+
+    def check(self, cause: str) -> None:
+        """Raises `Unavailable`, with the `cause` of the wait, if the wait has lasted too long."""
+        now, starts = asyncio.get_running_loop().time(), self._pool.starts
+        if starts.expected:
+            self._known = now
+        if now - self._began >= self._most_s:
+            raise Unavailable(f"{cause}; {starts}; waited for {self._most_s:g} s")
+        if now - self._known >= self._gone_s:
+            raise Unavailable(f"{cause}; {starts}; waited for {now - self._began:.0f} s")
