@@ -107,7 +107,9 @@ class Machines:
         await self.saved()
         self.text = text
 
-    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
+    async def place(
+        self, demands: Sequence[Demand], timeout_s: float, process_timeout_s: float
+    ) -> list[list[Actor]]:
         if len(self._there()) + len(demands) > self.room:
             raise ConfigError("there is no place")
         await self.placing.wait()

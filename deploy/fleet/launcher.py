@@ -3,7 +3,8 @@
 | step | time limit |
 | --- | --- |
 | concurrently: start Ray and Redis, or connect to them; find the models' files | |
-| place every actor | `startup_timeout_s` |
+| find room for every actor | `startup_timeout_s` |
+| start the processes of all actors | `model_timeout_s` |
 | targets and drafts load their models and register in Redis | `model_timeout_s` |
 | coordinators find targets and drafts in Redis, and serve | `model_timeout_s` |
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util import list_named_actors, placement_group_table
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
@@ -129,25 +130,45 @@ class Cluster:
     local: bool
     """Whether the cluster is this machine alone, so that it cannot grow."""
 
-    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
+    async def place(
+        self, demands: Sequence[Demand], timeout_s: float, process_timeout_s: float
+    ) -> list[list[Actor]]:
         """Starts the actors of all demands, and waits until all actors run. Returns the actors of
-        each demand, by rank. Raises `ConfigError` if Ray does not place all actors within
+        each demand, by rank. Raises `ConfigError` if Ray has no room for all actors after
         `timeout_s`, or at once if a local cluster is too small. Raises `Unavailable` if an actor
-        died. After an error, no actor of the demands runs."""
+        died, or if there is room but a process has not started after `process_timeout_s` more.
+        After an error, no actor of the demands runs."""
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
         placed = [self._begin(demand) for demand in demands]
         actors = [actor for ranks in placed for actor in ranks]
         try:
-            found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in actors))
-            homeless = {one.replica for one, runs in zip(actors, found, strict=True) if not runs}
-            if homeless:
-                missing = [demand for demand in demands if demand.name in homeless]
-                raise ConfigError(_no_place(f"no place within {timeout_s:g} s", missing, demands))
+            late = await _late(actors, timeout_s)
+            if late and (homeless := await self._without_room(demands)):
+                raise ConfigError(_no_place(f"no place within {timeout_s:g} s", homeless, demands))
+            if late := await _late(late, process_timeout_s):
+                names = ", ".join(actor.name for actor in late)
+                limit_s = timeout_s + process_timeout_s
+                raise Unavailable(f"the processes of {names} did not start within {limit_s:g} s")
         except BaseException:
             await self.remove(actors)
             raise
         return placed
+
+    async def _without_room(self, demands: Sequence[Demand]) -> list[Demand]:
+        """The demands for whose actors Ray has no room. If it has room, their processes run or are
+        being started, which on a busy machine may take long. Raises `Unavailable`."""
+        with asking_head():
+            waiting = await asyncio.to_thread(_waiting_requests)
+            groups = await asyncio.to_thread(placement_group_table)
+        created = {one["name"] for one in groups.values() if one["state"] == "CREATED"}
+
+        def has_room(demand: Demand) -> bool:
+            if demand.num_ranks > 1 and demand.each:
+                return self._group(demand.name) in created
+            return not demand.each or _exact(demand.each) not in waiting
+
+        return [demand for demand in demands if not has_room(demand)]
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         await asyncio.gather(*(actor.kill() for actor in actors))
@@ -220,6 +241,23 @@ class Cluster:
             )  # fmt: skip
             found.append(one)
         return found
+
+
+async def _late(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:
+    """Returns the actors that do not run after `timeout_s`. Raises `Unavailable` if one died."""
+    found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in actors))
+    return [actor for actor, runs in zip(actors, found, strict=True) if not runs]
+
+
+def _waiting_requests() -> list[dict[str, float]]:
+    """The resources of each request that waits for room on the cluster."""
+    state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
+    return [_exact(one.request.resources_bundle) for one in state.pending_resource_requests]
+
+
+def _exact(resources: Mapping[str, float]) -> dict[str, float]:
+    """Amounts that can be compared. Ray keeps four decimal places."""
+    return {name: round(amount, 4) for name, amount in resources.items()}
 
 
 def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) -> str:
@@ -333,6 +371,9 @@ ENVIRONMENT = {
     # Ray asks a process to end, and kills it after this time. A hung process must be killed soon,
     # because clients wait for the end of its connections. Ray's default is 5 s.
     "RAY_kill_worker_timeout_milliseconds": "100",
+    # Ray starts a process again that is not ready after this time, in seconds. On a busy machine,
+    # no process would ever be ready within Ray's default of 60 s.
+    "RAY_worker_register_timeout_seconds": "900",
     # Without the next two variables, the file of the workers' standard error has no size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),

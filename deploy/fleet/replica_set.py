@@ -391,7 +391,10 @@ class Fleet:
 
     async def _place(self, *replicas: Replica) -> None:
         demands = [replace(one.spec.demands[one.role], name=one.name) for one in replicas]
-        placed = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
+        config = self.spec.config
+        placed = await self._cluster.place(
+            demands, config.startup_timeout_s, config.model_timeout_s
+        )
         for one, ranks in zip(replicas, placed, strict=True):
             one.ranks = ranks
         self.spec = self.settled(self.spec)

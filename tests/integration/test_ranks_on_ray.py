@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -13,10 +14,11 @@ import pytest_asyncio
 import ray
 
 from deploy.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, Unavailable
 from outrider.replica.process_setup import Place
 
 PLACE_S = 60.0
+ROOM_S, SLOW_S = 3.0, 6.0
 NUM_GPUS = 4
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("ranks")]
@@ -37,6 +39,13 @@ class Sitter:
 class Leader(Sitter):
     async def leads(self) -> bool:
         return True
+
+
+class SlowSitter(Sitter):
+    """Its process is ready after `SLOW_S`."""
+
+    def __init__(self) -> None:
+        time.sleep(SLOW_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -63,7 +72,7 @@ async def _asked(actors: list[Actor], method: str) -> list[object]:
 
 async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: Cluster) -> None:
     asked = (("target", 0.5, 1.0, 3), ("draft", 0.25, 0.5, 2), ("coordinator", 0.25, 0.0))
-    target, draft, alone = await cluster.place([demand(*one) for one in asked], PLACE_S)
+    target, draft, alone = await cluster.place([demand(*one) for one in asked], PLACE_S, PLACE_S)
     actors = [*target, *draft, *alone]
     names = ["target", "target-rank-1", "target-rank-2", "draft", "draft-rank-1", "coordinator"]
     assert [actor.name for actor in actors] == names
@@ -88,10 +97,27 @@ async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Clus
     asked = rf"the ({'|'.join(each)}) CPUs and 1 GPUs.* together need 2 CPUs and 5 GPUs"
     for local, what in ((True, "there is no place"), (False, "no place within 3 s")):
         with pytest.raises(ConfigError, match=f"{what} .*{asked}"):
-            await replace(cluster, local=local).place(demands, 3.0)
-    [fitting] = await cluster.place([demand("target", 0.5, 1.0, NUM_GPUS)], PLACE_S)
+            await replace(cluster, local=local).place(demands, ROOM_S, PLACE_S)
+    [fitting] = await cluster.place([demand("target", 0.5, 1.0, NUM_GPUS)], PLACE_S, PLACE_S)
     assert len(fitting) == NUM_GPUS
     await cluster.remove(fitting)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_processes_that_start_slowly_are_waited_for_if_there_is_room(
+    cluster: Cluster, num_ranks: int
+) -> None:
+    """Ending them to start them again would take longer, perhaps for ever."""
+    slow = replace(demand("target", 2.0, 0.0, num_ranks), classes=(SlowSitter, SlowSitter))
+    one = replace(cluster, local=False)
+    with pytest.raises(Unavailable, match=r"processes of target.* did not start within 4 s"):
+        await one.place([slow], ROOM_S, 1.0)
+    [placed] = await one.place([slow], ROOM_S, PLACE_S)
+    assert len(placed) == num_ranks
+    more = replace(slow, name="draft", num_cpus=5.0 - 2.0 * num_ranks)
+    with pytest.raises(ConfigError, match=r"no place within 3 s for 1 of the actors"):
+        await one.place([more], ROOM_S, PLACE_S)
+    await cluster.remove(placed)
 
 
 async def test_places_of_ranks_that_have_all_died_are_given_back(cluster: Cluster) -> None:
@@ -99,7 +125,7 @@ async def test_places_of_ranks_that_have_all_died_are_given_back(cluster: Cluste
     of_whom = {"target-1": cluster, "target-2": cluster, "target-3": other}
     placed = {}
     for name, one in of_whom.items():
-        [placed[name]] = await one.place([demand(name, 0.25, 0.5, 2)], PLACE_S)
+        [placed[name]] = await one.place([demand(name, 0.25, 0.5, 2)], PLACE_S, PLACE_S)
     for name in ("target-1", "target-3"):
         await asyncio.gather(*(actor.kill() for actor in placed[name]))
     await cluster.free_groups(["target-2"])

@@ -158,7 +158,9 @@ class Machines:
         ended."""
         self.head.set()
 
-    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
+    async def place(
+        self, demands: Sequence[Demand], timeout_s: float, process_timeout_s: float
+    ) -> list[list[Actor]]:
         await self.head.wait()
         await asyncio.sleep(PLACING_S)
         made = [SimulatedActor(demand, self._build(demand), self._world) for demand in demands]

@@ -52,7 +52,7 @@ async def test_a_lack_of_place_names_settings_that_exist(monkeypatch: pytest.Mon
     demands = [ray_cluster.Demand("coordinator", 1.0, 0.0), ray_cluster.Demand("target", 1.0, 0.5)]
     flags = "--coordinator-num-cpus, --target-num-cpus, --target-num-gpus"
     with pytest.raises(ConfigError, match=rf"; lower {flags}$"):
-        await cluster.place(demands, 1.0)
+        await cluster.place(demands, 1.0, 1.0)
 
 
 async def _after(delay_s: float, outcome: object) -> object:
