@@ -19,7 +19,7 @@ import stack
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor
 from outrider.client import Client, GenerateRequest
-from outrider.config import load_config
+from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
@@ -36,6 +36,7 @@ UNDER_WAY_S = 0.3
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
 NUM_HTTP_STREAMS = 50
 TRIAL_S = 10.0
+CALM_S = 77.0
 CHANGE_S = 120.0
 """Time to start or end some replicas on a busy machine."""
 
@@ -82,7 +83,8 @@ async def under_load(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
-    """Two targets, two coordinators and a draft. After replicas have come and gone, one of each."""
+    """Two targets, two coordinators and a draft. Tests leave other numbers behind, so a test that
+    needs certain numbers calls `wanting`."""
     async with Deployment(load_config(SETTINGS, {}), tmp_path_factory.mktemp("fleet")) as started:
         yield started
         assert started.overview.hopeless is None
@@ -112,7 +114,15 @@ async def until_serving(deployment: Deployment, without: str = "", **counts: int
     await until(is_reached)
 
 
+async def wanting(deployment: Deployment, **counts: int) -> None:
+    """Scales to these numbers. Returns once exactly these replicas run."""
+    await deployment.reconciler.call("want", counts)
+    await until(lambda: all(len(deployment.overview.of(role)) == n for role, n in counts.items()))
+    await until_serving(deployment, **counts)
+
+
 async def test_a_coordinator_lists_the_fleet(deployment: Deployment) -> None:
+    await wanting(deployment, coordinator=2, target=2, draft=1)
     address = deployment.overview.addresses("coordinator", http=True)[0]
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
         expected = ["coordinator", "coordinator", "target", "target", "draft"]
@@ -128,6 +138,7 @@ async def test_a_coordinator_lists_the_fleet(deployment: Deployment) -> None:
 async def test_http_streams_through_a_gateway_outlive_their_coordinator(
     deployment: Deployment,
 ) -> None:
+    await wanting(deployment, coordinator=2)
     async with gateway_of(deployment) as address:
 
         async def ask(seed: int, told: list[int]) -> list[int]:
@@ -163,6 +174,7 @@ async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -
 async def test_replicas_that_are_killed_under_load_are_replaced(
     deployment: Deployment, load: None
 ) -> None:
+    await wanting(deployment, coordinator=2, target=2, draft=1)
     killed = [one for role in ROLES for one in deployment.overview.of(role)][1:]
     assert len(killed) == 4
     for one in killed:
@@ -215,6 +227,7 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
 
 async def test_a_draft_is_tried_under_load(deployment: Deployment, load: None) -> None:
     """Here it is no faster or, on a busy machine, the difference is too small to decide."""
+    await wanting(deployment, draft=1)
     await deployment.reconciler.call("begin_trial", {"draft_num_threads": 2}, 0.5, TRIAL_S)
     await until(lambda: (found := deployment.overview.trial) and found.state != "runs")
     found = deployment.overview.trial
@@ -227,6 +240,10 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
 ) -> None:
     handle = ray.get_actor(RECONCILER, f"outrider-{deployment.name}")
     reconciler = Actor(RECONCILER, handle)
+    await wanting(deployment, draft=1)
+    await deployment.reconciler.call("change", {"autoscale_calm_s": CALM_S})
+    config: DeploymentConfig = (await deployment.reconciler.call("spec")).config
+    assert config.autoscale.autoscale_calm_s == CALM_S
     before = {role: serving(deployment, role) for role in ROLES}
     killed = deployment.overview.of("draft")[0]
     place = await reconciler.call("ping")
@@ -236,6 +253,7 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
     for role in ROLES:
         assert before[role] - {killed.name} <= serving(deployment, role)
     assert (await reconciler.call("ping")).pid != place.pid
-    assert deployment.config.target.max_num_seqs == 5, "the newest settings are lost"
+    found = (await deployment.reconciler.call("spec")).config
+    assert found == config, "the newest settings are lost"
     await deployment.reconciler.call("want", {"draft": 0})
     await until_serving(deployment, draft=0)
