@@ -167,7 +167,8 @@ class ModelServerConfig(ServerConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
-    """Data type of the weights."""
+    """Data type of the weights; `auto` = as in the files, but `float32` in place of `bfloat16` on a
+    CPU that lacks instructions for `bfloat16`."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Largest number of tokens of prompt and completion together; 0 = as many as the model allows
     and the memory for keys and values can hold."""

@@ -276,6 +276,8 @@ class ReplicaDescription:
     bit-identical logits. Empty if a token's logits depend on the other tokens in the same step."""
     draft_note: str = ""
     """Note for operators about how a target drafts for itself."""
+    dtype_note: str = ""
+    """Note for operators if the processor has no instructions for the dtype of the weights."""
 
     @property
     def weights(self) -> str:

@@ -464,6 +464,7 @@ def _lines(facts: Facts) -> Iterator[str]:
     else:
         prints = [f"{name} {facts[key][:12]}" for key, name in PRINTS.items() if facts[key]]
         yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
+        yield facts["dtype_note"]
         yield facts["draft_note"]
     if "lease_age_s" in facts:
         age = f"last seen {facts['lease_age_s']:.1f} s ago"

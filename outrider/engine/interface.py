@@ -29,6 +29,8 @@ class ModelInfo:
     """The token id of each column of the logits, ascending. Empty = every token id."""
     numerics: str = ""  # see `ReplicaDescription`
     features: str = ""  # see `ReplicaDescription`
+    # Not in the representation, which ranks compare: they may run on different processors.
+    dtype_note: str = field(default="", repr=False)  # see `ReplicaDescription`
 
 
 class SequenceStep(NamedTuple):

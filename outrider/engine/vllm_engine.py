@@ -70,7 +70,7 @@ from outrider.models.compatibility import check_answers, check_features, depende
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, DraftCheck, Reading, likeliest_tokens
 from outrider.models.fingerprint import numerics_fingerprint
-from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
+from outrider.models.loading import LoadOptions, describe_files, refusing, settled_dtype, use_device
 
 _CAPTURED_BYTES = 2**30  # device memory reserved for CUDA graphs, besides the model and its pages
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
@@ -155,7 +155,7 @@ class VllmEngine(PagedSequences):
             size = min(_CAPTURED_MAX, num_tokens)
             compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
         config: Any = EngineArgs(
-            model=str(path), dtype=options.get("dtype", "auto"),
+            model=str(path), dtype=settled_dtype(path, **options),
             max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
             max_num_batched_tokens=num_tokens, compilation_config=compilation,
             trust_remote_code=options.get("trust_remote_code", False),

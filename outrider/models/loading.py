@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from outrider.engine.cpu import processor
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError
 from outrider.models import fingerprint
@@ -62,7 +63,7 @@ def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) 
 
 _DTYPE_NAMES = ("bfloat16", "float32", "float16", "float64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
-"""The values of `--dtype` except `auto`, which means the dtype of the stored weights."""
+"""The values of `--dtype` except `auto` (see `settled_dtype`)."""
 MAX_MODEL_LEN_DEFAULT = 2048
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -100,7 +101,7 @@ class LoadOptions(TypedDict, total=False):
     """How a model is loaded."""
 
     name: str  # in messages; by default the model's directory
-    dtype: str
+    dtype: str  # a key of `DTYPES`, or `auto` (the default)
     device: str
     num_threads: int | None  # torch's threads in the whole process; None = unchanged
     max_model_len: int | None  # None = the length that the model's configuration states
@@ -122,7 +123,7 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
     place = {"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}
     with refusing(f"model {name}:", quantization):
         module, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=options.get("dtype", "auto"), attn_implementation=_ATTENTION,
+            str(path), dtype=settled_dtype(path, **options), attn_implementation=_ATTENTION,
             use_safetensors=True, local_files_only=True, trust_remote_code=remote,
             output_loading_info=True, **place,
         )  # fmt: skip
@@ -156,9 +157,12 @@ def describe_files(
     elif stated is not None and length > stated:
         raise SettingError("max_model_len", f"{length} given; model {name} allows 1..{stated}")
     eos = stated_eos_token_ids(path, tokenizer, config)
+    dtype = loaded_dtype.removeprefix("torch.")
+    if note := _dtype_note(path, dtype, **options):
+        _log.warning("model %s: %s", name, note)
     return ModelInfo(
         name=name, vocab_size=vocab_size, max_model_len=length,
-        dtype=loaded_dtype.removeprefix("torch."),
+        dtype=dtype, dtype_note=note,
         eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
         weights_fingerprint=fingerprint.weights_fingerprint(path),
         tokenizer_fingerprint=fingerprint.tokenizer_fingerprint(tokenizer),
@@ -272,7 +276,8 @@ def empty_model(
                 "(use `--engine vllm`), nor with `--eagle3-on draft`, nor in `distill`'s drafters"
             )
         with parameters_on_meta():
-            dtype = _resolve_stored_dtype(config, options.get("dtype", "auto"), path)
+            settled = settled_dtype(path, **options)
+            dtype = _stored_dtype(path, config) if settled == "auto" else DTYPES[settled]
             module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=remote
             )
@@ -281,9 +286,41 @@ def empty_model(
     return module
 
 
-def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    if dtype != "auto":
-        return DTYPES[dtype]
+def settled_dtype(path: Path, **options: Unpack[LoadOptions]) -> str:
+    """Returns the dtype in which to load the model in `path`: a key of `DTYPES`, or `auto` for the
+    dtype of the stored weights. If the option is `auto`, and the device is a CPU that would emulate
+    bfloat16, returns `float32` for weights in bfloat16 or float32 (with `auto`, vLLM would round
+    float32 to bfloat16). The layers of quantised weights may support only some dtypes, so for
+    these weights `auto` stays `auto`. Raises `ConfigError` and `SettingError`."""
+    dtype = options.get("dtype", "auto")
+    if dtype != "auto" or not _lacks_bfloat16(**options):
+        return dtype
+    config = _config(path, options.get("trust_remote_code", False))
+    is_quantised = bool(quantization_of(config))
+    is_float = not is_quantised and _stored_dtype(path, config) in (torch.bfloat16, torch.float32)
+    return "float32" if is_float else dtype
+
+
+def _lacks_bfloat16(**options: Unpack[LoadOptions]) -> bool:
+    is_cpu = resolve_device(options.get("device", "auto")).type == "cpu"
+    return is_cpu and not processor.has_bfloat16()
+
+
+def _dtype_note(path: Path, loaded: str, **options: Unpack[LoadOptions]) -> str:
+    """Returns a note for operators if the processor emulates bfloat16, and the weights in memory or
+    in the files are in bfloat16. Otherwise returns an empty text."""
+    if loaded not in ("bfloat16", "float32") or not _lacks_bfloat16(**options):
+        return ""
+    if loaded == "bfloat16":
+        return "this processor emulates bfloat16; float32 may be faster"
+    config = _config(path, options.get("trust_remote_code", False))
+    is_chosen = options.get("dtype", "auto") == "auto"
+    if is_chosen and _stored_dtype(path, config) == torch.bfloat16:
+        return "float32 in place of bfloat16, which this processor would emulate"
+    return ""
+
+
+def _stored_dtype(path: Path, config: Any) -> torch.dtype:
     stated = getattr(config.get_text_config(), "dtype", None)
     if isinstance(stated, torch.dtype):
         return stated

@@ -10,6 +10,7 @@ import torch
 from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 from pages import check_pages
 
+from outrider.engine.cpu import processor
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 
@@ -93,6 +94,19 @@ def test_deterministic_rows_do_not_depend_on_others(
     for place in range(70):
         [row] = engine.forward([SequenceStep("alone", ids[place : place + 1], 1)])
         assert torch.equal(row[0], together[place])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_auto_does_not_let_a_processor_emulate_bfloat16(
+    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """For vLLM, `auto` means bfloat16 even if the weights are in float32."""
+    save("llama", tmp_path, dtype=dtype)
+    assert make_engine(tmp_path, dtype="auto").info.dtype == "bfloat16"
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
+    info = make_engine(tmp_path, dtype="auto").info
+    assert info.dtype == "float32"
+    assert bool(info.dtype_note) is (dtype == torch.bfloat16)
 
 
 def test_engines_of_one_process_step_at_once(tmp_path: Path, make_engine: MakeEngine) -> None:

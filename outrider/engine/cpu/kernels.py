@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.cpu import processor
 from outrider.errors import OutriderError
 
 PACKAGE = "amd-pace"
@@ -214,8 +215,7 @@ class PaceKernels:
 @cache
 def load_pace() -> PaceKernels:
     """Loads the kernels, once in a process. Raises `KernelsUnavailable`."""
-    capabilities = torch.cpu.get_capabilities()
-    if not (capabilities.get("avx512_f") and capabilities.get("avx512_bf16")):
+    if not processor.has_bfloat16():
         raise KernelsUnavailable("this processor has no AVX-512 BF16")
     try:
         distribution = metadata.distribution(PACKAGE)

@@ -11,7 +11,7 @@ from reference_kernels import ReferenceKernels, ReferenceLayers
 
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence, HeldStep
-from outrider.engine.cpu import fused_decoder
+from outrider.engine.cpu import fused_decoder, processor
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import KVCache, LayerShape
@@ -63,12 +63,11 @@ def test_rows_that_depend_on_others_are_found(operator: str) -> None:
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     load_pace.cache_clear()
-    has_all = {"avx512_f": True, "avx512_bf16": True}
     try:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
+        monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
         with pytest.raises(KernelsUnavailable, match="no AVX-512 BF16"):
             load_pace()
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_all)
+        monkeypatch.setattr(processor, "has_bfloat16", lambda: True)
         monkeypatch.setattr("outrider.engine.cpu.kernels.PACKAGE", "no-such-package")
         with pytest.raises(KernelsUnavailable, match="no-such-package is not installed"):
             load_pace()

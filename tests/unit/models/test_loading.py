@@ -1,6 +1,7 @@
 """From names to directories to modules, and fingerprints that tell models and tokenizers apart."""
 
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -13,11 +14,19 @@ from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from outrider.engine.cpu import processor
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.models import fingerprint, loading, sources
-from outrider.models.loading import check_same_tokenizer, load_model, load_tokenizer
+from outrider.models.loading import (
+    check_same_tokenizer,
+    describe,
+    empty_model,
+    load_model,
+    load_tokenizer,
+    settled_dtype,
+)
 from outrider.models.sources import DEMO_DISTRIBUTION, converted, resolve_model
 
 
@@ -72,7 +81,8 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
         resolve_model("a/demo")
 
 
-def test_load_model_tells_what_it_is(spoken: Path) -> None:
+def test_load_model_tells_what_it_is(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: True)
     module, info = load_model(spoken, name="spoken", device="cpu")
     assert (info.name, info.vocab_size, info.max_model_len) == ("spoken", 336, 128)
     assert info.dtype == "bfloat16"
@@ -111,6 +121,52 @@ def test_a_cuda_device_has_an_index_and_is_the_threads_own(
     assert found == [(threading.get_ident(), where)]
     with pytest.raises(ConfigError, match=f"sees {num_visible} CUDA devices"):
         loading.use_device(device=f"cuda:{num_visible}")
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "given", "loaded", "note"),
+    [
+        (True, "auto", "bfloat16", ""), (True, "float32", "float32", ""),
+        (False, "auto", "float32", "float32 in place of bfloat16, which .* would emulate"),
+        (False, "bfloat16", "bfloat16", "this processor emulates bfloat16; float32 may be faster"),
+        (False, "float32", "float32", ""), (False, "float16", "float16", ""),
+    ],
+)  # fmt: skip
+def test_auto_does_not_let_a_processor_emulate_bfloat16(
+    has_bfloat16: bool, given: str, loaded: str, note: str, spoken: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Also for shares and drafters, which begin as an empty model. The log and the description say
+    so."""
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
+    module, info = load_model(spoken, name="spoken", dtype=given, device="cpu")
+    empty = empty_model(spoken, dtype=given, device="cpu")
+    described = describe(empty, spoken, name="spoken", dtype=given, device="cpu")
+    dtypes = {str(one.dtype) for one in (*module.parameters(), *empty.parameters())}
+    assert dtypes == {f"torch.{loaded}"}
+    for found in (info, described):
+        assert found.dtype == loaded
+        assert found.weights_fingerprint == fingerprint.weights_fingerprint(spoken)
+        assert re.fullmatch(note, found.dtype_note)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"model spoken: {info.dtype_note}"] * (2 if note else 0)
+
+
+def test_auto_is_what_the_files_state_unless_bfloat16_would_be_emulated(
+    tiny: Path, spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would round weights in float32 if it got `auto`. Layers of quantised weights may not
+    support float32."""
+    halved = tmp_path / "halved"
+    shutil.copytree(spoken, halved)
+    halve(halved)
+    half = save_tiny_model(tmp_path / "half", dtype=torch.float16)
+    cuda_of(monkeypatch)
+    for has_bfloat16, expected in ((True, ["auto"] * 4), (False, ["float32"] * 2 + ["auto"] * 2)):
+        monkeypatch.setattr(processor, "has_bfloat16", lambda has=has_bfloat16: has)
+        paths = (tiny, spoken, halved, half)
+        assert [settled_dtype(path, device="cpu") for path in paths] == expected
+        assert {settled_dtype(path, device="cuda") for path in paths} == {"auto"}
 
 
 @pytest.mark.parametrize(("quantised", "expected"), [(True, {"": "cuda:1"}), (False, None)])
@@ -199,7 +255,8 @@ def test_the_demo_model() -> None:
     assert resolve_model("demo") == path
     assert (path / "model.safetensors").stat().st_mtime_ns == before
     module, info = load_model(path, name="demo", device="cpu")
-    assert (info.vocab_size, info.max_model_len, info.dtype) == (49152, 8192, "bfloat16")
+    dtype = "bfloat16" if processor.has_bfloat16() else "float32"
+    assert (info.vocab_size, info.max_model_len, info.dtype) == (49152, 8192, dtype)
     assert info.eos_token_ids == (2,)
     tokenizer = load_tokenizer(path)
     assert tokenizer is not None

@@ -20,6 +20,7 @@ from models import byte_level_tokenizer, save_tiny_model
 from thread_ranks import ThreadRank, on_each, thread_ranks
 
 from outrider.config import DraftConfig, TargetConfig
+from outrider.engine.cpu import processor
 from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
 from outrider.engine.tensor_parallel import group, parallel_engine, rank_process
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
@@ -81,6 +82,20 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
         with pytest.raises(SettingError, match=r"128 tokens do not fit .* holds") as bad:
             build_engine(long, 1)
         assert bad.value.key == f"{prefix}max_model_len"
+
+
+def test_pages_are_counted_in_the_dtype_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor without bfloat16 needs twice the memory. With it, fused kernels do not run."""
+    directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16, max_model_len=4096))
+    config = TargetConfig(directory=directory, kv_cache_memory_bytes=2**18)
+    native: Any = build_engine(replace(config, dtype="bfloat16"), 1)
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
+    engine: Any = build_engine(config, 1)
+    assert engine.info.dtype == "float32"
+    assert engine.page_counts().num_pages == native.page_counts().num_pages // 2
+    assert engine.kernels_name == ""
 
 
 def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:

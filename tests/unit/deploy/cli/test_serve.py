@@ -17,13 +17,16 @@ from recorded import record, run_here
 from deploy.cli.main import main, parse
 from deploy.cli.options import connected, deployment_config, refuse_other_settings
 from deploy.cli.output import program
-from deploy.cli.serve import PRINTS, _until_it_fails, endpoints_text, status_table
+from deploy.cli.serve import _until_it_fails, endpoints_text, status_table
 from deploy.fleet import local_state
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
+from outrider.messages import ReplicaDescription
 from outrider.registry.registry import ROLES, ReplicaRecord, Role, Starts
+
+DESCRIBED = asdict(ReplicaDescription("b", "", "", 99, "", 64, (), 8))
 
 
 @pytest.fixture
@@ -33,9 +36,8 @@ def state() -> Path:
 
 def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> None:
     trial = asdict(ReplicaRecord("draft", "draft-3", "h:5", "h", 1, trial_share=0.2))
-    known = {"serving": True, "error": None, "draft_note": "", "dtype": "", "model": "b"}
-    prints = dict.fromkeys(PRINTS, "")
-    found = {f"{role}s": [trial | known | prints | {"lease_age_s": 0.5}] for role in ROLES}
+    known = {"serving": True, "error": None} | DESCRIBED
+    found = {f"{role}s": [trial | known | {"lease_age_s": 0.5}] for role in ROLES}
     found |= {"running": True, "deployment": asdict(record(trial="trial of b: runs")) | {"log": ""}}
     shown = printed(status_table(found))
     assert "trial of b: runs\n" in shown.replace(" \n", "\n")
@@ -51,6 +53,16 @@ def test_status_says_what_is_starting() -> None:
     rows = [" ".join(line.split()) for line in printed(status_table(found)).splitlines()]
     assert "coordinator starting after 2 failures in a row" in rows
     assert {f"{name} starting last start took 31 s" for name in names} <= {*rows}
+
+
+def test_status_says_why_a_dtype_is_another() -> None:
+    note = "float32 in place of bfloat16"
+    known = {"address": "h:1", "serving": True, "error": None} | DESCRIBED
+    changed = known | {"dtype": "float32", "dtype_note": note}
+    found = {"running": True, "deployment": None, "coordinators": [], "drafts": []}
+    shown = printed(status_table(found | {"targets": [changed]}))
+    assert "b, float32" in shown
+    assert note in shown
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
