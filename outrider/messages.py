@@ -278,8 +278,22 @@ class ReplicaDescription:
     """Note for operators about how a target drafts for itself."""
     dtype_note: str = ""
     """Note for operators if the processor has no instructions for the dtype of the weights."""
+    row_coupling: float = 0.0
+    """Whether the logits of a target's token depend on the draft tokens after it. 0 = not at all in
+    the test at start-up; otherwise the relative change of the logits in this test."""
 
     @property
     def weights(self) -> str:
         """Weights, dtype, length limit. A session moves only to targets with an equal value."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"
+
+
+def coupling_note(row_coupling: float) -> str:
+    """Says what `ReplicaDescription.row_coupling` means for the output. Empty if it is 0."""
+    if not row_coupling:
+        return ""
+    return (
+        "the logits of a token depend on the draft tokens after it (in a test, they changed by "
+        f"{row_coupling:.1e} of their norm), so output has the law of the target as each batch "
+        "computes it"
+    )

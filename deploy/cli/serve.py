@@ -455,6 +455,8 @@ def status_table(found: Facts) -> RenderableType:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
+    from outrider.messages import coupling_note
+
     if facts["error"] is not None:
         yield facts["error"]
     elif "num_running" in facts:
@@ -466,6 +468,7 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
         yield facts["dtype_note"]
         yield facts["draft_note"]
+        yield coupling_note(facts["row_coupling"])
     if "lease_age_s" in facts:
         age = f"last seen {facts['lease_age_s']:.1f} s ago"
         trial = f"trial share {facts['trial_share']:.0%}" if facts["trial_share"] else ""

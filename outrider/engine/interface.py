@@ -29,8 +29,9 @@ class ModelInfo:
     """The token id of each column of the logits, ascending. Empty = every token id."""
     numerics: str = ""  # see `ReplicaDescription`
     features: str = ""  # see `ReplicaDescription`
-    # Not in the representation, which ranks compare: they may run on different processors.
+    # Ranks compare their representations of this class. These fields may differ between ranks.
     dtype_note: str = field(default="", repr=False)  # see `ReplicaDescription`
+    row_coupling: float = field(default=0.0, repr=False)  # see `ReplicaDescription`
 
 
 class SequenceStep(NamedTuple):

@@ -4,7 +4,11 @@ For each token, a layer of the model may keep one key and one value and nothing 
 a sequence must not depend on the other sequences of a step. The trial runs the same tokens as two
 sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
 the logits that the model's own dense attention yields. A deterministic engine
-must also yield bit-equal logits in steps of several sizes (`dependent_at`)."""
+must also yield bit-equal logits in steps of several sizes (`dependent_at`).
+
+Some numerics couple the rows of a step: one scale for the activations of all rows, or a matrix
+product whose rounding depends on how many rows an expert gets. Then a token's logits depend on the
+tokens after it. Such models can run, but `row_coupling` finds them."""
 
 import inspect
 from collections.abc import Sequence
@@ -31,6 +35,12 @@ differences. Attention to wrong cache slots or positions makes a difference of a
 _LONG_TRIAL_TOKENS = 136
 """The length of the sequence in `dependent_at`. A deterministic engine divides the cache slots of
 such a long sequence into several splits (`SPLIT_SLOTS`)."""
+_COUPLING_PREFIX = 5
+"""The number of tokens that `row_coupling` runs before its steps. They include the first token of a
+text, whose activations are the largest in many models, and would hide those of other tokens."""
+_NOISE_FACTOR = 4
+"""If even steps with the same input differ, steps with other input must differ by more than this
+factor times as much to show a coupling."""
 _ALONE_TOKENS = 5  # number of tokens in a step that runs one sequence alone
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)  # numbers of tokens in steps with other sequences
 CROWD_SLOTS = 1024
@@ -123,6 +133,37 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
             f"its {what} with a paged cache differ from the expected {what} by {difference:.2g} of "
             f"their norm; {tolerance:g} is allowed"
         )
+
+
+def row_coupling(engine: Engine) -> float:
+    """Returns by how much a token's logits depend on the tokens after it in the same step, or 0 if
+    not at all. This is the norm of the difference between its logits in two steps with different
+    later tokens, divided by the norm of the logits.
+
+    Both steps have the same shapes, so kernels that compute each row by itself yield the same bits.
+    A third step, equal to the first, shows whether the kernels always yield the same bits. All
+    ranks of a model must make this call. Ranks without logits return 0. Afterwards the engine holds
+    no sequence."""
+    info = engine.info
+    ids = trial_tokens(info)
+    prefix = min(_COUPLING_PREFIX, len(ids) - 2)
+    if prefix < 1 or info.vocab_size < 2:
+        return 0.0  # Too short for a token and a later token.
+    tail = ids[prefix:]
+    shift = info.vocab_size // 2
+    others = (tail[0], *((token_id + shift) % info.vocab_size for token_id in tail[1:]))
+    engine.forward([SequenceStep("trial", ids[:prefix], 1)])
+    rows = []
+    for tokens in (tail, others, tail):
+        [logits] = engine.forward([SequenceStep("trial", tokens, len(tokens))])
+        rows.append(logits[0].to(torch.float64, copy=True))
+        engine.keep("trial", prefix)
+    engine.release("trial")
+    first, other, again = rows
+    changed, noise = float((other - first).norm()), float((again - first).norm())
+    if not changed > _NOISE_FACTOR * noise:
+        return 0.0
+    return changed / max(float(first.norm()), float(other.norm()))
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP, LookupKind
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outrider.drafters.lookup import LookupDrafter
     from outrider.engine.cpu.kernels import PaceKernels
     from outrider.engine.interface import Engine, ModelInfo
+    from outrider.engine.paged_sequences import PagedSequences
     from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
@@ -216,7 +217,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             least=int if ranks is None else partial(least, ranks, device=device),
             drafts_apart=shows_features, kernels=kernels, draft_layer=layer,
         )  # fmt: skip
-        return _of_length(engine, config)
+        return _tried(engine, config)
 
 
 def _kv_cache_bytes(config: ReplicaConfig, device: torch.device) -> int:
@@ -227,14 +228,25 @@ def _kv_cache_bytes(config: ReplicaConfig, device: torch.device) -> int:
     )
 
 
-def _of_length(engine: Engine, config: ReplicaConfig) -> Engine:
+def _tried(engine: PagedSequences, config: ReplicaConfig) -> Engine:
+    """Raises `SettingError` if the engine's memory is too small for the set length. Tests whether
+    the rows of a target's step depend on each other. If a draft's do, its q is still the one from
+    which it draws."""
+    from outrider.messages import coupling_note
+    from outrider.models.compatibility import row_coupling
+
     if engine.info.max_model_len < config.max_model_len:
         raise SettingError(
             "max_model_len",
             f"{config.max_model_len} tokens do not fit into the memory for keys and values, "
             f"which holds {engine.info.max_model_len}",
         )
-    return engine
+    tried = cast("Engine", engine)
+    if config.role == "target":
+        engine.info = replace(engine.info, row_coupling=row_coupling(tried))
+        if note := coupling_note(engine.info.row_coupling):
+            logging.getLogger(__name__).warning("model %s: %s", config.model, note)
+    return tried
 
 
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
@@ -264,7 +276,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
             **load_options(config, num_threads),
         )  # fmt: skip
-        return _of_length(engine, config)
+        return _tried(engine, config)
 
 
 def vllm_version() -> str | None:

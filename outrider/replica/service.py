@@ -581,7 +581,7 @@ def describe_model(
         tokenizer_fingerprint=info.tokenizer_fingerprint, vocab_size=info.vocab_size,
         dtype=info.dtype, max_model_len=info.max_model_len, eos_token_ids=info.eos_token_ids,
         max_num_seqs=max_num_seqs, step_costs=costs, numerics=info.numerics, features=info.features,
-        dtype_note=info.dtype_note,
+        dtype_note=info.dtype_note, row_coupling=info.row_coupling,
     )  # fmt: skip
 
 

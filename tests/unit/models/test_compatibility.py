@@ -7,10 +7,25 @@ import pytest
 import torch
 import transformers
 from models import tiny_config, tiny_module
-from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
+from paged_engines import (
+    FAMILIES,
+    VOCAB,
+    WIDE,
+    EngineMaker,
+    checked_engines,
+    dense,
+    gap,
+    ids,
+    pace_kernels,
+    run,
+)
+from torch import Tensor, nn
 
+from outrider.engine.interface import ModelInfo
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
-from outrider.models.compatibility import check_features
+from outrider.models.compatibility import check_features, row_coupling
+from outrider.models.module_replacement import speed_up
 
 SIZES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -94,3 +109,117 @@ def test_features_may_differ_in_one_row_as_half_precision_has_it_and_not_in_many
         ConfigError, match=r"differ from the expected features by 0.5 of their norm; 0.2 is allowed"
     ):
         check_features(Mock(features=lambda: [1.5 * expected]), expected)
+
+
+class Quantised(nn.Module):
+    """A linear layer whose input is rounded to 8 bits at each call, with one scale for all rows or
+    with one for each row."""
+
+    def __init__(self, linear: Any, per_row: bool) -> None:
+        super().__init__()
+        self.linear, self.per_row = linear, per_row
+
+    def forward(self, rows: Tensor) -> Tensor:
+        largest = rows.abs().amax(-1, keepdim=True) if self.per_row else rows.abs().max()
+        scale = largest / 127
+        return self.linear((rows / scale).round() * scale)
+
+
+class Experts(nn.Module):
+    """A mixture of experts, which multiplies each row by itself, or all rows of an expert at once,
+    with a rounding that depends on their number."""
+
+    def __init__(self, linear: Any, per_row: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([linear, linear])
+        self.per_row = per_row
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = rows.view(-1, rows.shape[-1])
+        chosen = (flat.sum(-1) > 0).long()
+        found = flat.new_empty(len(flat), self.experts[0].out_features)
+        for index, expert in enumerate(self.experts):
+            for row in range(len(flat)):
+                if chosen[row] == index:
+                    found[row] = expert(flat[row : row + 1])[0]
+            if not self.per_row:
+                found[chosen == index] *= 1 + 2**-20 * int((chosen == index).sum())
+        return found.view(*rows.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("kind", [Quantised, Experts])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_layers_that_couple_rows_are_found(kind: Any, per_row: bool) -> None:
+    """Those that compute each row by itself are not."""
+    # In 16 bits, the engine's trial allows the differences that a common scale makes.
+    dtype = torch.bfloat16 if kind is Quantised else torch.float32
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=dtype)
+    mlp = module.model.layers[0].mlp
+    mlp.down_proj = kind(mlp.down_proj, per_row)
+    engine = EngineMaker()(module)
+    found = row_coupling(engine)
+    assert engine.page_counts().num_free + engine.page_counts().num_evictable == (
+        engine.page_counts().num_pages
+    )
+    if per_row:
+        assert found == 0
+    else:
+        assert (1e-3 if kind is Quantised else 1e-8) < found < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ordinary_models_couple_no_rows(family: str, dtype: torch.dtype) -> None:
+    module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
+    speed_up(module)
+    assert row_coupling(EngineMaker()(module)) == 0
+
+
+def test_fused_kernels_couple_no_rows() -> None:
+    kernels = pace_kernels()
+    module = tiny_module(tiny_config("llama", VOCAB, **WIDE), dtype=torch.bfloat16)
+    speed_up(module, kernels=kernels)
+    info = ModelInfo("tiny", VOCAB, 128, "bfloat16", (), "", "")
+    engine = PagedEngine(module, info, kernels=kernels)
+    assert engine.kernels_name
+    assert row_coupling(engine) == 0
+
+
+class Noisy:
+    """An engine whose logits differ from call to call by `noise` in each entry, and depend on the
+    last token by up to `coupled`."""
+
+    info = ModelInfo("noisy", VOCAB, 64, "float32", (), "", "")
+
+    def __init__(self, noise: float, coupled: float) -> None:
+        self.noise, self.coupled = noise, coupled
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, steps: Any) -> list[Tensor]:
+        [step] = steps
+        rows = torch.ones(step.num_logits, 1000)
+        rows += self.noise * torch.randn(rows.shape, generator=self.generator)
+        return [rows + self.coupled * step.token_ids[-1] / VOCAB]
+
+    def keep(self, _: str, length: int) -> int:
+        return length
+
+    def release(self, _: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("noise", "coupled", "expected"),
+    [(0, 0, False), (0, 1e-6, True), (1e-3, 0, False), (1e-3, 0.02, True)],
+)
+def test_kernels_that_never_yield_the_same_bits_are_no_coupling(
+    noise: float, coupled: float, expected: bool
+) -> None:
+    """The norms of two differences of noise in 1,000 entries are nearly equal."""
+    assert (row_coupling(Noisy(noise, coupled)) > 0) is expected
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 3, 4])
+def test_too_short_a_length_is_no_coupling(max_model_len: int) -> None:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    assert row_coupling(EngineMaker()(module, max_model_len=max_model_len)) == 0

@@ -18,6 +18,7 @@ import torch
 from cuda_threads import cuda_of
 from models import byte_level_tokenizer, save_tiny_model
 from thread_ranks import ThreadRank, on_each, thread_ranks
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.cpu import processor
@@ -29,6 +30,7 @@ from outrider.grammar.constraint import Constraint
 from outrider.replica import process_setup
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import build_engine, build_grammars, log_at, log_to
+from outrider.replica.service import describe_model
 
 
 @pytest.mark.parametrize("has_route", [True, False])
@@ -96,6 +98,55 @@ def test_pages_are_counted_in_the_dtype_that_is_used(
     assert engine.info.dtype == "float32"
     assert engine.page_counts().num_pages == native.page_counts().num_pages // 2
     assert engine.kernels_name == ""
+
+
+def scale_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes Llama round the inputs of its MLPs to 8 bits, with one scale for all rows of a step."""
+    plain = LlamaMLP.forward
+
+    def quantised(block: LlamaMLP, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.abs().max() / 127
+        return plain(block, (rows / scale).round() * scale)
+
+    monkeypatch.setattr(LlamaMLP, "forward", quantised)
+
+
+def test_a_target_says_at_its_start_whether_its_rows_depend_on_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A draft draws from the q that it sends, whatever its rows depend on."""
+    directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16))
+    target = TargetConfig(model="tiny", directory=directory, device="cpu", dtype="bfloat16")
+    draft = DraftConfig(model="tiny", directory=directory, device="cpu", dtype="bfloat16")
+    warned = "model tiny: the logits of a token depend on the draft tokens after it"
+    assert build_engine(target, 1).info.row_coupling == 0
+    assert warned not in caplog.text
+    scale_all_rows(monkeypatch)
+    assert build_engine(draft, 1).info.row_coupling == 0
+    assert warned not in caplog.text
+    info = build_engine(target, 1).info
+    assert 1e-3 < info.row_coupling < 1
+    assert warned in caplog.text
+    assert describe_model(info, 1, None).row_coupling == info.row_coupling
+
+
+@pytest.mark.parametrize("is_coupled", [False, True])
+def test_all_ranks_run_the_test_of_rows_and_the_leader_has_its_result(
+    is_coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks compare their models, and may differ in this result."""
+    directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16))
+    config = TargetConfig(model="tiny", directory=directory, device="cpu", dtype="bfloat16")
+    ranks = thread_ranks(2)
+    # Loaded one after the other, because loading makes settings of the whole process.
+    shares = [process_setup._load(config, 1, rank) for rank in ranks]
+    monkeypatch.setattr(process_setup, "_load", lambda *given: shares[given[-1].rank])
+    if is_coupled:
+        scale_all_rows(monkeypatch)
+    leader, follower = on_each(2, lambda rank: build_engine(config, 1, ranks[rank]).info)
+    assert (leader.row_coupling > 1e-3) is is_coupled
+    assert follower.row_coupling == 0
+    assert repr(leader) == repr(follower)
 
 
 def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
@@ -191,7 +242,7 @@ def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
 
     def meet(*_: object, **options: Any) -> Any:
         met.append(loaded.is_set())
-        return SimpleNamespace(info=SimpleNamespace(max_model_len=10**6))
+        return SimpleNamespace(info=ModelInfo("tiny", 100, 1, "float32", (), "", ""))
 
     monkeypatch.setitem(
         sys.modules, "outrider.engine.vllm_engine", SimpleNamespace(VllmEngine=meet)

@@ -156,7 +156,7 @@ def test_descriptions_survive() -> None:
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
     described = messages.ReplicaDescription(
         "m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64, costs, drafts_itself=True,
-        features="f", dtype_note="d",
+        features="f", dtype_note="d", row_coupling=0.1,
     )  # fmt: skip
     message = to_proto(described, types_pb2.ReplicaDescription)
     assert from_proto(message, messages.ReplicaDescription) == described

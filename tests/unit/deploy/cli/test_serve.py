@@ -55,14 +55,15 @@ def test_status_says_what_is_starting() -> None:
     assert {f"{name} starting last start took 31 s" for name in names} <= {*rows}
 
 
-def test_status_says_why_a_dtype_is_another() -> None:
+def test_status_says_what_a_target_does_not_promise_and_why_its_dtype_is_another() -> None:
     note = "float32 in place of bfloat16"
     known = {"address": "h:1", "serving": True, "error": None} | DESCRIBED
-    changed = known | {"dtype": "float32", "dtype_note": note}
+    coupled = known | {"dtype": "float32", "dtype_note": note, "row_coupling": 0.0123}
     found = {"running": True, "deployment": None, "coordinators": [], "drafts": []}
-    shown = printed(status_table(found | {"targets": [changed]}))
-    assert "b, float32" in shown
-    assert note in shown
+    shown = printed(status_table(found | {"targets": [coupled]}))
+    for text in ("b, float32", note, "changed by 1.2e-02 of their norm", "law of the target as"):
+        assert text in shown
+    assert "law of the target" not in printed(status_table(found | {"targets": [known]}))
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
