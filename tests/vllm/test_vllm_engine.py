@@ -10,9 +10,11 @@ import torch
 from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 from pages import check_pages
 
+from outrider.config import TargetConfig
 from outrider.engine.cpu import processor
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
+from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32."""
@@ -94,6 +96,29 @@ def test_deterministic_rows_do_not_depend_on_others(
     for place in range(70):
         [row] = engine.forward([SequenceStep("alone", ids[place : place + 1], 1)])
         assert torch.equal(row[0], together[place])
+
+
+def test_rows_that_share_a_scale_are_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine runs the model, and its description says what the model does."""
+    from vllm.model_executor.models.llama import LlamaMLP
+
+    save("llama", tmp_path, dtype=torch.bfloat16)
+    config = TargetConfig(
+        model="tiny", directory=str(tmp_path), engine="vllm", device="cpu", dtype="bfloat16",
+        kv_cache_memory_bytes=2**24, enforce_eager=True,
+    )  # fmt: skip
+    assert build_engine(config, 1).info.row_coupling == 0
+    plain = LlamaMLP.forward
+
+    def quantised(block: Any, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.abs().mean() / 16  # Differs between any two sets of rows.
+        found: torch.Tensor = plain(block, (rows / scale).round() * scale)
+        return found
+
+    monkeypatch.setattr(LlamaMLP, "forward", quantised)
+    assert build_engine(config, 1).info.row_coupling > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
