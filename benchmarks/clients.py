@@ -66,7 +66,8 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
     return Completion(
         tuple(token_id for one in rounds for token_id in one.tokens.token_ids), started_s, seconds,
         metrics.num_rounds, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens,
-        [*accumulate(one.seconds for one in rounds)], finished.usage.prompt_tokens, rounds=rounds,
+        metrics.num_drafts, [*accumulate(one.seconds for one in rounds)],
+        finished.usage.prompt_tokens, rounds=rounds,
     )  # fmt: skip
 
 
@@ -130,8 +131,8 @@ class HttpClient(BenchClient):
             if not usage.get("completion_tokens") or not seconds:
                 raise Unavailable("the stream ended without tokens or without `usage`")
             return Completion(
-                (), started_s, seconds, int(told.get("num_spec_steps", 0)),
-                int(told.get("num_draft_tokens", 0)), int(told.get("num_accepted_draft_tokens", 0)),
+                (), started_s, seconds, 0, int(told.get("num_draft_tokens", 0)),
+                int(told.get("num_accepted_draft_tokens", 0)), int(told.get("num_spec_steps", 0)),
                 chunk_s, int(usage.get("prompt_tokens") or 0), int(usage["completion_tokens"]),
             )  # fmt: skip
 

@@ -57,8 +57,11 @@ class Completion:
     seconds: float
     """Time from sending the request to the end of the answer."""
     num_rounds: int = 0
+    """Unknown, and 0, for an answer by HTTP."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_drafts: int = 0
+    """Number of rounds with draft tokens."""
     chunk_s: Sequence[float] = ()
     """Seconds from sending the request to each chunk with tokens. Completions of a `LibraryProcess`
     have only the time to the first token."""

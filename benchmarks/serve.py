@@ -35,7 +35,7 @@ from outrider.settings import between, checked
 from .measurement import BenchClient, Completion, Progress, bench_request
 from .options import MaxTokens, PromptOptions, Temperature
 from .prompts import BenchPrompt
-from .report import Report
+from .report import Report, table
 
 GOALS = ("ttft", "tpot", "e2el")
 Goal = Annotated[
@@ -49,6 +49,11 @@ REQUESTS_MAX = 100_000
 ERRORS_SHOWN = 3
 STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
+}  # fmt: skip
+UNITS: Mapping[str, str] = {
+    "duration": "s", "request_throughput": "requests/s", "request_goodput": "requests/s",
+    "output_throughput": "tokens/s", "total_token_throughput": "tokens/s",
+    "spec_decode_acceptance_rate": "%", "spec_decode_acceptance_length": "tokens",
 }  # fmt: skip
 
 
@@ -130,6 +135,7 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
     began_s = clock()
     answers: list[Completion | str] = []
     prompts = [*options.load_prompts()]
+    num_requests = options.num_prompts or len(prompts)
     random.Random(0).shuffle(prompts)  # noqa: S311 (order, not secrecy)
     places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
     num_running = most_running = 0
@@ -148,12 +154,12 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
             except OutriderError as error:
                 answers.append(error.message)
             num_running -= 1
-        tell(f"{len(answers)} requests done, {num_running} running")
+        tell(f"{len(answers)} of {num_requests} requests done, {num_running} running")
 
     times = arrival_times(options.request_rate, options.burstiness)
     arrivals = zip(times, cycle(prompts), strict=False)
     async with asyncio.TaskGroup() as group:
-        for due_s, prompt in islice(arrivals, options.num_prompts or len(prompts)):
+        for due_s, prompt in islice(arrivals, num_requests):
             await asyncio.sleep(max(0.0, began_s + due_s - clock()))
             group.create_task(ask(prompt))
     return Load(clock() - began_s, most_running, answers)
@@ -161,11 +167,12 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
     """The figures, with vLLM's names and units; None = not measured. Rates do not count requests
-    that failed. `settings` are from `ServeOptions.settings`."""
+    that failed. As in vLLM, the acceptance length is 1 + accepted draft tokens / rounds with draft
+    tokens. `settings` are from `ServeOptions.settings`."""
     done = load.completed
     seconds = load.duration_s or math.inf
-    counted = "prompt_tokens num_tokens num_rounds num_draft_tokens num_accepted_draft_tokens"
-    inputs, outputs, steps, drafted, accepted = (
+    counted = "prompt_tokens num_tokens num_drafts num_draft_tokens num_accepted_draft_tokens"
+    inputs, outputs, drafts, drafted, accepted = (
         sum(getattr(one, name) for one in done) for name in counted.split()
     )
     goals = options.goals
@@ -181,8 +188,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_concurrent_requests": load.most_running,
         "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
-        "spec_decode_acceptance_length": 1 + accepted / steps if steps else None,
-        "spec_decode_num_drafts": steps,
+        "spec_decode_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "spec_decode_num_drafts": drafts,
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
     }
@@ -195,7 +202,21 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     failed = f"{load.errors.total()} of {len(load.answers)} requests failed: {reasons}"
     warnings = [f"warning: {failed}"] if reasons else []
     title = f"{settings['model_id']} by {settings['backend']}"
-    return Report({**settings, **figures}, Report.of(title, figures).shown, warnings)
+    rows = [
+        {
+            "figure": name.removesuffix("_ms").replace("_", " "),
+            "value": value,
+            "unit": unit_of(name),
+        }
+        for name, value in figures.items()
+        if value is not None
+    ]
+    return Report({**settings, **figures}, [table(title, rows)], warnings)
+
+
+def unit_of(name: str) -> str:
+    """The unit of a figure; empty for a number of things."""
+    return "ms" if name.endswith("_ms") else UNITS.get(name, "")
 
 
 def latencies(done: Completion) -> dict[str, float | None]:

@@ -147,21 +147,25 @@ class Metrics:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     mean_acceptance_length: float
+    """1 + accepted draft tokens / rounds with draft tokens, as in vLLM."""
     time_to_first_token_ms: float
     tokens_per_second: float
     """Completion tokens, divided by the time from the request's arrival to its last event."""
+    num_drafts: int = 0
+    """Number of rounds with draft tokens."""
 
     @classmethod
     def of(
         cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
     ) -> Self:
         """The metrics of a session with these counters."""
-        rounds, accepted = counters.num_rounds, counters.num_accepted_draft_tokens
+        drafts, accepted = counters.num_drafts, counters.num_accepted_draft_tokens
         return cls(
-            num_rounds=rounds, num_draft_tokens=counters.num_draft_tokens,
+            num_rounds=counters.num_rounds, num_draft_tokens=counters.num_draft_tokens,
             num_accepted_draft_tokens=accepted,
-            mean_acceptance_length=1 + accepted / max(1, rounds),
+            mean_acceptance_length=1 + accepted / max(1, drafts),
             time_to_first_token_ms=time_to_first_token_ms, tokens_per_second=tokens_per_second,
+            num_drafts=drafts,
         )  # fmt: skip
 
 

@@ -301,6 +301,7 @@ class SessionRun:
                 counters.num_rounds + 1,
                 counters.num_draft_tokens + num_drafted,
                 counters.num_accepted_draft_tokens + num_accepted,
+                counters.num_drafts + (num_drafted > 0),
             ),
             draft=self._draft.cache_state,
             target=self._target.cache_state,

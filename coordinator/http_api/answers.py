@@ -241,16 +241,17 @@ class Answer(EventStream):
         return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
 
     def _metrics(self) -> Json:
-        """Returns statistics of all choices together, under vLLM's names. Rounds without draft
-        tokens also count as steps. Accepted draft tokens after an EOS or stop string also count."""
+        """Returns statistics of all choices together, with vLLM's names and meanings. Only rounds
+        with draft tokens count as steps. Accepted draft tokens after an EOS or stop string also
+        count."""
         each = [one.finished.metrics for one in self._choices if one.finished]
-        num_rounds = sum(one.num_rounds for one in each)
+        num_drafts = sum(one.num_drafts for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
         proposed = sum(one.num_draft_tokens for one in each)
         found: Json = {
-            "mean_acceptance_length": 1 + accepted / max(1, num_rounds),
+            "mean_acceptance_length": 1 + accepted / max(1, num_drafts),
             "draft_acceptance_rate": accepted / max(1, proposed),
-            "num_spec_steps": num_rounds, "num_spec_tokens": self._num_draft_tokens,
+            "num_spec_steps": num_drafts, "num_spec_tokens": self._num_draft_tokens,
             "num_draft_tokens": proposed, "num_accepted_draft_tokens": accepted,
         }  # fmt: skip
         if self._asked.requests[0].include_rounds:
@@ -259,7 +260,7 @@ class Answer(EventStream):
                 for length in sorted({length for length, _ in self._rounds})
             }
             found["acceptance_histogram"] = [
-                sum(rounds[number] for rounds in by_length.values() if number < len(rounds))
+                sum(self._rounds[length, number] for length in by_length if length)
                 for number in range(self._num_draft_tokens + 1)
             ]
             found["acceptance_histogram_by_draft_length"] = {

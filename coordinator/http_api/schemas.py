@@ -24,7 +24,8 @@ class Usage(Schema):
 
 
 class SpeculativeDecoding(Schema):
-    """Statistics of drafting, for all choices together. `num_spec_steps` counts rounds."""
+    """Statistics of drafting, for all choices together. `num_spec_steps` counts the
+    rounds with draft tokens."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float

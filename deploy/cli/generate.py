@@ -138,9 +138,10 @@ def figures(completion: Completion) -> str:
     drafted = "no drafts proposed"
     if proposed := found.num_draft_tokens:
         drafted = f"acceptance {found.num_accepted_draft_tokens / proposed:.0%} of {proposed}"
+    per_round = 1 + found.num_accepted_draft_tokens / max(1, found.num_rounds)
     return (
         f"{completion.usage.completion_tokens} tokens, {found.tokens_per_second:.1f} tokens/s, "
-        f"{found.num_rounds} rounds, {drafted}, {found.mean_acceptance_length:.2f} tokens per "
+        f"{found.num_rounds} rounds, {drafted}, {per_round:.2f} tokens per "
         f"round ({completion.finish_reason})"
     )
 

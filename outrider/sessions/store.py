@@ -41,6 +41,8 @@ class Counters:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_drafts: int = 0
+    """Number of rounds with draft tokens."""
 
 
 NOTHING_COUNTED = Counters()

@@ -294,5 +294,7 @@ async def test_events_are_those_of_grpc(tmp_path: Path, prompt: str | list[int] 
     metrics = finished["metrics"]
     assert [one["index"] for one in rounds] == list(range(metrics["num_rounds"]))
     assert sum(len(one["proposed_token_ids"]) for one in rounds) == metrics["num_draft_tokens"]
+    drafts = sum(bool(one["proposed_token_ids"]) for one in rounds)
+    assert drafts == metrics["num_drafts"] < metrics["num_rounds"]
     accepted = sum(one["num_accepted"] for one in rounds)
     assert 0 < accepted == metrics["num_accepted_draft_tokens"] < metrics["num_draft_tokens"]

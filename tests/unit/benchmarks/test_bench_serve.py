@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_sides import ScriptedSide
-from command_lines import refusal, reported
+from command_lines import printed, refusal, reported
 from openai_server import OpenAiServer, Reply, serving
 from stack import VOCAB, running_stack, toy_text
 from toy_engine import ToyEngine
@@ -65,8 +66,11 @@ async def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_pa
 @pytest.mark.virtual
 async def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
     server = server_of()
-    load = await measure(ServeOptions(num_prompts=10, max_concurrency=3), server, print)
+    lines: list[str] = []
+    load = await measure(ServeOptions(num_prompts=10, max_concurrency=3), server, lines.append)
     assert server.most_running == 3
+    assert lines[0] == "1 of 10 requests done, 2 running"
+    assert lines[-1] == "10 of 10 requests done, 0 running"
     assert load.duration_s == pytest.approx(16.0)
 
 
@@ -83,7 +87,7 @@ async def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
 
 
 ANSWER = Completion(
-    (), 0.0, 2.5, num_rounds=4, num_draft_tokens=8, num_accepted_draft_tokens=6,
+    (), 0.0, 2.5, num_rounds=9, num_draft_tokens=8, num_accepted_draft_tokens=6, num_drafts=4,
     chunk_s=(0.5, 1.0, 2.5), prompt_tokens=10, counted_tokens=7,
 )  # fmt: skip
 ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
@@ -100,11 +104,25 @@ def test_the_figures_of_a_load() -> None:
         "total_token_throughput": 3.6, "mean_ttft_ms": 500.0,
         "mean_tpot_ms": 2000 / 6, "mean_itl_ms": 1000.0, "std_itl_ms": 500.0,
         "median_e2el_ms": 1550.0, "p99_e2el_ms": 2481.0, "spec_decode_acceptance_rate": 75.0,
-        "spec_decode_acceptance_length": 2.5,
+        "spec_decode_acceptance_length": 2.5, "spec_decode_num_drafts": 4,
     }  # fmt: skip
     assert {name: found.values[name] for name in expected} == pytest.approx(expected)
     assert (found.values["backend"], found.values["request_rate"]) == ("openai", "inf")
     assert found.warnings == ["warning: 1 of 3 requests failed: 1x no room"]
+    shown = [line.strip("│").split("│") for line in printed(*found.shown).splitlines()]
+    units = {cells[0].strip(): cells[2].strip() for cells in shown if len(cells) == 3}
+    some = ("duration", "mean ttft", "p99 itl", "output throughput", "request goodput", "failed")
+    assert [units[name] for name in some] == ["s", "ms", "ms", "tokens/s", "requests/s", ""]
+
+
+def test_rounds_without_drafts_count_in_no_acceptance_figure() -> None:
+    """In nine rounds, nothing was drafted."""
+    plain = replace(ANSWER, num_draft_tokens=0, num_accepted_draft_tokens=0, num_drafts=0)
+    options = ServeOptions()
+    found = report(options, options.settings("openai", "h:1", "m"), Load(5.0, 1, [plain]))
+    assert found.values["spec_decode_num_drafts"] == 0
+    assert found.values["spec_decode_acceptance_length"] is None
+    assert found.values["spec_decode_acceptance_rate"] is None
 
 
 def measured(
@@ -218,8 +236,9 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
     assert done + found["failed"] == 7
     assert done in (3, 4)
     assert found["total_output_tokens"] == 16 * done
-    rounds = found["spec_decode_num_drafts"]
-    assert found["spec_decode_accepted_tokens"] == 16 * done - rounds
-    assert found["spec_decode_acceptance_length"] == pytest.approx(16 * done / rounds, abs=1e-3)
+    # Each round commits one token more than it accepts. The first round of an answer has no draft.
+    drafts, accepted = found["spec_decode_num_drafts"], found["spec_decode_accepted_tokens"]
+    assert 0 < drafts <= 16 * done - accepted - done
+    assert found["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / drafts, abs=1e-3)
     assert found["max_concurrent_requests"] == 1
     assert f"warning: {7 - done} of 7 requests failed: {7 - done}x max_tokens: " in err

@@ -490,7 +490,7 @@ RECORD = replace(
     new_session(prompt_ids=PARAMETERS.prompt),
     parameters=PARAMETERS.to_json(),
     token_ids=(1, 2, 0, 1, 2),
-    counters=Counters(2, 4, 1),
+    counters=Counters(5, 4, 1, 2),
     logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[-Infinity,[]]\n",
 )
 

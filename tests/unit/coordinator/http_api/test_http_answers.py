@@ -43,7 +43,7 @@ def tokens(
 
 def finished(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> request.Finished:
     return request.Finished(
-        reason, request.Usage(5, 4), request.Metrics(2, 6, 2, 2.0, 1.0, 1.0), stop
+        reason, request.Usage(5, 4), request.Metrics(5, 6, 2, 2.0, 1.0, 1.0, 2), stop
     )
 
 
@@ -171,7 +171,7 @@ def test_histograms_where_they_are_asked_for() -> None:
     ]
     events: list[tuple[int, request.Event]] = [ONE[0], *rounds, ONE[-1]]
     told = whole(events, speculation={"histograms": True})["metrics"]["speculative_decoding"]
-    assert told["acceptance_histogram"] == [1, 2, 0, 0, 1]
+    assert told["acceptance_histogram"] == [0, 2, 0, 0, 1]
     assert told["acceptance_histogram_by_draft_length"] == {
         "0": [1], "2": [0, 1, 0], "4": [0, 1, 0, 0, 1]
     }  # fmt: skip
@@ -267,8 +267,9 @@ def test_native_events_have_all_that_happened() -> None:
         "usage": {"prompt_tokens": 5, "completion_tokens": 4}, "stop_string": None,
         "stop_token_id": None,
         "metrics": {
-            "num_rounds": 2, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
+            "num_rounds": 5, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
             "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0, "tokens_per_second": 1.0,
+            "num_drafts": 2,
         },
     }  # fmt: skip
     found = told(native, tokens(0, [1], "", [PositionLogprobs(-1.5, ((4, -0.5), (9, NOTHING)))]))
