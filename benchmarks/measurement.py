@@ -1,12 +1,14 @@
 """Measures several *sides*, such as plain and speculative decoding, on the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns. In a
-turn, a side decodes one prompt or half of the prompts (`_blocks`). When every side has had a turn,
-the order of the sides is reversed."""
+turn, a side decodes one prompt, or several at a time (`_blocks`). When every side has had a turn,
+the order of the sides is reversed. The turns of all sides with the same prompts are one
+*repetition*. No side decodes a prompt twice, because drafters may copy from earlier answers."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,9 +23,12 @@ from outrider.request import GenerateRequest, Prompt, RoundReport, Tokens
 from outrider.speculation.sampling_params import SamplingParams
 
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
+from .rates import Work
 
 WARM_UP_TOKENS_MAX = 32
 WARM_UP_REPETITIONS = 5
+WAVES_MIN = 2
+"""Least number of prompts of a turn for each request that runs at a time."""
 
 Progress = Callable[[str], None]
 
@@ -119,29 +124,41 @@ class Contestant:
     request: GenerateRequest
     """A request without text. `ask` adds the text and seed of each prompt."""
     concurrency: int
+    is_warm: bool = False
+    """Whether the client has decoded before, so that it needs no warm-up."""
 
     def ask(self, prompt: BenchPrompt, index: int) -> GenerateRequest:
-        """The request for prompt number `index`. Numbers of warm-up prompts are negative."""
-        seed = ((self.request.seed or 0) + index) & SEED_MAX
+        """The request for prompt number `index`. Numbers of warm-up prompts are negative. Without a
+        seed in `request`, the server chooses each seed."""
+        first = self.request.seed
+        seed = None if first is None else (first + index) & SEED_MAX
         return replace(self.request, prompt=prompt.text, seed=seed)
 
-    async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
+    async def decode(
+        self, prompts: Sequence[BenchPrompt], block: Sequence[int]
+    ) -> tuple[list[Completion], Work]:
+        """Returns the completions of a turn, and their tokens and wall time."""
         requests = [self.ask(prompts[index], index) for index in block]
         found = await self.client.generate_all(requests, self.concurrency)
         end = max(one.started_s + one.seconds for one in found)
-        return SideResult(tuple(found), end - min(one.started_s for one in found))
+        seconds = end - min(one.started_s for one in found)
+        return found, Work(sum(one.num_tokens for one in found), seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class SideResult:
-    """The completions of a side, in the order of the prompts."""
-
     completions: tuple[Completion, ...]
-    seconds: float
+    """In the order of the prompts."""
+    turns: tuple[Work, ...]
+    """Tokens and wall time of each turn."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(completion.num_tokens for completion in self.completions)
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def seconds(self) -> float:
+        return sum(turn.seconds for turn in self.turns)
 
     @property
     def tokens_per_second(self) -> float:
@@ -151,14 +168,24 @@ class SideResult:
 async def measure(
     prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress,
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False, rest_s: float = 0.0,
+    ends_s: float = math.inf,
 ) -> dict[str, SideResult]:  # fmt: skip
     """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
-    turn. If a side fails, calls `drops`. If `drops` returns True, continues without the side."""
+    turn. If a side fails, calls `drops`. If `drops` returns True, continues without the side.
+
+    Begins no further repetition that would probably end after the time `ends_s` of the event loop.
+    It is expected to take as long as the longest one so far. The first repetition always runs."""
+    clock = asyncio.get_running_loop().time
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
-    seconds = dict.fromkeys(sides, 0.0)
+    turns: dict[str, list[Work]] = {side: [] for side in sides}
     blocks = _blocks(len(prompts), max(c.concurrency for c in contestants))
+    longest_s = 0.0
     for number, block in enumerate([range(0), *blocks]):
+        began_s = clock()
+        if block and began_s + longest_s > ends_s and number > 1:
+            progress(f"the time is up after {number - 1} of {len(blocks)} repetitions")
+            break
         where = "warming up"
         if block:
             where = f"prompt {block[-1] + 1} of {len(prompts)}: {prompts[block[-1]].category}"
@@ -169,16 +196,17 @@ async def measure(
                     await _warm_up(sides[side])
                     continue
                 await asyncio.sleep(rest_s)
-                result = await sides[side].decode(prompts, block)
+                completions, work = await sides[side].decode(prompts, block)
             except OutriderError as error:
                 if not drops(side, error):
                     raise
                 del found[side]
                 continue
-            found[side] |= zip(block, result.completions, strict=True)
-            seconds[side] += result.seconds
+            found[side] |= zip(block, completions, strict=True)
+            turns[side].append(work)
+        longest_s = max(longest_s, clock() - began_s) if block else 0.0
     return {
-        side: SideResult(tuple(done[i] for i in range(len(prompts))), seconds[side])
+        side: SideResult(tuple(done[i] for i in sorted(done)), tuple(turns[side]))
         for side, done in found.items()
     }
 
@@ -186,6 +214,8 @@ async def measure(
 async def _warm_up(contestant: Contestant) -> None:
     """Decodes the warm-up prompts. Their seeds differ from those of measured prompts: `suffix` does
     not add an answer to its history if an earlier session had the same seed."""
+    if contestant.is_warm:
+        return
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         request = contestant.ask(prompt, -index)
         short = min(WARM_UP_TOKENS_MAX, request.max_tokens or WARM_UP_TOKENS_MAX)
@@ -195,10 +225,12 @@ async def _warm_up(contestant: Contestant) -> None:
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
 
-    With several requests at a time, there are two turns, each with every second prompt. At the end
-    of each turn, fewer than `concurrency` requests run, so more turns would mean less load. With a
-    single turn, all sides except the first could use prefixes that another side cached."""
-    num_turns = num_prompts if concurrency == 1 else min(2, num_prompts)
+    With several requests at a time, each of the n turns has every n-th prompt. At the end of each
+    turn, fewer than `concurrency` requests run, so more turns would mean less load. With a single
+    turn, all sides except the first could use prefixes that another side cached."""
+    num_turns = num_prompts
+    if concurrency > 1:
+        num_turns = min(num_prompts, max(2, num_prompts // (WAVES_MIN * concurrency)))
     return [range(turn, num_prompts, num_turns) for turn in range(num_turns)]
 
 

@@ -64,7 +64,10 @@ class DecodingOptions(PromptOptions):
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
         """A request with drafts. `Contestant.ask` adds each prompt to it. K is the option
-        `num_draft_tokens`, or the argument if this is unset. Raises `SettingError` if K is 0."""
+        `num_draft_tokens`, or the argument if this is unset. Raises `SettingError` if K is 0.
+
+        Under the rules token and block, the request has no seed: a session that repeats the seed of
+        another session, such as that of another side, would have a constant K."""
         from .measurement import bench_request
 
         bound = self.num_draft_tokens or num_draft_tokens
@@ -73,8 +76,9 @@ class DecodingOptions(PromptOptions):
                 "num_draft_tokens", "0 decodes without drafts, so there is nothing to compare"
             )
         rule = Rule(self.rule) if temperature else Rule.GREEDY
+        seed = 0 if rule.absolute_noise else None
         return bench_request(
-            "", self.max_tokens, temperature, rule=rule, seed=0, num_draft_tokens=bound
+            "", self.max_tokens, temperature, rule=rule, seed=seed, num_draft_tokens=bound
         )
 
 

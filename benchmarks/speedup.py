@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from outrider.config import TargetConfig
@@ -16,6 +15,7 @@ from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, Temperature
 from .prompts import BenchPrompt
+from .rates import LEVEL, Work, ratio_of_rates
 from .report import Report, table
 
 PLAIN = "plain"
@@ -35,7 +35,7 @@ class SpeedupOptions(DecodingOptions):
     temperature: Temperature = 0.0
     """0 = greedy."""
     concurrency: Concurrency = 1
-    """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s."""
+    """Requests at a time. Above 1, a repetition decodes several prompts."""
     no_reference: bool = False
     """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
@@ -50,6 +50,8 @@ class Subject:
     dtype: str
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
+    bit_equal_rows: bool | None = None
+    """Whether all targets report bit-equal rows. None = the targets cannot be asked."""
     target: TargetConfig | None
     """The references and the systems of `bench peers` load the target's model with this
     configuration. None = the target's files are not on this machine."""
@@ -58,6 +60,7 @@ class Subject:
         """Fields of the JSON report that describe the deployment and the decoding."""
         return {
             "model": self.model, "draft_model": self.draft_model, "dtype": self.dtype,
+            "bit_equal_rows": self.bit_equal_rows,
             "threads": self.target and self.target.num_threads,
             "num_draft_tokens": drafted.num_draft_tokens, "max_tokens": drafted.max_tokens,
         }  # fmt: skip
@@ -83,16 +86,16 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
     setup = subject.setup(drafted) | {
         "temperature": options.temperature, "rule": drafted.rule, "concurrency": concurrency,
     }  # fmt: skip
-    return report(setup | compared(prompts, results, concurrency > 1))
+    return report(setup | compared(prompts, results, drafted.seed is not None))
 
 
 def compared(
-    prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
+    prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], is_fixed: bool
 ) -> dict[str, Any]:
     plain, fast = results[PLAIN], results[SPECULATIVE]
-    found = _compare(plain, fast, several)
+    found = _compare(plain, fast, is_fixed)
     found["categories"] = {
-        name: _compare(_part(plain, prompts, name), _part(fast, prompts, name), several)
+        name: _compare(_part(plain, prompts, name), _part(fast, prompts, name), is_fixed)
         for name in dict.fromkeys(prompt.category for prompt in prompts)
     }
     for name, key, _ in REFERENCES:
@@ -101,40 +104,40 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """A side's completions of one category. `seconds` is the sum of the times of requests, because
-    requests of several categories may run at the same time."""
+    """A side's completions of one category. Each one counts as a repetition with the time of its
+    request, because requests of several categories may run at the same time."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
-    return SideResult(done, sum(one.seconds for one in done))
+    return SideResult(done, tuple(Work(one.num_tokens, one.seconds) for one in done))
 
 
-def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
-    """Compares sides that decoded the same prompts. A rate is the number of tokens, divided by the
-    wall time including prefill. If `several` requests ran at a time, `speedup` is the ratio of the
-    total rates. Otherwise it is the median of the prompts' ratios. `num_identical` counts answers
-    with the same tokens on both sides. At temperature 0, two answers should begin to differ only
-    where two tokens are almost equally likely."""
-    pairs = list(zip(plain.completions, fast.completions, strict=True))
-    speedup = fast.tokens_per_second / plain.tokens_per_second
-    if not several:
-        speedup = median(one.tokens_per_second / slow.tokens_per_second for slow, one in pairs)
+def _compare(plain: SideResult, fast: SideResult, is_fixed: bool) -> dict[str, Any]:
+    """Compares sides that decoded the same prompts. A rate is the number of all tokens, divided by
+    the wall time including prefill. `speedup` is the ratio of the two rates, and `speedup_interval`
+    its interval over the repetitions (`ratio_of_rates`); both are None if nothing was drafted.
+    `num_identical` counts answers with the same tokens on both sides. It is None unless the tokens
+    are fixed by the prompt and the seed, which they are not under the rules token and block."""
     drafted, accepted, num_rounds = (
         sum(getattr(one, name) for one in fast.completions)
         for name in ("num_draft_tokens", "num_accepted_draft_tokens", "num_rounds")
     )
+    speedup, interval = ratio_of_rates(fast.turns, plain.turns) if drafted else (None, None)
+    pairs = list(zip(plain.completions, fast.completions, strict=True))
+    num_identical = sum(slow.token_ids == one.token_ids for slow, one in pairs)
     return {
         "num_prompts": len(pairs),
+        "repetitions": len(fast.turns),
         "speedup": speedup,
+        "speedup_interval": interval,
         "plain_tokens_per_second": plain.tokens_per_second,
         "speculative_tokens_per_second": fast.tokens_per_second,
         "acceptance_rate": accepted / drafted if drafted else None,
         "tokens_per_round": fast.num_tokens / num_rounds,
-        "num_identical": sum(slow.token_ids == one.token_ids for slow, one in pairs),
+        "num_identical": num_identical if is_fixed else None,
     }
 
 
 def report(values: Mapping[str, Any]) -> Report:
-    several = values["concurrency"] > 1
     title = (
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, temperature {temperature:g},"
         " rule {rule}, {concurrency} at a time".format(**values)
@@ -157,8 +160,39 @@ def report(values: Mapping[str, Any]) -> Report:
             warnings.append(
                 f"warning: {line}; below {PLAIN_SHARE_MIN:.2f}x, the speed-up is exaggerated"
             )
-    over = "in total" if several else "in the median over the prompts"
-    shown.append(
-        f"speculative decoding runs at {values['speedup']:.2f}x the speed of plain decoding, {over}"
+    if values["num_identical"] is not None:
+        shown.append(_about_identical(values))
+    return Report(values, [*shown, headline(values)], warnings)
+
+
+def _about_identical(values: Mapping[str, Any]) -> str:
+    """Says how many answers are identical, and how many should be."""
+    count = "{num_identical} of {num_prompts} answers have the same tokens".format(**values)
+    if values["bit_equal_rows"]:
+        why = "all should, because the target's rows are bit-equal (`outrider status`)"
+    elif values["bit_equal_rows"] is None:
+        why = "all should if `outrider status` shows bit-equal rows for the target"
+    else:
+        why = (
+            "others may differ where two tokens are almost equally likely, because the target's "
+            "rows are not bit-equal (`outrider status`). They are with fused CPU kernels "
+            "(`outrider collect-env`: cpu_kernels) or with --deterministic"
+        )
+    return f"{count} with and without drafts; {why}"
+
+
+def headline(values: Mapping[str, Any]) -> str:
+    """One sentence about the speed-up of all prompts."""
+    speedup, interval = values["speedup"], values["speedup_interval"]
+    if speedup is None:
+        return "no drafts were proposed, so both sides decoded plainly"
+    ratio = f"speculative decoding runs at {speedup:.2f}x the speed of plain decoding"
+    if interval is None:
+        return f"{ratio}; one repetition gives no interval"
+    low, high = interval
+    known = (
+        f"{LEVEL:.0%} interval {low:.2f}x to {high:.2f}x over {values['repetitions']} repetitions"
     )
-    return Report(values, shown, warnings)
+    if low <= 1.0 <= high:
+        return f"no measurable difference between speculative and plain decoding ({known})"
+    return f"{ratio} ({known})"

@@ -28,6 +28,7 @@ from . import options as cli
 from .command import Arguments, Command, Group, json_option
 from .options import Connection, connected
 from .output import note, progress, tell
+from .serve import ask_replica
 
 if TYPE_CHECKING:
     from benchmarks.measurement import BenchClient
@@ -93,7 +94,8 @@ def _load(name: str) -> Command:
 
 async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Any:
     async with connected(arguments) as connection, connection.client() as client:
-        return await module.run(options, _subject(connection, client, options.raw), progress)
+        subject = await _described(connection, _subject(connection, client, options.raw))
+        return await module.run(options, subject, progress)
 
 
 async def _peers(module: Any, options: PeersOptions, arguments: Arguments) -> Any:
@@ -145,6 +147,18 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
         dtype=target.dtype if settings else "unknown", num_draft_tokens=int(num_draft_tokens),
         target=replace(target, directory=directory, num_threads=num_threads) if directory else None,
     )  # fmt: skip
+
+
+async def _described(connection: Connection, subject: Subject) -> Subject:
+    """Adds what the targets say of themselves, if this command can call them."""
+    internal = str(connection.settings.get("internal_tls_dir") or "")
+    asked = [ask_replica("target", one, "", None, internal) for one in connection.target_addresses]
+    facts = await asyncio.gather(*asked)
+    if not facts or any(one["error"] for one in facts):
+        return subject
+    numerics = {one["numerics"] for one in facts}
+    is_equal = len(numerics) == 1 and "" not in numerics
+    return replace(subject, dtype=facts[0]["dtype"], bit_equal_rows=is_equal)
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:

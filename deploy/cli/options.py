@@ -238,6 +238,8 @@ class Connection:
     api_key: str = field(default="", repr=False)
     trust: Trust | None = field(default=None, repr=False)
     """None = no TLS."""
+    target_addresses: tuple[str, ...] = ()
+    """HOST:PORT of each target; empty with `--server`."""
     find: Callable[[], str] | None = None
     """Returns the coordinators' current addresses; None = the addresses do not change."""
 
@@ -334,6 +336,7 @@ def _connection(
     return Connection(
         record.grpc_address, record.target_directory, record.tokenizer_directory, record.settings,
         api_key=api_key, trust=caller_trust_of(arguments, record.settings), find=find,
+        target_addresses=tuple(record.target_addresses),
     )  # fmt: skip
 
 

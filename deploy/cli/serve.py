@@ -305,7 +305,7 @@ async def _status(arguments: Arguments) -> Facts:
     if arguments.server:
         address = options.checked_address(arguments.server)
         trust = options.caller_trust_of(arguments, {})
-        one = await _ask("coordinator", address, key, trust)
+        one = await ask_replica("coordinator", address, key, trust)
         # If a coordinator serves but refuses this caller, `serving` is True and `error` is set.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
@@ -323,7 +323,7 @@ async def _status(arguments: Arguments) -> Facts:
     }  # fmt: skip
     shown = key or local_state.local_key(state)
     asked = [
-        asyncio.gather(*(_ask(role, one, shown, trust, internal) for one in those))
+        asyncio.gather(*(ask_replica(role, one, shown, trust, internal) for one in those))
         for role, those in addresses.items()
     ]
     registry, answers = await asyncio.gather(ask_registry(record), asyncio.gather(*asked))
@@ -381,7 +381,7 @@ async def ask_registry(record: DeploymentRecord) -> InRegistry:
     return InRegistry(known, tuple(one for one in waiting if one.names or one.expected))
 
 
-async def _ask(
+async def ask_replica(
     role: Role, address: str, key: str, trust: Trust | None, internal: str = ""
 ) -> Facts:
     """Asks a replica to describe itself. Calls targets and drafts with the coordinator's TLS

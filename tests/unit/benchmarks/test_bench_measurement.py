@@ -58,6 +58,7 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
         assert [len(done.token_ids) for done in result.completions] == [10, 11, 12, 13, 14]
         # There are two turns, of 3 and of 2 prompts that run at the same time.
         assert result.seconds == 18.0
+        assert [turn.num_tokens for turn in result.turns] == [36, 24]
     log = [(text, kind) for text, kind in side.log if text[0] == "p"]
     assert [kind for _, kind in log] == ["plain"] * 3 + ["drafted"] * 5 + ["plain"] * 2
     assert [text for text, _ in log] == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2

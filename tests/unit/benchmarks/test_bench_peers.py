@@ -14,6 +14,7 @@ from benchmarks import libraries, peers
 from benchmarks.libraries import Library
 from benchmarks.measurement import Completion, SideResult
 from benchmarks.peers import PeersOptions, level_of, report, run
+from benchmarks.rates import Work
 from benchmarks.speedup import Subject
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
@@ -28,7 +29,7 @@ def result(*pairs: tuple[int, float]) -> SideResult:
         Completion(tuple(range(number)), 0.0, seconds, number, chunk_s=(seconds / 10,))
         for number, seconds in pairs
     )
-    return SideResult(completions, sum(seconds for _, seconds in pairs))
+    return SideResult(completions, tuple(Work(*pair) for pair in pairs))
 
 
 OURS = {

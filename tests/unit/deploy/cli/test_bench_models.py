@@ -61,6 +61,32 @@ def test_of_a_server_elsewhere_nothing_is_known(
     assert "Stop it" not in shown
 
 
+@pytest.mark.parametrize(
+    ("numerics", "error", "expected"),
+    [
+        (("a", "a"), None, True), (("a", "b"), None, False), (("", ""), None, False),
+        (("a",), "no answer", None), ((), None, None),
+    ],
+)  # fmt: skip
+async def test_targets_are_asked_whether_their_rows_are_bit_equal(
+    numerics: tuple[str, ...], error: str | None, expected: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All targets must compute equal logits. If one cannot be asked, nothing is known."""
+
+    async def ask(role: str, address: str, key: str, trust: object, tls: str) -> dict[str, Any]:
+        assert (role, key, trust, tls) == ("target", "", None, "/tls")
+        return {"numerics": numerics[int(address)], "dtype": "float32", "error": error}
+
+    monkeypatch.setattr(bench, "ask_replica", ask)
+    addresses = tuple(str(index) for index in range(len(numerics)))
+    settings = {"model": "m", "internal_tls_dir": "/tls"}
+    connection = Connection("127.0.0.1:1", "x", settings=settings, target_addresses=addresses)
+    found = await bench._described(connection, subject())
+    assert found.bit_equal_rows is expected
+    assert found.dtype == ("auto" if expected is None else "float32")
+
+
 async def test_both_sides_are_different_tenants_in_each_temporary_deployment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
