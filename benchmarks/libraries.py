@@ -1,7 +1,8 @@
 """Other inference libraries, and the target's engine alone, for comparison in benchmarks.
 
 `make peers` installs each library in a virtual environment of its own. A *sweep* measures a few
-settings of a library, and stores the fastest in a file in the library's environment."""
+settings of a library, and stores the fastest in a file in the library's environment. Without a
+sweep, a library has the first of these settings."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from .prompts import WARM_UP_PROMPTS, BenchPrompt, encoder, read_prompts, select
 
 STAMP = "installed"
 """`make peers` creates this file in a library's environment when the installation has ended."""
+SETTINGS = "settings.json"
 PLAIN = "plain"
 SWEEP_TOKENS = 48
 SWEEP_PROMPTS = 6
@@ -33,6 +35,9 @@ SPARE_TOKENS = 16
 """Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
 """A context is a multiple of this number of tokens, because some caches hold only whole blocks."""
+
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Keys of `torch.cpu.get_capabilities`, on x86-64 and on Arm."""
 
 Setting = Mapping[str, Any]
 """Options of a library's class in `library_process`."""
@@ -45,7 +50,8 @@ class TargetInputs:
     setup: Mapping[str, Any]
     """The first message to each library's process: `context_tokens` (length of the context),
     `batch` (number of prompts at a time), `directory` (of the target's safetensors), `target` (the
-    target's settings), and `gguf` (file with the same weights in float16; empty = none)."""
+    target's settings), `precision` (dtype in which peers compute), and `gguf` (file with the same
+    weights in float16; empty = none)."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Token ids of each prompt, by the prompt's text."""
@@ -72,9 +78,24 @@ class TargetInputs:
             "gguf": gguf, "batch": batch, "directory": target.directory,
             "context_tokens": -(-context // CONTEXT_STEP) * CONTEXT_STEP,
             "target": {name: getattr(target, name) for name in shared},
+            "precision": precision_of(target.dtype, target.device),
         }  # fmt: skip
         eos = stated_eos_token_ids(directory, load_tokenizer(directory))
         return cls(setup=setup, eos_token_ids=eos, token_ids=token_ids, environments=environments)
+
+
+def precision_of(dtype: str, device: str) -> str:
+    """The dtype in which peers compute, if the target has this `dtype`. On a processor without
+    instructions for bfloat16, this is float32: some libraries refuse bfloat16 there, and others
+    emulate it, which is slower."""
+    import torch
+
+    is_half = dtype in ("auto", "bfloat16")
+    if is_half and (device == "cpu" or not torch.cuda.is_available()):
+        capabilities = torch.cpu.get_capabilities()
+        if not any(capabilities.get(name) for name in BFLOAT16_INSTRUCTIONS):
+            return "float32"
+    return "bfloat16" if is_half else dtype
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:
@@ -90,11 +111,12 @@ class Library:
     """Whether the library runs in Outrider's environment. It then decodes one request at a time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = ({},)
-    """Settings that a sweep tries for plain decoding."""
+    """Settings that a sweep tries for plain decoding. The first is the default."""
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode, added to the fastest of `bindings`."""
+    """Settings that a sweep tries for the speculative mode, added to the fastest of `bindings`. The
+    first is the default."""
     preloads: tuple[str, ...] = ()
     """Shared objects that the library's manual asks to preload: names of files in the virtual
     environment, or names for the system's linker."""
@@ -188,22 +210,35 @@ class LibraryProcess(Process, BenchClient):
         ]  # fmt: skip
 
 
-async def fastest_settings(
-    library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
-) -> dict[str, Setting]:
-    """Returns the fastest setting of each mode. Returns stored settings if their sweep had the same
-    model and number of threads. Otherwise, or if `again`, runs a sweep. Omits the speculative mode
-    if none of its settings works. Raises `Unavailable` if plain decoding does not work."""
-    if library.is_ours:
-        return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
-    path = inputs.environments / library.name / "settings.json"
-    setup = inputs.setup
-    # Older versions of this code wrote another format, in which `of` never equals `key`.
-    key = {"directory": setup["directory"], "num_threads": setup["target"]["num_threads"]}
-    if not again and path.exists():
+def known_settings(library: Library, inputs: TargetInputs) -> dict[str, Setting]:
+    """Returns a setting for each mode: the stored one if it is from a sweep with the same model,
+    number of threads and precision, otherwise the default."""
+    path = inputs.environments / library.name / SETTINGS
+    if not library.is_ours and path.exists():
         kept = json.loads(path.read_text("utf-8"))
-        if kept["of"] == key:
+        # Older versions of this code wrote another format, in which `of` differs.
+        if kept["of"] == _swept(inputs):
             return dict(kept["settings"])
+    found = {PLAIN: library.bindings[0]}
+    if library.speculative:
+        found[library.speculative] = {**library.bindings[0], **library.drafting[0]}
+    return found
+
+
+def _swept(inputs: TargetInputs) -> Mapping[str, Any]:
+    """What a sweep depends on."""
+    setup = inputs.setup
+    return {
+        "directory": setup["directory"], "precision": setup["precision"],
+        "num_threads": setup["target"]["num_threads"],
+    }  # fmt: skip
+
+
+async def fastest_settings(
+    library: Library, inputs: TargetInputs, progress: Progress
+) -> dict[str, Setting]:
+    """Runs a sweep. Stores and returns the fastest setting of each mode. Omits the speculative mode
+    if none of its settings works. Raises `Unavailable` if plain decoding does not work."""
     found: dict[str, Setting] = {}
     for mode, settings in ((PLAIN, library.bindings), (library.speculative, library.drafting)):
         by_rate: dict[float, Setting] = {}
@@ -220,7 +255,8 @@ async def fastest_settings(
             found[mode] = by_rate[max(by_rate)]
         elif mode == PLAIN:
             raise Unavailable(failure)
-    path.write_text(json.dumps({"of": key, "settings": found}), encoding="utf-8")
+    kept = {"of": _swept(inputs), "settings": found}
+    (inputs.environments / library.name / SETTINGS).write_text(json.dumps(kept), encoding="utf-8")
     return found
 
 

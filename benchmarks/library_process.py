@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 CACHE_GIB = 1
+OPENVINO_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f32"}
 
 Emit = Callable[[int, list[int]], None]
 """Called with the index of a prompt and new tokens of its answer."""
@@ -47,9 +48,9 @@ class Vllm:
         from vllm import LLM
 
         self._engine = LLM(
-            model=setup["directory"], dtype="bfloat16", max_model_len=setup["context_tokens"],
-            max_num_seqs=setup["batch"], kv_cache_memory_bytes=CACHE_GIB * 2**30,
-            enable_prefix_caching=False, **options,
+            model=setup["directory"], dtype=setup["precision"],
+            max_model_len=setup["context_tokens"], max_num_seqs=setup["batch"],
+            kv_cache_memory_bytes=CACHE_GIB * 2**30, enable_prefix_caching=False, **options,
         ).llm_engine  # fmt: skip
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
@@ -84,8 +85,9 @@ class OpenVino:
         scheduler.cache_size = CACHE_GIB
         scheduler.max_num_seqs = setup["batch"]
         properties = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            # Without instructions for bfloat16, the attention takes a cache in float32 only.
+            "INFERENCE_PRECISION_HINT": OPENVINO_TYPES[setup["precision"]],
+            "KV_CACHE_PRECISION": OPENVINO_TYPES[setup["precision"]],
             "INFERENCE_NUM_THREADS": setup["target"]["num_threads"],
         }
         if self._drafting:
@@ -194,7 +196,8 @@ class Transformers:
         from outrider.models.loading import load_model
 
         self._options = setup["options"]
-        self._module: Any = load_model(Path(setup["directory"]), **setup["target"])[0]
+        options = setup["target"] | {"dtype": setup["precision"]}
+        self._module: Any = load_model(Path(setup["directory"]), **options)[0]
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         import torch

@@ -1,21 +1,22 @@
 """`outrider bench peers`: compares Outrider with other inference systems. All systems get the same
 weights, prompts and threads. Each system has two *sides*, plain and speculative decoding. Each side
-runs at each temperature and concurrency."""
+runs at each *level*, which is a temperature and a number of requests at a time."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.models.sources import cache_dir, gguf_file
-from outrider.settings import checked
+from outrider.settings import between, checked
 
 from . import libraries
-from .libraries import PEERS, PLAIN, TRANSFORMERS, LibraryProcess, TargetInputs
+from .libraries import PEERS, PLAIN, TRANSFORMERS, Library, LibraryProcess, Setting, TargetInputs
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
@@ -50,83 +51,170 @@ class PeersOptions(DecodingOptions):
     """Systems to compare with."""
     environments: Path = Path(".venv/peers")
     """Folder in which `make peers` has installed the systems."""
+    minutes: Annotated[float, between(1, 600)] = 20.0
+    """Time for all loading and measuring. The time that is left is divided equally among the levels
+    (a temperature and a concurrency) that are left. A level ends before `--num-prompts` if another
+    repetition would take too long, judged by the repetitions before. Each level has at least one
+    repetition. The time of `--sweep` is not included."""
     sweep: bool = False
-    """Search again for the fastest settings of each system, instead of using stored settings."""
+    """First search for the fastest settings of each system, and store them. Without this, a system
+    has its stored settings, or default settings."""
+
+
+class TimeLeft:
+    """Divides the time of the benchmark among its levels. Times are in seconds of the event loop's
+    clock."""
+
+    def __init__(self, seconds: float, num_levels: int) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._ends_s = self._now() + seconds
+        self._num_levels = num_levels
+
+    def extend(self, seconds: float) -> None:
+        self._ends_s += seconds
+
+    def next_level(self) -> float:
+        """The time at which the next level should end."""
+        now_s = self._now()
+        share_s = (self._ends_s - now_s) / self._num_levels
+        self._num_levels -= 1
+        return now_s + share_s
+
+
+class PeerSides:
+    """The sides of the peers that work, and the reasons why others are missing."""
+
+    def __init__(self, options: PeersOptions, progress: Progress, left: TimeLeft) -> None:
+        self.clients: dict[str, BenchClient] = {}
+        self.settings: dict[str, Setting] = {}
+        """Options of each library, by side."""
+        self.missing: dict[str, str] = {}
+        self.precision = ""
+        """The dtype in which the peers compute."""
+        self.warm: set[str] = set()
+        """The sides that have been measured at an earlier level."""
+        self._options, self._progress, self._left = options, progress, left
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Notes that a peer or a side is missing, and says so at once."""
+        self.missing[name] = why
+        self._progress(f"warning: {name} is left out: {' '.join(why.split())}")
+
+    def drop(self, side: str, error: OutriderError) -> bool:
+        """Leaves out a side that has failed. Returns False if the side is not a peer's."""
+        if self.clients.pop(side, None) is None:
+            return False
+        self.leave_out(side, f"it failed: {error.message}")
+        return True
+
+    def contestants(self, undrafted: Any, concurrency: int) -> list[Contestant]:
+        """The peers that can run so many requests at a time."""
+        return [
+            Contestant(side, client, undrafted, concurrency, is_warm=side in self.warm)
+            for side, client in self.clients.items()
+            if concurrency == 1 or not side.startswith(TRANSFORMERS.name)
+        ]
+
+    async def start(
+        self, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack
+    ) -> None:
+        """Starts the peers. `stack` ends their processes."""
+        if subject.target is None:
+            raise SettingError(
+                "server", "has a target whose files are not on this machine; peers read these files"
+            )
+        options = self._options
+        asked = [peer for peer in PEERS if peer.name in options.peers]
+        gguf = gguf_file(subject.model)
+        ready = [peer for peer in asked if self._is_ready(peer, gguf is not None)]
+        inputs = TargetInputs.load(
+            subject.target, prompts, options, batch=max(options.concurrency),
+            gguf=str(libraries.bfloat16_gguf(gguf, cache_dir())) if gguf else "",
+            environments=options.environments,
+        )  # fmt: skip
+        self.precision = inputs.setup["precision"]
+        for peer in ready:
+            try:
+                found = await self._settings_of(peer, inputs)
+            except (ConfigError, Unavailable) as error:
+                self.leave_out(peer.name, error.message)
+                continue
+            for mode, setting in found.items():
+                side, process = f"{peer.name} {mode}", LibraryProcess(peer, setting, inputs)
+                self._progress(f"loading the model: {side}")
+                try:
+                    self.clients[side] = await stack.enter_async_context(process)
+                    self.settings[side] = setting
+                except (ConfigError, Unavailable) as error:
+                    self.leave_out(peer.name if mode == PLAIN else side, error.message)
+                    break
+
+    def _is_ready(self, peer: Library, has_gguf: bool) -> bool:
+        stamp = self._options.environments / peer.name / libraries.STAMP
+        if not (peer.is_ours or stamp.exists()):
+            self.leave_out(peer.name, "not installed; `make peers` installs it")
+        elif peer.needs_gguf and not has_gguf:
+            self.leave_out(peer.name, "the target does not come from a GGUF file")
+        else:
+            return True
+        return False
+
+    async def _settings_of(self, peer: Library, inputs: TargetInputs) -> dict[str, Setting]:
+        if not self._options.sweep or peer.is_ours:
+            return libraries.known_settings(peer, inputs)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        try:
+            return await libraries.fastest_settings(peer, inputs, self._progress)
+        finally:
+            self._left.extend(clock() - began_s)
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
     """Measures Outrider and its peers. Calls `start_subjects` for each temperature and concurrency,
     because a new deployment has no prompts or answers cached."""
     prompts = options.load_prompts()
-    clients: dict[str, BenchClient] = {}
-    missing: dict[str, str] = {}
+    at = list(product(options.temperature, options.concurrency))
+    left = TimeLeft(60 * options.minutes, len(at))
+    peers = PeerSides(options, progress, left)
     levels: list[Level] = []
-
-    def drop(side: str, error: OutriderError) -> bool:
-        if clients.pop(side, None) is None:
-            return False
-        missing[side] = f"it failed: {error.message}"
-        return True
-
-    async with AsyncExitStack() as peers:
-        for temperature, concurrency in product(options.temperature, options.concurrency):
+    async with AsyncExitStack() as stack:
+        for temperature, concurrency in at:
             async with start_subjects() as (plain, speculative):
                 drafted = options.drafted(speculative.num_draft_tokens, temperature)
                 undrafted = replace(drafted, num_draft_tokens=0)
                 if not levels:
-                    found = start_peers(options, speculative, prompts, peers, progress)
-                    clients, missing = await found
-                progress(f"temperature {temperature:g}, {concurrency} at a time")
+                    await peers.start(speculative, prompts, stack)
+                where = f"temperature {temperature:g}, {concurrency} at a time"
+                progress(where)
                 contestants = [
-                    Contestant(side, client, undrafted, concurrency)
-                    for side, client in clients.items()
-                    if concurrency == 1 or not side.startswith(TRANSFORMERS.name)
-                ]
-                contestants[:0] = [
                     Contestant(OURS_PLAIN, plain.client, undrafted, concurrency),
                     Contestant(OURS_SPECULATIVE, speculative.client, drafted, concurrency),
+                    *peers.contestants(undrafted, concurrency),
                 ]
-                results = await measure(prompts, contestants, progress, drop, REST_S)
+                results = await measure(
+                    prompts, contestants, progress, peers.drop, REST_S, left.next_level()
+                )
+                peers.warm |= results.keys()
                 levels.append(level_of(temperature, concurrency, results))
-    setup = speculative.setup(drafted) | {"num_prompts": len(prompts), "rule": options.rule}
-    return report(setup, levels, missing)
+                for line in lines_of(levels[-1]):
+                    progress(f"{where}: {line}")
+    setup = speculative.setup(drafted) | {
+        "num_prompts": len(prompts), "rule": options.rule, "precision": peers.precision,
+        "settings": peers.settings,
+    }  # fmt: skip
+    return report(setup, levels, peers.missing)
 
 
-async def start_peers(
-    options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
-    progress: Progress,
-) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
-    """Starts the peers. Returns the client of each side, and the reason for each missing peer."""
-    if subject.target is None:
-        raise SettingError(
-            "server", "has a target whose files are not on this machine; peers read these files"
-        )
-    gguf = gguf_file(subject.model)
-    inputs = TargetInputs.load(
-        subject.target, prompts, options, batch=max(options.concurrency),
-        gguf=str(libraries.bfloat16_gguf(gguf, cache_dir())) if gguf else "",
-        environments=options.environments,
-    )  # fmt: skip
-    clients: dict[str, BenchClient] = {}
-    missing: dict[str, str] = {}
-    for peer in PEERS:
-        if peer.name not in options.peers:
-            continue
-        try:
-            stamp = options.environments / peer.name / libraries.STAMP
-            if not (peer.is_ours or stamp.exists()):
-                raise Unavailable("not installed; `make peers` installs it")
-            if peer.needs_gguf and not gguf:
-                raise Unavailable("the target does not come from a GGUF file")
-            again = options.sweep
-            found = await libraries.fastest_settings(peer, inputs, progress, again=again)
-            for mode, setting in found.items():
-                side, process = f"{peer.name} {mode}", LibraryProcess(peer, setting, inputs)
-                progress(f"loading the model: {side}")
-                clients[side] = await stack.enter_async_context(process)
-        except (ConfigError, Unavailable) as error:
-            missing[peer.name] = error.message
-    return clients, missing
+def lines_of(level: Level) -> list[str]:
+    """The most important figures of each side, one line each."""
+    found = []
+    for side, figures in level["sides"].items():
+        line = f"{side} {figures['tokens_per_second']:.1f} tokens/s"
+        if figures["time_to_first_token_ms"] is not None:
+            line += f", first token after {figures['time_to_first_token_ms']:.0f} ms"
+        found.append(line)
+    return found
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
@@ -159,6 +247,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     return {
         "temperature": temperature,
         "concurrency": concurrency,
+        "num_prompts": len(ours),
         "plain_ratio": ratio(OURS_PLAIN, "tokens_per_second", plain, max),
         "speculative_ratio": ratio(OURS_SPECULATIVE, "tokens_per_second", names, max),
         "first_token_ratio": ratio(OURS_PLAIN, "time_to_first_token_ms", names, min),
@@ -168,12 +257,16 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
     shown: list[Any] = [
-        "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
-        "prompts, answers of at most {max_tokens} tokens, {threads} threads".format(**setup)
+        "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype} (peers {precision}), rule "
+        "{rule}, answers of at most {max_tokens} tokens, {threads} threads".format(**setup)
     ]
     for level in levels:
         rows = [{"side": name} | figures for name, figures in level["sides"].items()]
-        title = "temperature {temperature:g}, {concurrency} at a time".format(**level)
+        title = (
+            "temperature {temperature:g}, {concurrency} at a time, {num_prompts} prompts".format(
+                **level
+            )
+        )
         ratios = {key: ratio for key, ratio in level.items() if key.endswith("_ratio") and ratio}
         shown += [table(title, rows), *(f"{key}: {ratio:.2f}" for key, ratio in ratios.items())]
     values = {**setup, "levels": levels, "missing": missing}

@@ -78,6 +78,8 @@ def _load(name: str) -> Command:
         params += cli.setting_options(common=keys, only=keys)
 
     def run(arguments: Arguments) -> int:
+        # Benchmarks take minutes, so even with --json they report their progress.
+        progress.quiet = arguments.quiet
         asked = options.from_arguments(arguments)
         if hasattr(asked, "load_prompts"):
             asked.load_prompts()  # Wrong prompts raise here, before a deployment is started.

@@ -60,7 +60,7 @@ def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> clic
 
 
 def json_option() -> Option:
-    """`--json`, which also turns progress reports off."""
+    """`--json`, which also turns progress reports off, except those of `bench`."""
     return Option("--json", is_flag=True, help="print one JSON object")
 
 
@@ -79,7 +79,8 @@ class Command(click.Command):
             Option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
             Option(
                 "--quiet", "-q", is_flag=True,
-                help="write neither progress nor statistics to standard error (implied by --json)",
+                help="write neither progress nor statistics to standard error (implied by --json, "
+                "except in bench)",
             ),
             _help_option(),
         ]  # fmt: skip

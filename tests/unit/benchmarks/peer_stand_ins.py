@@ -26,7 +26,8 @@ NOTED = {"cache": "CACHE_ROOT", "bind": "CPU_OMP_THREADS_BIND"}
 
 class LLM:
     def __init__(self, model, max_num_seqs, speculative_config={}, **options):
-        note(**{name: os.environ[f"VLLM_{variable}"] for name, variable in NOTED.items()})
+        variables = {name: os.environ[f"VLLM_{variable}"] for name, variable in NOTED.items()}
+        note(dtype=options["dtype"], **variables)
         drafting = speculative_config.get("num_speculative_tokens", 0)
         if drafting == 3:
             raise RuntimeError("no such drafts")
@@ -77,7 +78,7 @@ def inputs(environments: Path, **named: Any) -> TargetInputs:
     """Inputs of a library, for a target that no process loads."""
     setup = {
         "gguf": "/model.gguf", "directory": "/model", "context_tokens": 77, "batch": 2,
-        "target": {"num_threads": 1},
+        "target": {"num_threads": 1}, "precision": "float32",
     }  # fmt: skip
     known: dict[str, Any] = {"token_ids": {}} | named
     return TargetInputs(setup=setup, eos_token_ids=(EOS,), environments=environments, **known)

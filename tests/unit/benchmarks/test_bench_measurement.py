@@ -64,6 +64,35 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
     assert [text for text, _ in log] == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
 
 
+async def test_with_many_prompts_a_turn_has_two_for_each_request_that_runs() -> None:
+    prompts = tuple(BenchPrompt(f"p{index}", "a") for index in range(13))
+    side = ScriptedSide(lambda request: (10, 1.0))
+    results = await measure(prompts, pair(side, concurrency=2), print)
+    for result in results.values():
+        assert [turn.num_tokens for turn in result.turns] == [50, 40, 40]
+        assert [turn.seconds for turn in result.turns] == [3.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("time_s", "num"), [(0.0, 1), (5.9, 1), (6.1, 2), (7.0, 3), (99.0, 5)])
+async def test_no_turn_begins_that_would_end_too_late(time_s: float, num: int) -> None:
+    """The warm-up takes 4 s. A repetition takes 1 s, and the second one 0.5 s. Each is expected to
+    take as long as the longest before it."""
+    side = ScriptedSide(lambda request: (10, 0.25 if request.prompt == "p1" else
+                                         0.5 if request.prompt[0] == "p" else 1.0))  # fmt: skip
+    ends_s = asyncio.get_running_loop().time() + time_s
+    lines: list[str] = []
+    results = await measure(PROMPTS, pair(side), lines.append, ends_s=ends_s)
+    assert {len(found.completions) for found in results.values()} == {num}
+    assert (f"the time is up after {num} of 5 repetitions" in lines) == (num < 5)
+
+
+async def test_a_side_that_is_warm_is_not_warmed_up() -> None:
+    side = ScriptedSide(lambda request: (10, 1.0))
+    plain, drafted = pair(side)
+    await measure(PROMPTS[:1], [plain, replace(drafted, is_warm=True)], print)
+    assert [kind for text, kind in side.log if text in WARM_UPS] == ["plain"] * len(WARM_UPS)
+
+
 async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last() -> None:
     """The side decodes one prompt after the other. Its times count from the start of the first."""
 

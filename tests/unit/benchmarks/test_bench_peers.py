@@ -1,13 +1,15 @@
 """`bench peers`: its arithmetic, and a run with a scripted deployment and scripted libraries."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 from bench_sides import ScriptedSide, subject_of
-from command_lines import printed
+from command_lines import printed, reported
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks import libraries, peers
@@ -16,8 +18,9 @@ from benchmarks.measurement import Completion, SideResult
 from benchmarks.peers import PeersOptions, level_of, report, run
 from benchmarks.rates import Work
 from benchmarks.speedup import Subject
+from deploy.cli import bench
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.models.sources import resolve_model
 
 pytestmark = pytest.mark.virtual
@@ -58,7 +61,7 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
     assert (figures["time_to_first_token_ms"], figures["same_tokens"]) == (None, None)
     setup = dict.fromkeys(
         ("model", "draft_model", "dtype", "num_draft_tokens", "rule", "num_prompts", "max_tokens",
-         "threads")
+         "threads", "precision")
     )  # fmt: skip
     found = report(setup, [first, second], {"openvino": "not installed"})
     shown = " ".join(printed(*found.shown).split())
@@ -67,68 +70,188 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
 
 
 class ScriptedLibrary(ScriptedSide):
-    """Replaces a `LibraryProcess`. OpenVINO does not start."""
+    """Replaces a `LibraryProcess`. A library in `fails` does not start. Each answer takes as many
+    seconds as `seconds` says, for all libraries."""
 
-    def __init__(self, library: Library, *_: object) -> None:
-        super().__init__(lambda request: (request.max_tokens, 1.0))
-        self._name = library.name
+    fails: ClassVar[dict[str, str]] = {"openvino": "No module named 'openvino_genai'"}
+    seconds: ClassVar[float] = 1.0
+
+    def __init__(self, library: Library, setting: Any, inputs: Any) -> None:
+        super().__init__(lambda request: (request.max_tokens, self.seconds))
+        self._name, self._setting = library.name, setting
 
     async def __aenter__(self) -> Self:
-        if self._name == "openvino":
-            raise ConfigError("No module named 'openvino_genai'")
+        mode = "drafts" if "speculative_config" in self._setting else "plain"
+        for name in (self._name, f"{self._name} {mode}"):
+            if why := self.fails.get(name):
+                raise ConfigError(why)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Nothing is open."""
 
 
-async def measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True
-) -> dict[str, Any]:
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a GGUF file, two prompts and installed peers, in which nothing is slow."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(peers, "REST_S", 0.0)
     for module in (peers, libraries):
         monkeypatch.setattr(module, "LibraryProcess", ScriptedLibrary)
-    tiny = save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
-    directory = str(resolve_model(str(tiny)))
-    target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
-    side = ScriptedSide(lambda request: (3, 1.0))
-    subject = subject_of(side, model=str(tiny), target=target if known else None)
-
-    @asynccontextmanager
-    async def start() -> AsyncIterator[tuple[Subject, Subject]]:
-        yield subject, subject
-
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "The fox"}\n{"prompt": "The cat", "category": "cat"}\n')
-    options = PeersOptions(
-        prompts=prompts, num_prompts=None, max_tokens=3, temperature=(0.0,), concurrency=(1, 2),
-        environments=tmp_path,
-    )  # fmt: skip
-    return dict((await run(options, start, lambda line: None)).values)
-
-
-async def test_each_side_decodes_each_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Transformers gets one request at a time. Peers that are not installed or fail are missing."""
+    save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "The fox"}\n{"prompt": "The cat", "category": "cat"}\n'
+    )
     for name in ("vllm", "openvino"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "installed").touch()
-    found = await measured(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def subjects(world: Path, *, known: bool = True, seconds: float = 1.0) -> Any:
+    """Starts the same scripted deployment for both sides."""
+    tiny = world / "tiny.Q8_0.gguf"
+    directory = str(resolve_model(str(tiny)))
+    target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
+    side = ScriptedSide(lambda request: (3, seconds))
+    subject = subject_of(side, model=str(tiny), target=target if known else None)
+
+    @asynccontextmanager
+    async def start(*_: object) -> AsyncIterator[tuple[Subject, Subject]]:
+        yield subject, subject
+
+    return start
+
+
+async def measured(
+    world: Path, lines: list[str] | None = None, *, known: bool = True, **changes: Any
+) -> dict[str, Any]:
+    options = PeersOptions(
+        prompts=world / "prompts.jsonl", num_prompts=None, max_tokens=3, temperature=(0.0,),
+        concurrency=(1, 2), environments=world,
+    )  # fmt: skip
+    tell = (lines if lines is not None else []).append
+    report = await run(replace(options, **changes), subjects(world, known=known), tell)
+    return dict(report.values)
+
+
+async def test_each_side_decodes_each_prompt(world: Path) -> None:
+    """Transformers gets one request at a time. Peers that are not installed or fail are missing."""
+    found = await measured(world)
     one, two = (level["sides"] for level in found["levels"])
     assert two.keys() == {"outrider plain", "outrider speculative", "vllm plain", "vllm n-gram"}
     assert one.keys() == two.keys() | {"transformers plain", "transformers prompt lookup"}
     assert {side["num_tokens"] for side in (*one.values(), *two.values())} == {6}
     assert found["missing"] == {
         "vllm-pace": "not installed; `make peers` installs it",
-        "openvino": "plain does not work: No module named 'openvino_genai'",
         "llama-cpp": "not installed; `make peers` installs it",
+        "openvino": "No module named 'openvino_genai'",
     }
+    assert found["settings"]["vllm n-gram"]["speculative_config"]["num_speculative_tokens"] == 3
+    assert found["settings"].keys() == one.keys() - {"outrider plain", "outrider speculative"}
 
 
-async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_peer_that_fails_is_named_before_anything_else_is_done(
+    world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A speculative side may fail alone. A side may also fail while it decodes."""
+    monkeypatch.setattr(ScriptedLibrary, "fails", {"vllm drafts": "no drafts here"})
+    decode, broken = ScriptedLibrary.generate, OutriderError("it broke")
+
+    async def generate(self: ScriptedLibrary, request: Any) -> Completion:
+        if self._name == "openvino" and len(self.calls) == 3:
+            raise broken
+        return await decode(self, request)
+
+    monkeypatch.setattr(ScriptedLibrary, "generate", generate)
+    lines: list[str] = []
+    found = await measured(world, lines, concurrency=(1,))
+    reasons = {
+        "vllm-pace": "not installed; `make peers` installs it",
+        "llama-cpp": "not installed; `make peers` installs it",
+        "vllm n-gram": "no drafts here", "openvino plain": "it failed: it broke",
+        "openvino prompt lookup": "it failed: it broke",
+    }  # fmt: skip
+    assert found["missing"] == reasons
+    told = {name: lines.index(f"warning: {name} is left out: {why}")
+            for name, why in reasons.items()}  # fmt: skip
+    assert told["llama-cpp"] < lines.index("loading the model: vllm plain")
+    next_one = lines.index("loading the model: openvino plain")
+    assert told["vllm n-gram"] == lines.index("loading the model: vllm n-gram") + 1 < next_one
+    assert told["openvino plain"] < lines.index("temperature 0, 1 at a time: vllm plain 3.0 "
+                                                "tokens/s, first token after 1000 ms")  # fmt: skip
+    assert {"vllm plain", "transformers plain"} < found["levels"][0]["sides"].keys()
+
+
+@pytest.mark.parametrize(("minutes", "prompts"), [(1.0, [1, 2]), (3.0, [3, 4]), (4.0, [4, 4])])
+async def test_levels_have_fewer_prompts_if_the_time_is_short(
+    world: Path, minutes: float, prompts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four sides of peers take 4 s for a prompt, and Outrider's two take 1 s. So the first level
+    takes 36 s for warm-ups and 18 s for each prompt. In the second one, only Outrider's sides are
+    warmed up, two prompts run at a time, and there are two turns of two prompts."""
+    lines = [f'{{"prompt": "{word}"}}' for word in ("fox", "cat", "dog", "hen")]
+    (world / "prompts.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(ScriptedLibrary, "seconds", 4.0)
+    began_s = asyncio.get_running_loop().time()
+    found = await measured(world, minutes=minutes)
+    seconds = asyncio.get_running_loop().time() - began_s
+    assert [level["num_prompts"] for level in found["levels"]] == prompts
+    for level in found["levels"]:
+        assert {side["num_tokens"] for side in level["sides"].values()} == {
+            3 * level["num_prompts"]
+        }
+    assert seconds < max(60 * minutes, 36 + 18 + 14 + 1)
+
+
+async def test_a_sweep_is_not_part_of_the_time(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `sweep`, no setting is searched for."""
+    swept: list[str] = []
+
+    async def sweep(library: Library, *_: object) -> Any:
+        swept.append(library.name)
+        await asyncio.sleep(1e4)
+        return {"plain": {}}
+
+    monkeypatch.setattr(libraries, "fastest_settings", sweep)
+    found = await measured(world)
+    assert swept == []
+    again = await measured(world, sweep=True)
+    assert swept == ["vllm", "openvino"]
+    for one, other in zip(found["levels"], again["levels"], strict=True):
+        assert one["num_prompts"] == other["num_prompts"] == 2
+    assert "vllm n-gram" not in again["levels"][0]["sides"]
+
+
+async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(world: Path) -> None:
     with pytest.raises(ConfigError, match="server: has a target whose files"):
-        await measured(tmp_path, monkeypatch, known=False)
+        await measured(world, known=False)
+
+
+@pytest.mark.parametrize(("flag", "is_told"), [("--json", True), ("--quiet", False)])
+def test_progress_goes_to_standard_error_beside_the_json(
+    flag: str, is_told: bool, world: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With --quiet, only warnings do. The figures of a level come before the next level begins."""
+    monkeypatch.setattr(bench, "_two_tenants", subjects(world, seconds=0.001))
+    monkeypatch.setattr(ScriptedLibrary, "seconds", 0.001)
+    words = [
+        "bench", "peers", "--prompts", str(world / "prompts.jsonl"), "--environments", str(world),
+        "--temperature", "0", "--concurrency", "1,2", "--max-tokens", "3",
+    ]  # fmt: skip
+    found, err = reported(capsys, *words, *{flag} - {"--json"})
+    assert [level["concurrency"] for level in found["levels"]] == [1, 2]
+    assert "warning: openvino is left out: No module named 'openvino_genai'" in err
+    told = [
+        err.find(f"outrider: {line}")
+        for line in (
+            "loading the model: vllm plain", "temperature 0, 1 at a time: vllm plain ",
+            "temperature 0, 2 at a time\n", "temperature 0, 2 at a time: vllm n-gram ",
+        )
+    ]  # fmt: skip
+    assert told == sorted(told)
+    assert (min(told) >= 0) == is_told
+    assert max(told) >= 0 or not is_told

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from benchmarks.libraries import (
     TargetInputs,
     bfloat16_gguf,
     fastest_settings,
+    known_settings,
+    precision_of,
     sweep_prompts,
 )
 from benchmarks.library_process import DECODERS, _decode
@@ -70,27 +74,66 @@ async def test_tokens_end_at_the_eos_or_the_most_wanted(environments: Path, reco
     assert written[0]["cache"] == str(environments / "vllm" / "cache")
     assert written[0]["bind"].isdecimal()
     assert max(each.get("running", 0) for each in written) == 2
+    assert written[0]["dtype"] == "float32"
 
 
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
     """Drafts of 3 tokens fail, and drafts of 8 tokens are fast. A mode is left out if none of its
-    settings works. The file of an earlier version is not used."""
+    settings works. The file of an earlier version is not used, nor one of another precision."""
     old = {"of": {"model": "/model", "threads": 1}, "settings": {"plain": {"environment": {}}}}
     (environments / "vllm" / "settings.json").write_text(json.dumps(old))
-    peer = Library(name="vllm", speculative="n-gram", drafting=BY_NAME["vllm"].drafting)
+    drafting = BY_NAME["vllm"].drafting
+    peer = Library(name="vllm", speculative="n-gram", drafting=drafting)
     told = inputs(environments, token_ids={prompt.text: [1] for prompt in sweep_prompts()})
+    default = {"plain": {}, "n-gram": drafting[0]}
+    assert known_settings(peer, told) == default
     lines: list[str] = []
-    found = await fastest_settings(peer, told, lines.append, again=False)
-    assert found == {"plain": {}, "n-gram": peer.drafting[2]}
-    tried = len(notes(record))
-    assert await fastest_settings(peer, told, lines.append, again=False) == found
-    assert len(notes(record)) == tried
-    failing = peer.drafting[:1]
-    half = await fastest_settings(replace(peer, drafting=failing), told, lines.append, again=True)
+    found = await fastest_settings(peer, told, lines.append)
+    assert found == {"plain": {}, "n-gram": drafting[2]}
+    assert known_settings(peer, told) == found
+    assert known_settings(peer, replace(told, setup={**told.setup, "precision": "f"})) == default
+    failing = drafting[:1]
+    half = await fastest_settings(replace(peer, drafting=failing), told, lines.append)
     assert half == {"plain": {}}
     assert "vllm n-gram does not work: vllm: RuntimeError: no such drafts" in lines[-1]
     with pytest.raises(Unavailable, match="no such drafts"):
-        await fastest_settings(replace(peer, bindings=failing), told, lines.append, again=True)
+        await fastest_settings(replace(peer, bindings=failing), told, lines.append)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "instructions", "expected"),
+    [
+        ("auto", {"avx512_bf16": True}, "bfloat16"), ("bfloat16", {"amx_bf16": True}, "bfloat16"),
+        ("auto", {"avx512_f": True, "avx512_bf16": False}, "float32"),
+        ("bfloat16", {"avx2": True}, "float32"), ("float32", {"avx512_bf16": True}, "float32"),
+        ("float16", {"avx2": True}, "float16"),
+    ],
+)  # fmt: skip
+def test_peers_compute_in_what_the_processor_supports(
+    dtype: str, instructions: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert precision_of(dtype, "cpu") == expected
+
+
+@pytest.mark.parametrize(("precision", "name"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_openvino_gets_the_precision_for_its_cache_too(
+    precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache in bfloat16 is refused by processors that have no instructions for it."""
+    given: list[Any] = []
+    genai = SimpleNamespace(
+        SchedulerConfig=SimpleNamespace,
+        ContinuousBatchingPipeline=lambda *words: given.append(words),
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    setup = inputs(Path()).setup
+    DECODERS["openvino"]({**setup, "precision": precision, "options": {}})
+    [(model, _, device, properties)] = given
+    assert (model, device) == ("/model.gguf", "CPU")
+    assert properties == {
+        "INFERENCE_PRECISION_HINT": name, "KV_CACHE_PRECISION": name, "INFERENCE_NUM_THREADS": 1,
+    }  # fmt: skip
 
 
 def test_what_the_manual_asks_for_is_preloaded_if_it_exists(tmp_path: Path) -> None:
