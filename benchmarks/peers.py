@@ -42,7 +42,7 @@ class PeersOptions(DecodingOptions):
     """Options of `bench peers`."""
 
     num_prompts: NumPrompts = 16
-    max_tokens: MaxTokens = 96
+    max_tokens: MaxTokens = 64
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
     """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1, 8)
