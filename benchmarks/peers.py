@@ -51,11 +51,12 @@ class PeersOptions(DecodingOptions):
     """Systems to compare with."""
     environments: Path = Path(".venv/peers")
     """Folder in which `make peers` has installed the systems."""
-    minutes: Annotated[float, between(1, 600)] = 20.0
+    minutes: Annotated[float, between(1, 600)] = 22.0
     """Time for all loading and measuring. The time that is left is divided equally among the levels
     (a temperature and a concurrency) that are left. A level ends before `--num-prompts` if another
-    repetition would take too long, judged by the repetitions before. Each level has at least one
-    repetition. The time of `--sweep` is not included."""
+    repetition would take too long, judged by the repetitions before. A level has at least one
+    repetition, but is left out if the time is up before it begins. The time of `--sweep` is not
+    included."""
     sweep: bool = False
     """First search for the fastest settings of each system, and store them. Without this, a system
     has its stored settings, or default settings."""
@@ -69,6 +70,10 @@ class TimeLeft:
         self._now = asyncio.get_running_loop().time
         self._ends_s = self._now() + seconds
         self._num_levels = num_levels
+
+    @property
+    def is_up(self) -> bool:
+        return self._now() >= self._ends_s
 
     def extend(self, seconds: float) -> None:
         self._ends_s += seconds
@@ -178,14 +183,18 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
     left = TimeLeft(60 * options.minutes, len(at))
     peers = PeerSides(options, progress, left)
     levels: list[Level] = []
+    skipped: list[str] = []
     async with AsyncExitStack() as stack:
         for temperature, concurrency in at:
+            where = f"temperature {temperature:g}, {concurrency} at a time"
+            if levels and left.is_up:
+                skipped.append(where)
+                continue
             async with start_subjects() as (plain, speculative):
                 drafted = options.drafted(speculative.num_draft_tokens, temperature)
                 undrafted = replace(drafted, num_draft_tokens=0)
                 if not levels:
                     await peers.start(speculative, prompts, stack)
-                where = f"temperature {temperature:g}, {concurrency} at a time"
                 progress(where)
                 contestants = [
                     Contestant(OURS_PLAIN, plain.client, undrafted, concurrency),
@@ -203,7 +212,8 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
         "num_prompts": len(prompts), "rule": options.rule, "precision": peers.precision,
         "settings": peers.settings,
     }  # fmt: skip
-    return report(setup, levels, peers.missing)
+    warnings = [f"warning: not measured, because the time was up: {where}" for where in skipped]
+    return replace(report(setup, levels, peers.missing), warnings=warnings)
 
 
 def lines_of(level: Level) -> list[str]:

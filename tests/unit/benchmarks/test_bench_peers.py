@@ -204,6 +204,24 @@ async def test_levels_have_fewer_prompts_if_the_time_is_short(
     assert seconds < max(60 * minutes, 36 + 18 + 14 + 1)
 
 
+async def test_a_level_is_left_out_if_the_time_is_up(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first level takes 54 s at least, and the second one 14 s."""
+    monkeypatch.setattr(ScriptedLibrary, "seconds", 4.0)
+    options = PeersOptions(
+        prompts=world / "prompts.jsonl", num_prompts=None, max_tokens=3, temperature=(0.0, 1.0),
+        concurrency=(1, 2), environments=world, minutes=1.0,
+    )  # fmt: skip
+    found = await run(options, subjects(world), lambda line: None)
+    done = [(level["temperature"], level["concurrency"]) for level in found.values["levels"]]
+    assert done == [(0.0, 1), (0.0, 2)]
+    assert found.warnings == [
+        f"warning: not measured, because the time was up: temperature 1, {number} at a time"
+        for number in (1, 2)
+    ]
+
+
 async def test_a_sweep_is_not_part_of_the_time(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
