@@ -159,7 +159,9 @@ def describe_files(
     eos = stated_eos_token_ids(path, tokenizer, config)
     dtype = loaded_dtype.removeprefix("torch.")
     if note := _dtype_note(path, dtype, **options):
-        _log.warning("model %s: %s", name, note)
+        _log.log(
+            logging.WARNING if dtype == "bfloat16" else logging.INFO, "model %s: %s", name, note
+        )
     return ModelInfo(
         name=name, vocab_size=vocab_size, max_model_len=length,
         dtype=dtype, dtype_note=note,
