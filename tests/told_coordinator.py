@@ -19,7 +19,7 @@ from outrider.tokenizer import TokenizerText
 
 STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
-FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
+FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(2, 1, 0, 1.0, 1.0, 1.0, 1))
 
 
 class ToldCoordinator:

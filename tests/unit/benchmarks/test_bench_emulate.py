@@ -65,7 +65,8 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
 ) -> None:
     """With stated rates, each proposal has one token, which is accepted."""
     value, err = reported(capsys, "bench", "emulate", "--tokens", "32", *stated)
-    assert err == ""
+    told = [f"outrider: run {number} of 5" for number in range(1, 6)]
+    assert [line for line in err.splitlines() if not line.endswith(" s)")] == told
     assert delays == [0.0, 0.0, 0.0, 2.5, 2.5]
     plain, *drafting = value["modes"]
     assert (plain["mode"], plain["num_draft_tokens"], plain["tokens_per_round"]) == ("plain", 0, 1)
