@@ -68,6 +68,23 @@ def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule, monkeypatch):
     assert len(seen) > 3
 
 
+def test_a_draw_at_the_edge_of_a_count_is_on_the_side_of_the_counts():
+    """The draws of a session whose numbers fall on the first value of a token, where the model's
+    own distribution often ends a little later. Of 2^16 draws each value is hit once on average."""
+    logits, noises = 0.3 * torch.arange(30), [RoundNoise(3, Rule.TOKEN, n) for n in range(2**16)]
+    params = [SamplingParams()]
+    [(_, q)], _ = draw_from_logits(logits[None], params, noises[:1], [0])
+    firsts = dict(zip(np.cumsum((0, *q.counts)).tolist(), q.token_ids, strict=False))
+    keys = token_keys(row_keys(3, [noise.place(0) for noise in noises], [Stream.DRAFT] * 2**16))
+    levels = uniforms(numbers(keys, np.array([[0]])))[:, 0] * COUNT_TOTAL // 1
+    found = [(noise, int(level)) for noise, level in zip(noises, levels, strict=True)]
+    found = [(noise, level) for noise, level in found if level in firsts]
+    assert len(found) > 15
+    rest = params * len(found), [noise for noise, _ in found], [0] * len(found)
+    drawn, _ = draw_from_logits(logits.expand(len(found), -1), *rest)
+    assert [token_id for token_id, _ in drawn] == [firsts[level] for _, level in found]
+
+
 SAMPLINGS = (
     SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9),
     SamplingParams(temperature=1.5, top_k=5), SamplingParams(top_k=5_000),

@@ -1,5 +1,7 @@
 """The race of Gumbel-max sampling: its waits, and which of them are left out."""
 
+import itertools
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -41,6 +43,18 @@ def test_waits_are_independent_and_exponential():
     assert stats.chi2_contingency(pairs.count).pvalue > ALPHA
     first = np.bincount(drawn[:, :BLOCK].argmin(axis=1), minlength=BLOCK)
     assert stats.chisquare(first).pvalue > ALPHA
+
+
+def test_the_least_wait_of_a_block_is_independent_of_tokens_elsewhere():
+    """In 2,000 rows of 3 blocks: no token of a block is correlated with the least wait of another
+    one. If the number of a block was also that of a token, a correlation would be 0.99."""
+    drawn = np.exp(-waits(2000, 3 * BLOCK)).reshape(2000, 3, BLOCK)
+    most = drawn.max(axis=2)
+    for block, other in itertools.permutations(range(3), 2):
+        ranks = stats.rankdata(np.column_stack([most[:, other], drawn[:, block]]), axis=0)
+        correlations = np.corrcoef(ranks, rowvar=False)[0, 1:]
+        bound = stats.norm.isf(ALPHA / (6 * BLOCK) / 2) / np.sqrt(2000 - 1)
+        assert np.abs(correlations).max() < bound
 
 
 @settings(max_examples=60, deadline=None)
