@@ -5,6 +5,7 @@ everything it has drawn (`test_stopping_before_a_draw`)."""
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import Proposer
 from outrider.drafters import autoregressive_draft
-from outrider.drafters.drafter import DraftDeadline, DraftRequest
+from outrider.drafters.autoregressive_draft import DraftSampler
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
@@ -194,3 +196,87 @@ def test_a_draw_is_made_while_there_is_time_and_then_proposed(
         assert len(proposal) == K or draws.seconds[seed] >= ends_at
         lengths.add(len(proposal))
     assert lengths == {0.0: {0}, 0.5: {1}, 1.5: {1, 2}, 4.5: {2, 3}, 60.0: {3}}[ends_at]
+
+
+class Branches:
+    """The draws after each prefix, in all rounds, and the times at which those after the prefix
+    `timed` began."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drawn: dict[tuple[int, ...], list[int]] = {}
+        self.timed: tuple[int, ...] = ()
+        self.begun: list[float] = []
+        self.now = 0.0
+        draw = DraftSampler.draw
+
+        def noted(sampler: DraftSampler, drafts: Any, rows: Any) -> Any:
+            found = draw(sampler, drafts, rows)
+            for one in drafts:
+                self.drawn[tuple(one.request.token_ids)] = [*one.token_ids]
+                if tuple(one.request.token_ids) == self.timed:
+                    self.begun.append(self.now)
+                    self.now += SLOW_S if one.token_ids[-1] % 2 else QUICK_S
+            return found
+
+        monkeypatch.setattr(DraftSampler, "draw", noted)
+
+
+def answers_to(proposer: Proposer, item: DraftItem) -> list[ProposalReply]:
+    """The answers of one step."""
+    [answer] = proposer.step([item])
+    return [*answer.answers] if isinstance(answer, Answers) else [answer]
+
+
+def answered(proposer: Proposer, item: DraftItem) -> ProposalReply:
+    while True:
+        for one in answers_to(proposer, item):
+            if not one.assumed:
+                return one
+
+
+def ahead_until(proposer: Proposer, item: DraftItem, num_steps: int) -> list[ProposalReply]:
+    """Answers the item, and looks ahead for some steps. Returns what was pushed."""
+    answered(proposer, item)
+    steps = [answers_to(proposer, item) for _ in range(num_steps)]
+    return [one for answers in steps for one in answers]
+
+
+def late_item(outcome: Sequence[int], seed: int, deadline: DraftDeadline) -> DraftItem:
+    text = (*PROMPT, *outcome)
+    head = make_head(text, len(PROMPT), seed=seed, rule=Rule.TOKEN, sampling=PLAIN, round_index=1)
+    return DraftItem(head, LATE_K, LATE_K, deadline=deadline)
+
+
+LATE_K, LATE_STEPS = 5, 12
+
+
+@pytest.mark.parametrize("ends_at", [0.0, 1.5, 4.5, None])
+def test_an_outcome_that_comes_true_before_it_is_drafted(
+    ends_at: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its round begins, 0 to 5 tokens are drawn, depending on the steps before. From then on,
+    a token is drawn only while there is time. All that was drawn is proposed; without a time limit,
+    all that is wanted."""
+    branches, lengths, kept = Branches(monkeypatch), set(), set()
+    for seed, num_steps in product(range(1, 9), range(LATE_STEPS)):
+        worker = Proposer(ModelDrafter(ToyEngine(VOCAB, DRAFT_SALT)), TokenBudget(512, TOGETHER))
+        head = make_head(PROMPT, seed=seed, rule=Rule.TOKEN, sampling=PLAIN)
+        item = DraftItem(head, LATE_K, LATE_K)
+        [likeliest, *_] = ahead_until(worker, item, 2 * LATE_STEPS)
+        worker.release(head.session_id)
+        branches.timed, text = (), (*PROMPT, *likeliest.assumed)
+        branches.drawn.clear()
+        ahead_until(worker, item, num_steps)
+        num_before = len(branches.drawn.get(text, ()))
+        branches.timed, branches.begun, branches.now = text, [], 0.0
+        deadline = NO_DEADLINE
+        if ends_at is not None:
+            deadline = DraftDeadline(ends_at, lambda: branches.now)
+        found = answered(worker, late_item(likeliest.assumed, seed, deadline))
+        assert [*found.proposal.token_ids] == branches.drawn.get(text, [])
+        assert all(ends_at is None or begun < ends_at for begun in branches.begun)
+        kept.add(num_before)
+        lengths.add(len(found.proposal))
+    assert kept == {*range(LATE_K + 1)}
+    least = {None: LATE_K, 0.0: 0, 1.5: 1, 4.5: 2}[ends_at]
+    assert lengths == {*range(least, LATE_K + 1)}
