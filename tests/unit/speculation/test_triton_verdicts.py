@@ -201,7 +201,7 @@ def test_kernels_that_do_not_run_are_given_up(
 
     monkeypatch.setattr(cuda_verdicts, "settle", broken)
     verification.try_kernels(asked.logits[:2])
-    assert "use no kernels" in caplog.text
+    assert "use no Triton kernels" in caplog.text
     [own], [other] = verdicts_from_logits([asked]), verdicts_from_logits([on_cpu(asked)])
     assert own.correction == other.correction
 
