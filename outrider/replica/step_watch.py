@@ -5,6 +5,8 @@
 - After `HUNG_STEP_S`, or `HUNG_STEP_FACTOR` * t if that is longer, a step is *hung*. The replica
   then ends, and is replaced.
 
+Both limits grow if late steps end after all (`_tolerance`).
+
 t follows from measured costs (`TokenBudget`), or else is the longest time of recent steps. On a
 device that may have to compile kernels, both limits are at least `FIRST_STEP_S` for the first step
 of each size. Two steps have the same size if their numbers of tokens, rounded up to a power of two,
@@ -30,7 +32,10 @@ LOOK_S = 0.5
 COUNTED_S_MAX = 1.5 * LOOK_S
 """Largest time that counts between two looks. If more passed, the event loop did not run."""
 LONGEST_DECAY = 0.99
-"""The longest time of recent steps falls by this factor with each step."""
+"""The longest time of recent steps falls by this factor with each step, and so does the
+`_tolerance`."""
+LATE_TOLERANCE, TOLERANCE_MAX = 2.0, 16.0
+"""Each late step that ends multiplies the `_tolerance` by the first value, up to the second."""
 
 
 class ExpectedStep(NamedTuple):
@@ -62,6 +67,9 @@ class StepWatch:
         self._runs = self._is_late = self._has_gap = False
         self._looked_at = self._counted_s = 0.0
         self._longest_s = 0.0
+        self._tolerance = 1.0
+        """Factor of both limits. If a machine has become far slower than its costs foretell, it
+        grows until steps end in time. Otherwise the same step would be late again and again."""
         self._sizes: set[tuple[int, int]] = set()
         """Sizes of steps that have ended."""
 
@@ -81,6 +89,8 @@ class StepWatch:
             return
         self._runs = False
         self._count()
+        factor = LATE_TOLERANCE if self._is_late else LONGEST_DECAY
+        self._tolerance = min(max(1.0, factor * self._tolerance), TOLERANCE_MAX)
         self._longest_s *= LONGEST_DECAY
         if not self._has_gap:
             self._longest_s = max(self._longest_s, self._counted_s)
@@ -117,8 +127,8 @@ class StepWatch:
     def _limits(self) -> tuple[float, float]:
         step = self._expected()
         seconds = step.seconds or self._longest_s
-        late_s = max(LATE_STEP_S, LATE_STEP_FACTOR * seconds)
-        hung_s = max(HUNG_STEP_S, HUNG_STEP_FACTOR * seconds)
+        late_s = self._tolerance * max(LATE_STEP_S, LATE_STEP_FACTOR * seconds)
+        hung_s = self._tolerance * max(HUNG_STEP_S, HUNG_STEP_FACTOR * seconds)
         if self._may_compile and _size(step) not in self._sizes:
             return max(FIRST_STEP_S, late_s), max(FIRST_STEP_S, hung_s)
         return late_s, hung_s

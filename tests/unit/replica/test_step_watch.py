@@ -50,6 +50,18 @@ async def test_a_step_is_late_once_and_hung_once(watched: Watched) -> None:
     assert [what for what, _ in watched.told] == ["late", "hung", "late"]
 
 
+async def test_steps_of_a_machine_that_became_slow_are_not_late_for_ever(watched: Watched) -> None:
+    """Each late step that ends doubles the limits. After many steps in time, they are as before."""
+    watched.step = ExpectedStep(4, 2, 0.01)
+    for _ in range(4):
+        await watched.run(3 * LATE_STEP_S)
+    assert [what for what, _ in watched.told] == ["late", "late"]
+    for _ in range(200):
+        await watched.run(0.01)
+    await watched.run(3 * LATE_STEP_S)
+    assert [what for what, _ in watched.told] == ["late"] * 3
+
+
 async def test_the_longest_recent_step_counts_if_nothing_is_foretold(watched: Watched) -> None:
     """It is forgotten after many shorter steps."""
     await watched.run(2.0)
