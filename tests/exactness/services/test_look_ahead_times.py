@@ -1,8 +1,9 @@
-"""The law of tokens whose proposals are cut by time in look-ahead, where times depend on tokens.
+"""Texts with look-ahead, and the law of tokens whose proposals time cuts, where times depend on
+tokens.
 
-The sessions run one after the other, on a virtual clock. In both cases half of a proposal would be
-cut depending on the next token's own random number, if outcomes shared random numbers, or if time
-cut a proposal of a repeated seed."""
+The sessions run one after the other, on a virtual clock. Half of a proposal would be cut depending
+on the next token's own random number, if outcomes shared random numbers, or if time cut a proposal
+of a repeated seed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -117,6 +118,24 @@ def test_outcomes_of_equal_length_share_no_random_numbers(rule: Rule) -> None:
     chosen = [tokens[3] for tokens in run_virtually(play()) if tokens[:3] == [1, 1, 1]]
     assert len(chosen) > 120
     assert binomtest(sum(chosen), len(chosen), P_ONE).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_look_ahead_that_cuts_no_proposal_changes_no_text(rule: Rule) -> None:
+    """What is drafted ahead uses the random numbers of the round for which it is drafted. The draft
+    is fast enough to finish each outcome that it predicts."""
+
+    async def play(look_ahead: int) -> list[Any]:
+        target = Rows(1, (0.5, 0.5), (0.5, 0.5), 0.010, 0.0)
+        draft = Rows(2, (0.6, 0.4), (0.6, 0.4), 0.0005, 0.0)
+        bench = await fleet(target, draft, 8, look_ahead)
+        found = [await played(bench, rule, seed, 12, 3) for seed in range(10)]
+        await closed(bench)
+        return found
+
+    ahead, plain = run_virtually(play(16)), run_virtually(play(0))
+    assert ahead == plain
+    assert len({tuple(tokens) for tokens, _ in ahead}) > 5
 
 
 def test_time_cuts_no_proposal_of_a_repeated_seed() -> None:
