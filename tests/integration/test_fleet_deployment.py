@@ -35,6 +35,8 @@ UNDER_WAY_S = 0.3
 """Tokens that were committed before the store stopped have reached the client by then."""
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
 NUM_HTTP_STREAMS = 50
+NEW_SEATS = 60
+"""A changed `max_num_seqs`. The streams of other tests still fit in one step."""
 TRIAL_S = 10.0
 CALM_S = 77.0
 CHANGE_S = 120.0
@@ -214,10 +216,12 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     before = {role: serving(deployment, role) for role in ROLES}
     with pytest.raises(ConfigError, match="another vocabulary"):
         await deployment.reconciler.call("change", {"engine": "emulated:vocab_size=99999"})
-    await deployment.reconciler.call("change", {"max_num_seqs": 5, "run_ahead_rounds": 2})
+    await deployment.reconciler.call("change", {"max_num_seqs": NEW_SEATS, "run_ahead_rounds": 2})
 
     def is_done() -> bool:
-        return deployment.config.target.max_num_seqs == 5 and not deployment.overview.num_stale
+        return (
+            deployment.config.target.max_num_seqs == NEW_SEATS and not deployment.overview.num_stale
+        )
 
     await until(is_done, within_s=2 * CHANGE_S)
     for role in ROLES:
