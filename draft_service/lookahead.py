@@ -29,7 +29,7 @@ from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import EngineLost, OutriderError
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
-from outrider.replica.step_request import Answers, Unfinished, refusal
+from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
 from outrider.speculation.logits_processing import allowed_early, joined_rows
@@ -142,8 +142,6 @@ class LookAhead:
         now = RoundAhead(item, committed, unseen, digest)
         self._rounds[now.session_id] = now
         outcome = self._come_true(before, committed)
-        if item.deadline is NO_DEADLINE and item.num_draft_tokens > before.item.num_draft_tokens:
-            outcome = ()  # A proposal that was drafted ahead would be shorter than wanted.
         answers: list[DraftAnswer] = []
         if item.held is not None:
             now.drafted = item.held
@@ -160,10 +158,9 @@ class LookAhead:
         self._end(before)
         return self._advanced(now, answers)
 
-    def advance(self, items: Sequence[DraftItem]) -> list[Answers | Unfinished]:
-        """Runs one pass for the rounds of these items. `works_on` must be true for all items. It
-        becomes false for an `Unfinished` item, whose draft must begin again (`lose_pages`). Raises
-        the errors of the engine."""
+    def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
+        """Runs one pass for the rounds of these items. `works_on` must be true for all items.
+        Raises the errors of the engine."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
@@ -193,14 +190,7 @@ class LookAhead:
                 self._release(self._stale)
         for now in unread:
             now.is_read = now.is_read or now in read or not self._is_readable(now)
-        return [self._settled(now) for now in rounds]
-
-    def _settled(self, now: RoundAhead) -> Answers | Unfinished:
-        if now.wanted is None or not now.wanted.is_lost:
-            return self._advanced(now, self._harvest(now))
-        del self._rounds[now.session_id]  # The next step begins the round again.
-        self._end(now)
-        return Unfinished.CONTINUES
+        return [self._advanced(now, self._harvest(now)) for now in rounds]
 
     def _likeliest(
         self, rounds: Sequence[RoundAhead], most: int, wanted: Sequence[AutoregressiveDraft],
@@ -264,8 +254,8 @@ class LookAhead:
         at least half of the wanted tokens, proposes the tokens it has. Each further token would
         take a pass, and the last tokens are the least likely to be accepted. The number of tokens
         depends on when the item arrived. This time is independent of the numbers with which the
-        next tokens would be drawn, unless the seed is repeated. So a round without a time limit
-        gets all tokens. Abandoned drafts of the same outcome have drawn `num_drawn` tokens."""
+        next tokens would be drawn. A round without a time limit gets all tokens. Abandoned drafts
+        of the same outcome have drawn `num_drawn` tokens."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -422,7 +412,7 @@ class LookAhead:
             if not is_draft_fault or branch.token_ids:
                 self._drafter.end(branch, error)
             elif not self._drafter.holds(branch):
-                branch.lose_pages()
+                branch.stop()
             else:
                 try:
                     self._drafter.advance([branch])
@@ -433,10 +423,10 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops the outcomes whose drafts have lost their pages. Ends a wanted draft that has lost
-        its pages."""
+        """Drops the outcomes whose drafts have lost their pages. A wanted draft that has lost its
+        pages ends with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
-            now.wanted.lose_pages()
+            now.wanted.stop()
         for outcome in [at for at, one in now.outcomes.items() if not self._drafter.holds(one)]:
             now.abandon(outcome)
 

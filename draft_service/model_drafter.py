@@ -39,7 +39,8 @@ class ModelDrafter:
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:
         """Draws tokens for drafts of distinct sessions. Returns early if the time limit of a
         finished draft is over, because this draft is sent only after `extend` returns. The next
-        call continues the other drafts.
+        call continues the other drafts. Returns late if a draft must be whole, because in a later
+        step it might lack pages.
 
         The engine must hold each draft's committed and draft tokens, except those in `unseen`. A
         draft with draft tokens ends if the engine has lost a token (`lose_pages`). A draft that
@@ -122,7 +123,10 @@ class ModelDrafter:
             going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
             active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]
-            if any(other.deadline.is_over and other not in active for other in together):
+            must_go_on = any(branch.must_be_whole for branch in active)
+            if not must_go_on and any(
+                other.deadline.is_over and other not in active for other in together
+            ):
                 return
 
     def _draw(

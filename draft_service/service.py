@@ -99,14 +99,14 @@ class _Drafting(Work):
             return SlotDemand(item.head, len(item.held), len(item.held) + 1)
         num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
         num_rows = 1 + num_extra if self._drafter.in_one_pass else 1
-        return SlotDemand(item.head, num_extra, num_rows)
+        return SlotDemand(item.head, num_extra, num_rows, takes_idle=item.must_be_whole)
 
 
 class Proposer(StepWorker):
     """Drafts for the items of a step. A session without pages gets an empty proposal. The output
     stays exact, because the lack of pages does not depend on the values of tokens. But it may
-    depend on the tokens of a session with the same seed. So an item without a time limit, which
-    belongs to a repeated seed, waits for pages."""
+    depend on the tokens of a session with the same seed. So an item that must be whole waits for
+    pages."""
 
     def __init__(
         self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
@@ -164,9 +164,8 @@ class Proposer(StepWorker):
 
     def _waits_for_pages(self, work: _Drafting) -> bool:
         """Whether an item keeps waiting for pages, of which the replica has enough altogether."""
-        item, (head, num_extra, *_) = work.item, work.demand
-        must_be_whole = item.deadline is NO_DEADLINE and item.held is None
-        return must_be_whole and head.committed_length + num_extra <= self._num_slots
+        length = work.head.committed_length + work.demand.num_extra
+        return work.item.must_be_whole and length <= self._num_slots
 
     def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)
@@ -183,6 +182,8 @@ class Proposer(StepWorker):
                 item, committed, aligned.new_tokens, aligned.digest
             )
             return
+        if not self.looks_ahead(item):
+            self._look_ahead.forget(work.head.session_id)  # Earlier items may have had look-ahead.
         num_missing = len(aligned.new_tokens) - admitted.num_granted
         asked: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
         if is_whole:
@@ -199,6 +200,7 @@ class Proposer(StepWorker):
             aligned.digest if is_whole else EMPTY_DIGEST, features=item.features, **asked,
         )  # fmt: skip
         work.draft = self._drafter.begin(request)
+        work.draft.must_be_whole = item.must_be_whole
 
     def _pass(self, works: Sequence[_Drafting]) -> Sequence[AutoregressiveDraft]:
         drafts = [work.draft for work in works]
@@ -211,6 +213,7 @@ class Proposer(StepWorker):
             self._engine.keep(work.head.session_id, work.num_held)
             # If the engine has forgotten the sequence, the new draft runs all tokens.
             work.draft = self._drafter.begin(work.draft.request)
+            work.draft.must_be_whole = work.item.must_be_whole
 
     def _finish(self, works: Sequence[_Drafting], found: Sequence[AutoregressiveDraft]) -> None:
         for work, draft in zip(works, found, strict=True):

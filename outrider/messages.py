@@ -153,6 +153,12 @@ class DraftItem:
     is_answered_in_bulk: ClassVar[bool] = False
 
     @property
+    def must_be_whole(self) -> bool:
+        """Whether neither time nor a lack of pages may shorten the proposal. So it is in a session
+        with a repeated seed (docs/exactness.md). Such items have no look-ahead."""
+        return self.deadline is NO_DEADLINE and self.held is None and self.look_ahead == 0
+
+    @property
     def gives_way(self) -> bool:
         """Whether a newer item of the session may begin before this item has ended."""
         return self.held is not None and self.look_ahead > 0

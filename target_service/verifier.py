@@ -39,7 +39,6 @@ from outrider.speculation.logits_processing import (
     row_masks,
 )
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
-from outrider.speculation.proposal_rows import usable_verdict
 from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokens import extend_digest
@@ -90,14 +89,21 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """Returns `verdict` if its outcome does not reach the row `untold`, whose mask could not be
-        computed. Otherwise returns a verdict that ends with the draft token before this row. The
-        next round cannot begin without this mask, so the session fails, as in plain decoding."""
-        if self.untold is None:
+        """Returns `verdict` if its outcome reaches no row that the round cannot use: the row
+        `untold`, whose mask could not be computed, and with log-probabilities a row without them.
+        (A mask may make a row usable whose raw logits are not.) Otherwise returns a verdict that
+        ends with the draft token before this row. The next round then begins at this row, and the
+        session fails, as in plain decoding. Raises `InvariantError` if it is the first row."""
+        rows = [] if self.untold is None else [self.untold]
+        if self.item.num_logprobs is not None:
+            is_missing = ~self.question.logits.amax(dim=1).isfinite()
+            rows += is_missing.nonzero()[:1, 0].tolist()
+        if not rows:
             return verdict
+        check(min(rows) > 0, "logits of row 0 have no log-probabilities: NaN, +inf, or only -inf")
         head, drafted = self.head, self.proposal.token_ids
         uniforms = head.noise.accept_uniforms(len(drafted))
-        return ending_before(verdict, self.untold, drafted, head.rule, uniforms)
+        return ending_before(verdict, min(rows), drafted, head.rule, uniforms)
 
 
 class SelfDrafter:
@@ -259,9 +265,6 @@ class Verifier(StepWorker):
         verdict = one.within(verdict)
         logits, logprobs = one.question.logits, tuple[PositionLogprobs, ...]()
         if item.num_logprobs is not None:
-            # A mask may make a row usable whose raw logits have no log-probabilities.
-            is_usable = logits.amax(dim=1).isfinite().tolist()
-            verdict = usable_verdict(verdict, is_usable, proposal.token_ids, one.head.noise)
             logprobs = _logprobs(logits, proposal, item.num_logprobs, verdict)
         audited = None
         if item.audit:

@@ -248,7 +248,9 @@ class SessionRun:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
             self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
-        if self._trial is not None and index > 0 and length.is_timed:
+        if not length.is_timed:
+            self._trial = None  # See `DrafterSums`.
+        if self._trial is not None and index > 0:
             seconds = self._clock() - began_at
             self._trial.note(outcome.num_accepted, len(outcome.token_ids), seconds)
         return self._commit(index, drafted, reply, verify_s, outcome)

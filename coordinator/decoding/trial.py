@@ -8,9 +8,9 @@ from typing import Self
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
     """Sums over the rounds of one or several drafters. The first round of each session is not
-    counted, because it contains the prefill. Nor are rounds of sessions that repeat a seed under
-    token or block (`RoundLength.is_timed`): they have no time limit, are not independent of earlier
-    sessions, and must not influence what later sessions with this seed draft."""
+    counted, because it contains the prefill. Nor are sessions with a repeated seed under token or
+    block (`RoundLength.is_timed`): they have no time limit, are not independent of each other, and
+    must not influence what later sessions with this seed draft."""
 
     num_sessions: int = 0
     num_rounds: int = 0

@@ -173,6 +173,9 @@ class DraftClient(_ModelDrafts):
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         start = self._clock()
         num_wanted, guess = length.num_draft_tokens, None
+        if not length.is_timed and self._look_ahead > 0:
+            # Times decide how much is drafted ahead, and must not shorten an untimed proposal.
+            self._look_ahead, self._pushed = 0, PushedProposals()
         self._hear_feed()
         if self._is_hybrid:
             guess, score = self.look_up(num_wanted, noise)
@@ -224,9 +227,7 @@ class DraftClient(_ModelDrafts):
             and self._pushed.expects(number)
         )  # fmt: skip
         pushed = self._pushed.begin(number, self._session.tokens)
-        # If it was drafted for a smaller K, a round that must be whole cannot use it.
-        is_long = length.is_timed or looked_for >= num_wanted
-        is_ahead = pushed is not None and is_long and self._is_fit(pushed.proposal)
+        is_ahead = pushed is not None and self._is_fit(pushed.proposal)
         if is_ahead:
             self._held = pushed
         else:

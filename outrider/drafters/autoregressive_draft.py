@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
+from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutOfPages, OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import LikelyTokens, draw_from_logits
@@ -47,6 +47,7 @@ class AutoregressiveDraft:
         likely tokens of some draws are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
+        self.must_be_whole = False  # see `DraftItem.must_be_whole`
         self.is_lost = False
         """Whether the draft lacks pages and must begin again (see `lose_pages`)."""
 
@@ -100,11 +101,9 @@ class AutoregressiveDraft:
         self.num_wanted = len(self.token_ids)
 
     def lose_pages(self) -> None:
-        """Ends the draft because it lacks pages. With a time limit, the tokens that it has are
-        proposed. A draft without a time limit belongs to a repeated seed. Which pages are free may
-        then depend on a session with the same random numbers. So this draft proposes nothing, and
-        must begin again."""
-        if self.deadline is NO_DEADLINE:
+        """Ends the draft because it lacks pages. The tokens that it has are proposed. But a draft
+        that must be whole proposes nothing, and must begin again."""
+        if self.must_be_whole:
             self.is_lost = True
         else:
             self.stop()
@@ -112,7 +111,7 @@ class AutoregressiveDraft:
     def end(self, error: Exception) -> None:
         """Ends the draft after an error. Drawn tokens are still proposed. One of them may have
         caused the error, and dropping a token because of its value would bias the output."""
-        if isinstance(error, OutOfPages) and self.deadline is NO_DEADLINE:
+        if isinstance(error, OutOfPages) and self.must_be_whole:
             self.lose_pages()
         elif self.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)

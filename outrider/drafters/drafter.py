@@ -72,8 +72,6 @@ class DraftDeadline:
 
 
 NO_DEADLINE = DraftDeadline()
-"""Drafts of sessions with a repeated seed have no time limit. Neither time nor pages may shorten
-their proposals."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ limited. So an item may have to wait, or run with only some of its tokens. In ea
 3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
    of its prefix, or no tokens in this step (`TokenBudget`).
 
-A session loses pages only to older sessions. So the oldest session always continues, and in time
-every session becomes the oldest."""
+A session in the step loses pages only to older sessions. So the oldest session always continues,
+and in time every session becomes the oldest."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -45,6 +45,9 @@ class SlotDemand(NamedTuple):
     num_reserved: int = 0
     """Number of slots that the item needs later in the same step, for its next proposal. Slots that
     the replica does not have are not reserved."""
+    takes_idle: bool = False
+    """Whether the item may take pages from any session without an item in the step, even from an
+    older one."""
 
 
 class Admitted(NamedTuple):
@@ -115,7 +118,7 @@ class StepWorker:
         if not self._engine.can_hold(steps):
             self._give_way()
             if not self._engine.can_hold(steps):
-                self._place(found, wholes)
+                self._place(demands, found, wholes)
         admissions = self._grant(demands, found)
         for name, admission in zip(names, admissions, strict=True):
             if name in new and not isinstance(admission, Admitted):
@@ -137,44 +140,51 @@ class StepWorker:
         num = min(max(1, length - num_held), self._num_slots + 1)
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
-    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep]) -> None:
+    def _place(
+        self, demands: Sequence[SlotDemand], found: list[_Found], wholes: dict[int, SequenceStep]
+    ) -> None:
         """Reserves pages for items, the item of the oldest session first. If an item gets no pages,
         its entry in `found` becomes `WAITS`."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
+        stepping = {step.sequence_id for step in wholes.values()}
         reserved: list[SequenceStep] = []
         lost: set[str] = set()
         for index in sorted(wholes, key=lambda i: age_rank(wholes[i].sequence_id)):
             step = wholes[index]
             name = step.sequence_id
-            younger = holders[bisect_right(holders, age_rank(name), key=age_rank) :]
+            first_younger = bisect_right(holders, age_rank(name), key=age_rank)
+            losers = holders[first_younger:]
+            if demands[index].takes_idle:
+                older = holders[:first_younger]
+                losers = [*(one for one in older if one not in stepping), *losers]
             if name in lost:
                 found[index] = Unfinished.WAITS
             elif isinstance(found[index], Resync):
-                if not self._engine.can_hold([*reserved, step], younger):
+                if not self._engine.can_hold([*reserved, step], losers):
                     found[index] = Unfinished.WAITS
-            elif self._make_room([*reserved, step], [v for v in younger if v not in lost], lost):
+            elif self._make_room([*reserved, step], [v for v in losers if v not in lost], lost):
                 reserved.append(step)
             else:
                 found[index] = Unfinished.WAITS
         self.figures.num_starved += found.count(Unfinished.WAITS)
 
     def _make_room(
-        self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
+        self, steps: Sequence[SequenceStep], losers: Sequence[str], lost: set[str]
     ) -> bool:
-        """Returns whether there are pages for these steps. If pages of `younger` sessions are
-        needed and suffice, frees the youngest until all fit. Adds the freed sessions to `lost`."""
+        """Returns whether there are pages for these steps. If pages of the sessions `losers` are
+        needed and suffice, frees the last of these until all fit. Adds the freed to `lost`."""
         if self._engine.can_hold(steps):
             return True
-        if not self._engine.can_hold(steps, younger):
+        if not self._engine.can_hold(steps, losers):
             return False
-        for name in reversed(younger):
+        for name in reversed(losers):
             self._engine.release(name)
             lost.add(name)
             self.figures.num_preemptions += 1
             if self._engine.can_hold(steps):
                 return True
-        raise InvariantError("preempting every younger session did not free enough pages")
+        raise InvariantError("preempting every session that may lose did not free enough pages")
 
     def _grant(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> list[Admission]:
         if not any(map(self._engine.length, self._decoding)):

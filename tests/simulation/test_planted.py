@@ -9,12 +9,12 @@ from unittest.mock import AsyncMock
 import pytest
 
 from coordinator.decoding.loop import OutputQueue
+from coordinator.routing import draft_client
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
 from deploy.fleet.hang_watch import HangWatch
 from draft_service import lookahead
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
-from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.registry.redis_registry import RedisRegistry
@@ -138,11 +138,10 @@ def outcomes_that_share_noise(patch: Patch) -> None:
 
 
 def cut_in_an_untimed_round(patch: Patch) -> None:
-    """Look-ahead shortens proposals by time although the seed is repeated."""
-    patch.setattr(world, "HASTY_SHARE", 1.0)
-    patch.setattr(world, "LOOK_AHEADS", (3,))
+    """Drafts of repeated seeds get a time limit."""
     patch.setattr(scenario, "REPEATED_SHARE", 1.0)
-    patch.setattr(lookahead, "NO_DEADLINE", DraftDeadline())
+    limit = draft_client.budget_us
+    patch.setattr(draft_client, "budget_us", lambda seconds: limit(min(seconds, 0.005)))
 
 
 def mailbox_left_behind(patch: Patch) -> None:

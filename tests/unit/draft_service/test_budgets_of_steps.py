@@ -14,7 +14,7 @@ from toy_engine import ToyEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
 from outrider.clock import run_virtually
-from outrider.drafters.drafter import DraftDeadline
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
@@ -117,6 +117,8 @@ NUM_DRAWN = 3  # Tokens that a step draws in the time of the short one.
 
 
 def unbounded(session: int, num_tokens: int, **fields: Any) -> DraftItem:
+    """An item whose time limit never ends. (An item without a limit would have to be whole.)"""
+    fields = {"deadline": DraftDeadline()} | fields
     return DraftItem(make_head(PROMPT, session=session, rule=Rule.TOKEN), num_tokens, **fields)
 
 
@@ -143,6 +145,18 @@ def undisturbed() -> tuple[int, ...]:
     proposer = Proposer(ModelDrafter(ToyEngine()), TokenBudget(512, 8))
     [reply] = proposer.step([unbounded(LONG, 16)])
     return reply.proposal.token_ids
+
+
+def test_a_draft_that_must_be_whole_ends_in_its_step() -> None:
+    """In a later step it might lack pages. The other session is answered late."""
+    engine = ToyEngine(pass_s=PASS_S)
+    proposer = Proposer(ModelDrafter(engine), TokenBudget(512, 8))
+    over = DraftDeadline(2.5 * PASS_S, lambda: engine.stated_seconds)
+    whole, hurried = proposer.step(
+        [unbounded(LONG, 16, deadline=NO_DEADLINE), unbounded(SHORT, 8, deadline=over)]
+    )
+    assert len(whole.proposal) == 16
+    assert hurried.out_of_time
 
 
 def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:

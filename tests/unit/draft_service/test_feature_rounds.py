@@ -293,7 +293,7 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
 def interrupted(pair: Pair, text: Sequence[int]) -> tuple[DraftItem, list[int]]:
     """An item whose draft is unfinished, as the step ended because another session's time was over,
     and its text with what is drafted."""
-    first = pair.item(text, pair.features(text, 0))
+    first = replace(pair.item(text, pair.features(text, 0)), deadline=DraftDeadline())
     times = iter([0.0] * 3)
     hasty = replace(
         pair.item(text, pair.features(text, 0), 2, session=2),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import Replica, make_head, session_name
+from rounds import Replica, make_head, outcome_of, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
 from outrider.engine.interface import SequenceStep
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.logits_processing import raw_logprobs, target_probabilities
-from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
@@ -112,6 +112,28 @@ async def test_logprobs_that_are_no_numbers_end_the_outcome_before_them() -> Non
         refused = await setting.ask(VerifyItem(head, num_logprobs=2))
         assert isinstance(refused, Refused)
         assert "row 0" in refused.message
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+async def test_missing_logprobs_cut_the_outcome_and_change_no_test(rule: Rule) -> None:
+    """All rows have distributions, so tests of draft tokens behind the cut still count. Under
+    block, a later test that passes also accepts the tokens before it."""
+    sampling = SamplingParams(min_tokens=9, stop_token_ids=(7,))
+    q = DraftDistribution((1, 2, 3), (COUNT_TOTAL // 2, COUNT_TOTAL // 4, COUNT_TOTAL // 4))
+    nums_accepted = set()
+    async with target(MaskedNaN()) as setting:
+        for seed in range(40):
+            proposal = SealedProposal.of(Proposal((1 + seed % 3, 2, 1), (q, q, q)))
+            outcomes = []
+            for session, num_logprobs in ((2 * seed + 1, None), (2 * seed + 2, 1)):
+                head = make_head(PROMPT, session=session, rule=rule, sampling=sampling, seed=seed)
+                reply = await setting.ask(VerifyItem(head, proposal, 0, num_logprobs))
+                outcomes.append(outcome_of(reply, proposal, rule, seed, len(PROMPT)))
+            bare, cut = outcomes
+            nums_accepted.add(bare.num_accepted)
+            reached = bare.num_accepted >= 1
+            assert cut.token_ids == (proposal.token_ids[:1] if reached else bare.token_ids)
+    assert {0, 1} < nums_accepted  # Some outcomes reach the row by a later test.
 
 
 async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:

@@ -291,8 +291,8 @@ async def test_a_round_that_is_not_timed_waits_for_all_its_tokens() -> None:
     assert [item.budget_us for item in link.sent] == [0, 0, 0]
 
 
-async def test_a_round_that_is_not_timed_uses_no_proposal_for_a_smaller_k() -> None:
-    """Whether it was pushed in time may depend on its own random numbers."""
+async def test_a_round_that_is_not_timed_has_no_look_ahead() -> None:
+    """How much was drafted ahead in time may depend on its own random numbers."""
     link, one = ScriptedLink(None, proposal), session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
     draft.prefill(3)
@@ -300,6 +300,7 @@ async def test_a_round_that_is_not_timed_uses_no_proposal_for_a_smaller_k() -> N
     one.decide((9,), Counters())
     drafted = await draft.propose(1, asked(4, is_timed=False), NOISE)
     assert (drafted.ahead, len(drafted.proposal)) == (False, 4)
+    assert [item.look_ahead for item in link.sent] == [6, 0]
 
 
 async def test_a_round_that_is_not_timed_waits_for_no_hidden_states() -> None:
