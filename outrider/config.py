@@ -511,7 +511,7 @@ class DeploymentConfig:
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
     """Time within which the Ray cluster must have room for all actors, s."""
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
-    """Time limit for starting processes, and then for loading the models, s."""
+    """Time limit for loading the models, s."""
     stop_timeout_s: Annotated[float, between(0, WAIT_S_MAX)] = 10.0
     """When a replica stops, its running requests have this time to end, s."""
 

@@ -75,6 +75,7 @@ DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator r
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
 AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that are chosen for an audit and not yet audited
 REPLICAS_MAX = 1024  # of one role in a deployment
+PROCESS_START_S = 180  # for a replica's process to start, once the Ray cluster has room for it
 LOG_BYTES_MAX = 16 * 2**20  # a larger log file is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
 LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine

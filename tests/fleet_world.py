@@ -112,7 +112,11 @@ class Machines:
     ) -> list[list[Actor]]:
         if len(self._there()) + len(demands) > self.room:
             raise ConfigError("there is no place")
-        await self.placing.wait()
+        try:
+            async with asyncio.timeout(timeout_s + process_timeout_s):
+                await self.placing.wait()
+        except TimeoutError as error:
+            raise Unavailable("the processes did not start") from error
         made: list[list[Actor]] = []
         for demand in demands:
             ranks = [Sitter(demand, rank, self) for rank in range(demand.num_ranks)]

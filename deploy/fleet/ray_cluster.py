@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from outrider.config import deployment_settings
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.files import write_whole
-from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
+from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT, PROCESS_START_S
 from outrider.replica.process_setup import Place
 
 _log = logging.getLogger(__name__)
@@ -371,9 +371,10 @@ ENVIRONMENT = {
     # Ray asks a process to end, and kills it after this time. A hung process must be killed soon,
     # because clients wait for the end of its connections. Ray's default is 5 s.
     "RAY_kill_worker_timeout_milliseconds": "100",
-    # Ray starts a process again that is not ready after this time, in seconds. On a busy machine,
-    # no process would ever be ready within Ray's default of 60 s.
-    "RAY_worker_register_timeout_seconds": "900",
+    # Ray starts a process again that is not ready after this time, in seconds. Ray does not notice
+    # earlier that such a process has died. On a busy machine, no process would ever be ready within
+    # Ray's default of 60 s.
+    "RAY_worker_register_timeout_seconds": str(PROCESS_START_S),
     # Without the next two variables, the file of the workers' standard error has no size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),

@@ -22,6 +22,7 @@ from typing import Any, cast
 from outrider.backoff import backoff
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, EngineLost, OutriderError, StoreUnavailable, Unavailable
+from outrider.limits import PROCESS_START_S
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Engagement, Membership, Role, Starts
 from outrider.replica.process_setup import Place
@@ -391,10 +392,8 @@ class Fleet:
 
     async def _place(self, *replicas: Replica) -> None:
         demands = [replace(one.spec.demands[one.role], name=one.name) for one in replicas]
-        config = self.spec.config
-        placed = await self._cluster.place(
-            demands, config.startup_timeout_s, config.model_timeout_s
-        )
+        room_s = self.spec.config.startup_timeout_s
+        placed = await self._cluster.place(demands, room_s, PROCESS_START_S)
         for one, ranks in zip(replicas, placed, strict=True):
             one.ranks = ranks
         self.spec = self.settled(self.spec)

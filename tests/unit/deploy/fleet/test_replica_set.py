@@ -22,6 +22,7 @@ from deploy.fleet.replica_set import (
     role_and_age,
 )
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
+from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
 
 pytestmark = pytest.mark.virtual
@@ -89,6 +90,20 @@ async def test_starting_is_tried_again_more_and_more_seldom(error: Exception) ->
         assert len(world.names("draft")) == 2
         assert not world.fleet.failures
         assert not world.running.done()
+
+
+async def test_a_process_that_never_starts_is_given_up_soon() -> None:
+    """It may have died unnoticed. Requests wait for the target, but not longer than 600 s."""
+    async with playing() as world:
+        world.machines.placing.clear()
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        room_s = world.spec.config.startup_timeout_s
+        await asyncio.sleep(room_s + PROCESS_START_S + 2 * FIRST_REST_S)
+        [reason] = world.fleet.failures
+        assert "did not start" in reason
+        world.machines.placing.set()
+        await asyncio.sleep(REST_S_MAX)
+        assert len(world.names("target")) == 1
 
 
 async def test_one_that_is_not_wanted_any_more_never_starts() -> None:
