@@ -66,6 +66,9 @@ enableServiceLinks: false
 # Ray asks a process to end, and kills it after this time. A hung process must be killed soon.
 - name: RAY_kill_worker_timeout_milliseconds
   value: "100"
+# Ray starts a process again that is not ready after this time, in seconds. The default is 60 s.
+- name: RAY_worker_register_timeout_seconds
+  value: "180"
 # Without the next two variables, the file of the workers' standard error has no size limit.
 - name: RAY_ROTATION_MAX_BYTES
   value: "16777216"
