@@ -65,7 +65,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
         current target cannot be reached, is leaving, or twice does not answer in time. Raises the
         error with which the target refuses the session, and `Unavailable` if no target can be
-        reached for as long as `Absence` allows.
+        reached, or the stream to the target is full, for as long as `Absence` allows.
 
         If the target cannot read the proposal's q, the client itself tries to read q, cuts the
         proposal before the first unreadable q, and asks again. If the client can read all of q, or
@@ -94,7 +94,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             except (LinkLost, Overloaded) as error:
                 if not (isinstance(error, LinkLost) and self.move()):
                     absence = absence or Absence(self._pool, self._config)
-                    absence.check(f"no target can be reached: {error.message}")
+                    absence.check_error(error)
                     await self._pool.change(self._rest_s(num_retries))
                     num_retries += 1
             else:

@@ -40,7 +40,7 @@ from coordinator.routing.replica_pool import (
     choose,
 )
 from coordinator.routing.target_client import RETRY_S_MAX
-from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
+from outrider.errors import Incompatible, InvariantError, LinkLost, Overloaded, Unavailable
 from outrider.messages import ProposalReply, ReplicaDescription, ReplyKey, Resync, VerdictReply
 from outrider.registry.registry import Starts
 from outrider.replica.service import StaleRoundFilter
@@ -168,6 +168,17 @@ async def test_a_request_fails_when_no_target_is_expected_or_it_takes_too_long(
                 await target_of(pool=pool).verify(0, NOTHING_SEALED)
             await pool.wait_for_one(CONFIG)
     assert abs(asyncio.get_running_loop().time() - ends_at) <= RETRY_S_MAX
+
+
+async def test_a_request_to_a_full_stream_does_not_wait_for_a_target_that_is_being_started() -> (
+    None
+):
+    full = ScriptedLink(*[Overloaded("4096 items wait")] * 999)
+    pool = pool_of(full)
+    starting(pool, (0, STARTING))
+    with pytest.raises(Unavailable, match="the target is overloaded: 4096 items wait; waited for"):
+        await target_of(pool=pool).verify(0, NOTHING_SEALED)
+    assert abs(asyncio.get_running_loop().time() - GONE_S) <= RETRY_S_MAX
 
 
 @pytest.mark.parametrize("alike", [1, 2])
