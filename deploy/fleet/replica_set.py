@@ -24,7 +24,7 @@ from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, EngineLost, OutriderError, StoreUnavailable, Unavailable
 from outrider.limits import PROCESS_START_S
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ROLES, Engagement, Membership, Role, Starts
+from outrider.registry.registry import ROLES, STARTS_LEASE_S, Engagement, Membership, Role, Starts
 from outrider.replica.process_setup import Place
 
 from .hang_watch import HangWatch
@@ -126,6 +126,8 @@ class Replica:
         self.found = Engagement()
         """Empty while the replica does not serve."""
         self.leaves = False
+        self.is_killed = False
+        """Whether its actors are being killed. It then counts until they are gone."""
         self.task: asyncio.Task[None] | None = None
         """The task that starts and watches the replica, or that ends it."""
         self._hang: asyncio.Future[OutriderError] = asyncio.get_running_loop().create_future()
@@ -370,7 +372,7 @@ class Fleet:
 
     def starts(self, role: Role) -> Starts:
         """The replicas of a role that are being started or will be."""
-        staying = [one for one in self.of(role) if not one.leaves]
+        staying = [one for one in self.of(role) if not (one.leaves or one.is_killed)]
         names = tuple(one.name for one in staying if not one.address)
         num_there = sum(not one.on_trial for one in staying)
         trouble, is_missing = self._troubles[role], num_there < self.wanted[role]
@@ -519,6 +521,10 @@ class Fleet:
             going = [one for one in self.replicas if one.role in roles]
             await asyncio.gather(*(one.stop(grace_s) for one in going))
         self._replicas.clear()
+        try:
+            await self._registry.withdraw_starts()
+        except StoreUnavailable as error:
+            _log.warning("starts are announced for up to %g s more: %s", STARTS_LEASE_S, error)
 
     def _new(self, role: Role, trial: Trial | None = None) -> Replica:
         spec, share = (self.spec, 0.0) if trial is None else (trial.spec, trial.share)
@@ -612,7 +618,7 @@ class Fleet:
 
     async def _remove(self, one: Replica) -> None:
         """Kills the actors. Retries while Ray's head does not answer, so no actor is forgotten."""
-        one.found = Engagement()
+        one.found, one.is_killed = Engagement(), True
         try:
             await retried(f"{one.name} cannot be killed", partial(self._cluster.remove, one.ranks))
         finally:

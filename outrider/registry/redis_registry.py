@@ -124,6 +124,10 @@ class RedisRegistry:
         lease_ms = int(STARTS_LEASE_S * 1e3)
         await self._run(("SET", self._starts, Starts.to_json(each), "PX", lease_ms))
 
+    async def withdraw_starts(self) -> None:
+        """Ends the lease of `announce_starts`."""
+        await self._run(("DEL", self._starts))
+
     async def starts(self) -> dict[Role, Starts]:
         """Returns what `announce_starts` stored, by role. Empty without a lease, or if the stored
         text is invalid."""

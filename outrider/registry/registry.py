@@ -135,8 +135,10 @@ class Starts:
         return ", ".join(filter(None, (what, self.details)))
 
     def without(self, names: Collection[str]) -> "Starts":
-        """A copy without these replicas."""
-        return replace(self, names=tuple(name for name in self.names if name not in names))
+        """A copy without these replicas. If no other is being started, none is expected."""
+        left = tuple(name for name in self.names if name not in names)
+        is_expected = self.expected and (bool(left) or not self.names)
+        return replace(self, names=left, expected=is_expected)
 
     @staticmethod
     def to_json(each: "Sequence[Starts]") -> str:

@@ -140,6 +140,15 @@ def test_starts_are_put_into_words(starts: Starts, text: str) -> None:
     assert str(starts) == text
 
 
+def test_no_start_is_expected_once_all_that_were_being_started_serve() -> None:
+    starts = Starts("target", ("target-3", "target-4"), expected=True)
+    one = starts.without({"target-3"})
+    assert (one.names, one.expected) == (("target-4",), True)
+    both = starts.without({"target-3", "target-4"})
+    assert (both.names, both.expected) == ((), False)
+    assert Starts("target", (), expected=True).without({"target-3"}).expected
+
+
 async def test_starts_are_announced_for_the_time_of_a_restart() -> None:
     registry = MemoryRegistry()
     assert await registry.starts() == {}

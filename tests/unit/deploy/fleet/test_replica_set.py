@@ -202,6 +202,29 @@ async def test_what_is_being_started_is_announced() -> None:
         machines.loading.set()
 
 
+async def test_a_replica_that_is_being_killed_is_not_starting() -> None:
+    async with playing() as world:
+        world.machines.failure = Unavailable("away")
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(5)
+        assert world.fleet.of("target")
+        found = (await world.registry.starts())["target"]
+        assert (found.names, found.expected) == ((), True)
+        world.machines.failure = None
+
+
+async def test_a_fleet_that_is_closed_announces_no_starts() -> None:
+    async with playing() as world:
+        assert await world.registry.starts()
+    assert await world.registry.starts() == {}
+
+
+async def test_a_fleet_can_be_closed_while_redis_is_away() -> None:
+    async with playing() as world:
+        world.registry.failure = StoreUnavailable("away")
+    assert not world.fleet.replicas
+
+
 async def test_a_target_that_fails_again_and_again_is_not_expected() -> None:
     async with playing() as world:
         world.machines.failures["target"] = ConfigError("no such file")
