@@ -7,6 +7,8 @@ A replica has hung if both hold:
 
 A replica that is slow, or cannot reach Redis, answers a call, because its event loop runs. If the
 machine is so busy that this process itself runs late, silence proves nothing, and does not count.
+This says nothing of other machines. A replica that has not answered `LATE_CALLS` calls has hung,
+even if this process always runs late.
 """
 
 import asyncio
@@ -18,6 +20,8 @@ from typing import TYPE_CHECKING
 from outrider.errors import OutriderError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, Role
+
+from .ray_cluster import repeated
 
 if TYPE_CHECKING:
     from .replica_set import Replica
@@ -33,6 +37,9 @@ CALLS: Mapping[Role, int] = {"coordinator": 2, "target": 5, "draft": 5}
 """Number of calls without an answer after which a replica has hung. Clients wait until a hung
 coordinator is killed. For a hung target or draft, nobody waits: coordinators stop using it after
 one call that it does not answer."""
+LATE_CALLS = 20
+"""Number of calls without an answer after which a replica has hung although this process runs
+late. They take about 30 s. Calls are counted, not time, because this process may be paused."""
 
 
 class HangWatch:
@@ -49,9 +56,7 @@ class HangWatch:
     async def run(self) -> None:
         """Calls `look` every `HANG_LOOK_S`."""
         try:
-            while True:
-                await self.look()
-                await asyncio.sleep(HANG_LOOK_S)
+            await repeated(self.look, HANG_LOOK_S, "hung replicas are not noticed")
         finally:
             for task in self._asking.values():
                 task.cancel()
@@ -83,9 +88,10 @@ class HangWatch:
     async def _ask(self, one: "Replica") -> None:
         """Asks a replica until it answers, or has hung, or has died."""
         loop = asyncio.get_running_loop()
-        num_silences = 0
-        while num_silences < CALLS[one.role]:
+        num_calls = num_silences = 0
+        while num_silences < CALLS[one.role] and num_calls < LATE_CALLS:
             asked_at = loop.time()
+            num_calls += 1
             try:
                 await one.ranks[0].call("ping", timeout_s=ANSWER_S)
                 return
@@ -93,4 +99,4 @@ class HangWatch:
                 if not isinstance(error.__cause__, TimeoutError):
                     return
             num_silences += loop.time() - asked_at <= ANSWER_S + LATE_S
-        one.note_hang(Unavailable(f"it has hung: no lease, and no answer to {num_silences} calls"))
+        one.note_hang(Unavailable(f"it has hung: no lease, and no answer to {num_calls} calls"))

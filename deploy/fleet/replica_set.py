@@ -465,7 +465,10 @@ class Fleet:
         self._changed.set()
 
     async def run(self) -> None:
-        await asyncio.gather(self._run(), self._hangs.run())
+        """Runs for ever. If one part fails, the other ends, too."""
+        async with asyncio.TaskGroup() as parts:
+            parts.create_task(self._run())
+            parts.create_task(self._hangs.run())
 
     async def _run(self) -> None:
         for one in self.replicas:

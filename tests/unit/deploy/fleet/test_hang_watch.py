@@ -1,14 +1,15 @@
 """Replicas that hang are replaced, and others are not."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fleet_world import Sitter, World, playing
 
-from deploy.fleet.hang_watch import ANSWER_S, CALLS, HANG_LOOK_S, LATE_S
+from deploy.fleet.hang_watch import ANSWER_S, CALLS, HANG_LOOK_S, LATE_CALLS, LATE_S
 from outrider.errors import StoreUnavailable, Unavailable
 from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
 
@@ -140,26 +141,71 @@ async def test_while_redis_is_away_and_just_afterwards_no_lease_counts() -> None
         assert world.machines.starts == ["draft"]
 
 
-async def test_silence_does_not_count_while_the_reconciler_itself_runs_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a machine that is too busy, its time limits end late."""
+@contextmanager
+def calls_that_end_late(late_s: float) -> Iterator[None]:
+    """Calls of `ping` have no answer, and end `late_s` after their time limit."""
     call = Sitter.call
-    late_s = LATE_S + 0.1
 
     async def late(self: Sitter, method: str, *arguments: Any, **options: Any) -> Any:
-        if method == "ping" and late_s:
+        if method == "ping":
             await asyncio.sleep(ANSWER_S + late_s)
             raise Unavailable("no answer") from TimeoutError()
         return await call(self, method, *arguments, **options)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sitter, "call", late)
+        yield
+
+
+async def test_silence_does_not_count_while_the_reconciler_itself_runs_late() -> None:
+    """On a machine that is too busy, its time limits end late."""
     async with announced() as fleet:
-        monkeypatch.setattr(Sitter, "call", late)
         before = fleet.all_names()
-        fleet.silent |= before
-        await asyncio.sleep(60)
-        assert fleet.all_names() == before
-        late_s = 0.0
+        with calls_that_end_late(LATE_S + 0.1):
+            fleet.silent |= before
+            await asyncio.sleep(25)
+            assert fleet.all_names() == before
+        await asyncio.sleep(5)
         fleet.stop(fleet.world.names("draft")[0])
         await asyncio.sleep(20)
         assert fleet.world.machines.starts == ["draft"]
+
+
+async def test_long_silence_counts_even_if_the_reconciler_always_runs_late() -> None:
+    """Otherwise a hung replica would stay for ever. A long pause of the reconciler is one call."""
+    async with announced() as fleet:
+        hung = fleet.world.names("draft")[0]
+        fleet.silent.add(hung)
+        with calls_that_end_late(60):
+            await asyncio.sleep(30)
+        with calls_that_end_late(LATE_S + 0.1):
+            await asyncio.sleep(45)
+            assert not fleet.world.machines.starts
+            await asyncio.sleep(LATE_CALLS * (ANSWER_S + LATE_S + 0.1))
+        assert fleet.world.machines.starts == ["draft"]
+        assert fleet.world.machines.removed == [hung]
+
+
+async def test_an_unknown_error_of_the_registry_does_not_end_the_watch() -> None:
+    async with announced() as fleet:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fleet.world.registry, "fleet", Mock(side_effect=RuntimeError("a bug")))
+            await asyncio.sleep(5)
+        fleet.stop(fleet.world.names("draft")[0])
+        await asyncio.sleep(20)
+        assert fleet.world.machines.starts == ["draft"]
+        assert not fleet.world.running.done()
+
+
+async def test_if_the_fleet_fails_the_watch_ends_too() -> None:
+    """The reconciler then restarts."""
+    async with announced() as fleet:
+        world = fleet.world
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.fleet, "_step", Mock(side_effect=RuntimeError("a bug")))
+            await asyncio.wait([world.running])
+            read = Mock(side_effect=RuntimeError("read"))
+            patch.setattr(world.registry, "fleet", read)
+            await asyncio.sleep(5)
+        assert isinstance(world.running.exception(), ExceptionGroup)
+        assert not read.called
