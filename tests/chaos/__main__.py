@@ -64,7 +64,7 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
         adversary, began = Adversary(machines, found, load, arguments.seed), loop.time()
         try:
-            only = KILLS if arguments.real else None
+            only = KILLS if arguments.real else ()
             if arguments.only:
                 only = tuple(one for one in KINDS if one[0] == arguments.only)
             await adversary.run(arguments.faults, began + until, only)
@@ -73,8 +73,9 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
             await load.finish()
     seconds, faults = loop.time() - began, adversary.report()
     is_full = not only and seconds >= 60 * FULL_MINUTES
+    hung = [role for kind, role in KINDS if kind == "hang" and (is_full or (kind, role) in only)]
     return {
-        "missed": missed_in_hangs(faults) + (missed(faults) if is_full else []),
+        "missed": missed_in_hangs(faults, hung) + (missed(faults) if is_full else []),
         "seconds": round(seconds), "peak_requests_per_second": round(peak, 2),
         **load.report(), **faults,
     }  # fmt: skip
