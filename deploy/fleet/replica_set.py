@@ -38,9 +38,10 @@ ERROR_GRACE_S = 2.0
 END_GRACE_S = 0.5  # time to wait for errors of other ranks after a rank of a running replica ended
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
-SILENCE_S = 15.0
+SILENCE_S = 30.0
 """Time limit of an actor's answer to a new reconciler. Ray never reports that an actor has hung, or
-that its machine is paused."""
+that its machine is paused. The limit is longer than those of `hang_watch.py`, because an actor that
+exceeds it is ended even if its lease runs."""
 QUIET_S = 1.0
 """A leaving replica counts as drained when it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5

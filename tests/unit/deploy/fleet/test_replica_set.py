@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet_world import playing
+from fleet_world import Sitter, playing
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.fleet.hang_watch import ANSWER_S, CALLS
 from deploy.fleet.replica_set import (
     END_GRACE_S,
     FIRST_REST_S,
@@ -276,6 +277,29 @@ async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -
         world.actor(targets[0]).end.set_exception(EngineLost("gone"))
         await asyncio.sleep(5)
         assert len(world.names("target")) == 2, "those taken over are watched"
+
+
+async def test_a_replica_that_is_slow_to_answer_a_new_reconciler_stays() -> None:
+    """Also if it takes longer than a running reconciler's limits for hung replicas."""
+    call, slow_s = Sitter.call, 4 * max(CALLS.values()) * ANSWER_S
+
+    async def slow(self: Sitter, method: str, *arguments: Any, timeout_s: float = 0.0) -> Any:
+        if method == "engagement" and timeout_s:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.sleep(slow_s)
+            except TimeoutError as error:
+                raise Unavailable("no answer") from error
+        return await call(self, method, *arguments, timeout_s=timeout_s)
+
+    async with playing() as world:
+        before = [world.names(role) for role in ROLES]
+        await world.die()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sitter, "call", slow)
+            await world.come_back()
+        assert [world.names(role) for role in ROLES] == before
+        assert world.machines.removed == []
 
 
 async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
