@@ -157,7 +157,10 @@ class Cluster:
 
     async def _without_room(self, demands: Sequence[Demand]) -> list[Demand]:
         """The demands for whose actors Ray has no room. If it has room, their processes run or are
-        being started, which on a busy machine may take long. Raises `Unavailable`."""
+        being started, which on a busy machine may take long. Ray tells the resources for which
+        actors wait, but not which actors. So a demand without a placement group also counts as
+        without room if an actor of another replica waits for equal resources. Raises
+        `Unavailable`."""
         with asking_head():
             waiting = await asyncio.to_thread(_waiting_requests)
             groups = await asyncio.to_thread(placement_group_table)
