@@ -36,9 +36,6 @@ SPARE_TOKENS = 16
 CONTEXT_STEP = 256
 """A context is a multiple of this number of tokens, because some caches hold only whole blocks."""
 
-BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""Keys of `torch.cpu.get_capabilities`, on x86-64 and on Arm."""
-
 Setting = Mapping[str, Any]
 """Options of a library's class in `library_process`."""
 
@@ -78,24 +75,31 @@ class TargetInputs:
             "gguf": gguf, "batch": batch, "directory": target.directory,
             "context_tokens": -(-context // CONTEXT_STEP) * CONTEXT_STEP,
             "target": {name: getattr(target, name) for name in shared},
-            "precision": precision_of(target.dtype, target.device),
+            "precision": precision_of(target),
         }  # fmt: skip
         eos = stated_eos_token_ids(directory, load_tokenizer(directory))
         return cls(setup=setup, eos_token_ids=eos, token_ids=token_ids, environments=environments)
 
 
-def precision_of(dtype: str, device: str) -> str:
-    """The dtype in which peers compute, if the target has this `dtype`. On a processor without
-    instructions for bfloat16, this is float32: some libraries refuse bfloat16 there, and others
-    emulate it, which is slower."""
+def precision_of(target: TargetConfig) -> str:
+    """The dtype in which peers compute on this machine: that of the target, but float32 in place of
+    bfloat16 on a processor without instructions for bfloat16. There, some libraries refuse
+    bfloat16, and others emulate it, which is slower."""
     import torch
 
-    is_half = dtype in ("auto", "bfloat16")
-    if is_half and (device == "cpu" or not torch.cuda.is_available()):
-        capabilities = torch.cpu.get_capabilities()
-        if not any(capabilities.get(name) for name in BFLOAT16_INSTRUCTIONS):
-            return "float32"
-    return "bfloat16" if is_half else dtype
+    from outrider.engine.cpu import processor
+    from outrider.models.loading import loaded_dtype, resolve_device
+
+    # The target may run on a GPU of another machine.
+    device = target.device if torch.cuda.is_available() else "cpu"
+    dtype = loaded_dtype(
+        Path(target.directory), dtype=target.dtype, device=device,
+        trust_remote_code=target.trust_remote_code,
+    )  # fmt: skip
+    is_cpu = resolve_device(device).type == "cpu"
+    if dtype == torch.bfloat16 and is_cpu and not processor.has_bfloat16():
+        dtype = torch.float32
+    return str(dtype).removeprefix("torch.")
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:

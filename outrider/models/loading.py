@@ -278,8 +278,7 @@ def empty_model(
                 "(use `--engine vllm`), nor with `--eagle3-on draft`, nor in `distill`'s drafters"
             )
         with parameters_on_meta():
-            settled = settled_dtype(path, **options)
-            dtype = _stored_dtype(path, config) if settled == "auto" else DTYPES[settled]
+            dtype = loaded_dtype(path, **options)
             module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=remote
             )
@@ -301,6 +300,15 @@ def settled_dtype(path: Path, **options: Unpack[LoadOptions]) -> str:
     is_quantised = bool(quantization_of(config))
     is_float = not is_quantised and _stored_dtype(path, config) in (torch.bfloat16, torch.float32)
     return "float32" if is_float else dtype
+
+
+def loaded_dtype(path: Path, **options: Unpack[LoadOptions]) -> torch.dtype:
+    """Returns the dtype in which `load_model` loads the model in `path`. Raises `ConfigError` and
+    `SettingError`."""
+    settled = settled_dtype(path, **options)
+    if settled != "auto":
+        return DTYPES[settled]
+    return _stored_dtype(path, _config(path, options.get("trust_remote_code", False)))
 
 
 def _lacks_bfloat16(**options: Unpack[LoadOptions]) -> bool:

@@ -38,6 +38,7 @@ from benchmarks.measurement import bench_request
 from benchmarks.options import PromptOptions
 from benchmarks.prompts import BenchPrompt
 from outrider.config import TargetConfig
+from outrider.engine.cpu import processor
 from outrider.errors import BadRequest, ConfigError, Unavailable
 from outrider.models.sources import converted
 
@@ -101,19 +102,22 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
 
 
 @pytest.mark.parametrize(
-    ("dtype", "instructions", "expected"),
+    ("stored", "dtype", "has_bfloat16", "expected"),
     [
-        ("auto", {"avx512_bf16": True}, "bfloat16"), ("bfloat16", {"amx_bf16": True}, "bfloat16"),
-        ("auto", {"avx512_f": True, "avx512_bf16": False}, "float32"),
-        ("bfloat16", {"avx2": True}, "float32"), ("float32", {"avx512_bf16": True}, "float32"),
-        ("float16", {"avx2": True}, "float16"),
+        ("bfloat16", "auto", True, "bfloat16"), ("bfloat16", "auto", False, "float32"),
+        ("float32", "auto", True, "float32"), ("float16", "auto", True, "float16"),
+        ("float16", "auto", False, "float16"), ("float32", "bfloat16", True, "bfloat16"),
+        ("float32", "bfloat16", False, "float32"), ("bfloat16", "float16", False, "float16"),
     ],
 )  # fmt: skip
-def test_peers_compute_in_what_the_processor_supports(
-    dtype: str, instructions: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    assert precision_of(dtype, "cpu") == expected
+def test_peers_compute_in_the_targets_dtype_if_the_processor_supports_it(
+    stored: str, dtype: str, has_bfloat16: bool, expected: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
+    directory = save_tiny_model(tmp_path, dtype=getattr(torch, stored))
+    target = TargetConfig(directory=str(directory), dtype=dtype, device="cpu")
+    assert precision_of(target) == expected
 
 
 @pytest.mark.parametrize(("precision", "name"), [("bfloat16", "bf16"), ("float32", "f32")])
