@@ -63,7 +63,7 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 	$(BIN)/outrider serve demo --grpc-port 0 --port 0 --detach >/dev/null; \
 	$(BIN)/outrider generate --chat --max-tokens 64 "In two sentences: why is the sky blue?"; \
 	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
-		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 6 --max-tokens 48
+		--prompts benchmarks/prompts/rewrite.jsonl --max-tokens 48
 
 test: $(STAMP) ## Run every test but the whole grids, and 400 seeds of the simulation.
 	@mkdir -p build

@@ -15,7 +15,7 @@ from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, Temperature
 from .prompts import BenchPrompt
-from .rates import LEVEL, Work, ratio_of_rates
+from .rates import LEVEL, REPETITIONS_MIN, Work, ratio_of_rates
 from .report import Report, table
 
 PLAIN = "plain"
@@ -94,8 +94,11 @@ def compared(
 ) -> dict[str, Any]:
     plain, fast = results[PLAIN], results[SPECULATIVE]
     found = _compare(plain, fast, is_fixed)
+    has_single_prompts = len(plain.turns) == len(prompts)
     found["categories"] = {
-        name: _compare(_part(plain, prompts, name), _part(fast, prompts, name), is_fixed)
+        name: _compare(
+            _part(plain, prompts, name), _part(fast, prompts, name), is_fixed, has_single_prompts
+        )
         for name in dict.fromkeys(prompt.category for prompt in prompts)
     }
     for name, key, _ in REFERENCES:
@@ -105,16 +108,20 @@ def compared(
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
     """A side's completions of one category. Each one counts as a repetition with the time of its
-    request, because requests of several categories may run at the same time."""
+    request, because requests of several categories may run at the same time. So the times of a
+    turn's requests are not independent."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
     return SideResult(done, tuple(Work(one.num_tokens, one.seconds) for one in done))
 
 
-def _compare(plain: SideResult, fast: SideResult, is_fixed: bool) -> dict[str, Any]:
+def _compare(
+    plain: SideResult, fast: SideResult, is_fixed: bool, is_independent: bool = True
+) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. A rate is the number of all tokens, divided by
-    the wall time including prefill. `speedup` is the ratio of the two rates, and `speedup_interval`
-    its interval over the repetitions (`ratio_of_rates`); both are None if nothing was drafted.
+    the seconds of all repetitions including prefill. `speedup` is the ratio of the two rates, and
+    `speedup_interval` its interval over the repetitions (`ratio_of_rates`); both are None if
+    nothing was drafted. There is no interval if the repetitions are few or not independent.
     `num_identical` counts answers with the same tokens on both sides. It is None unless the tokens
     are fixed by the prompt and the seed, which they are not under the rules token and block."""
     drafted, accepted, num_rounds = (
@@ -128,7 +135,7 @@ def _compare(plain: SideResult, fast: SideResult, is_fixed: bool) -> dict[str, A
         "num_prompts": len(pairs),
         "repetitions": len(fast.turns),
         "speedup": speedup,
-        "speedup_interval": interval,
+        "speedup_interval": interval if is_independent else None,
         "plain_tokens_per_second": plain.tokens_per_second,
         "speculative_tokens_per_second": fast.tokens_per_second,
         "acceptance_rate": accepted / drafted if drafted else None,
@@ -188,7 +195,10 @@ def headline(values: Mapping[str, Any]) -> str:
         return "no drafts were proposed, so both sides decoded plainly"
     ratio = f"speculative decoding runs at {speedup:.2f}x the speed of plain decoding"
     if interval is None:
-        return f"{ratio}; one repetition gives no interval"
+        return (
+            f"{ratio}; too few repetitions for an interval "
+            f"({values['repetitions']}, at least {REPETITIONS_MIN})"
+        )
     low, high = interval
     known = (
         f"{LEVEL:.0%} interval {low:.2f}x to {high:.2f}x over {values['repetitions']} repetitions"

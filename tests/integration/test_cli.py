@@ -206,7 +206,7 @@ def test_the_readmes_short_lines_run_as_they_stand(served: Shell) -> None:
         assert found.stdout or "chat" in line, line
         assert "warning" not in found.stderr, line
         if "bench speedup" in line:
-            assert "prompt 6 of 6: " in found.stderr
+            assert "prompt 8 of 8: " in found.stderr
 
 
 def test_what_serve_prints_can_be_pasted(served: Shell) -> None:

@@ -105,8 +105,7 @@ def test_the_speedup_is_the_ratio_of_all_tokens_over_all_time() -> None:
     assert first["speedup"] == pytest.approx((40 / 2.5) / (40 / 4.0))
     assert first["speculative_tokens_per_second"] == pytest.approx(40 / 2.5)
     assert second["acceptance_rate"] == pytest.approx(30 / 70)
-    low, high = found["speedup_interval"]
-    assert low < 1 < found["speedup"] < high
+    assert found["speedup_interval"] is None
 
 
 def test_several_at_a_time_the_time_is_the_wall_time() -> None:
@@ -118,12 +117,30 @@ def test_several_at_a_time_the_time_is_the_wall_time() -> None:
     assert found["categories"]["a"]["speedup"] == pytest.approx((40 / 2.5) / (40 / 4.0))
 
 
+@pytest.mark.parametrize(("num_turns", "has_interval"), [(20, True), (19, False)])
+def test_a_category_has_an_interval_if_its_requests_ran_one_at_a_time(
+    num_turns: int, has_interval: bool
+) -> None:
+    """The times of requests of one turn depend on each other. A category of 7 is too small."""
+    prompts = [BenchPrompt(f"p{i}", "few" if i < 7 else "many") for i in range(20)]
+    results = {
+        name: side_of((seconds,) * num_turns, *[(20, seconds, 10, 8, 4)] * 20)
+        for name, seconds in (("plain", 2.0), ("speculative", 1.0))
+    }
+    found = compared(prompts, results, True)
+    few, many = (found["categories"][name] for name in ("few", "many"))
+    assert (few["speedup"], few["speedup_interval"]) == (pytest.approx(2.0), None)
+    assert many["speedup"] == pytest.approx(2.0)
+    assert (many["speedup_interval"] is not None) == has_interval
+    assert found["speedup_interval"] is not None
+
+
 def sides(*seconds: float, drafted: int = 8, noise: float = 0.01) -> Any:
     """Plain decoding takes 1 s for each prompt, give or take `noise`."""
     off = [1 + noise * (-1) ** index for index, _ in enumerate(seconds)]
     fast = [(20, value, 10, drafted, drafted // 2) for value in seconds]
     results = {"plain": side_of(None, *((20, value, 20) for value in off))}
-    prompts = PROMPTS[: len(seconds)]
+    prompts = (PROMPTS * 2)[: len(seconds)]
     results["speculative"] = side_of(None, *fast)
     return SETUP | compared(prompts, results, True)
 
@@ -131,11 +148,18 @@ def sides(*seconds: float, drafted: int = 8, noise: float = 0.01) -> Any:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (sides(0.5, 0.5, 0.5), "decoding runs at 2.01x the speed of plain decoding (95%"),
-        (sides(2.0, 2.0, 2.0), "decoding runs at 0.50x the speed of plain decoding (95%"),
-        (sides(0.9, 1.2, 0.8), "no measurable difference between speculative and plain"),
+        (sides(*[0.5] * 8), "decoding runs at 2.00x the speed of plain decoding (95%"),
+        (sides(*[2.0] * 8), "decoding runs at 0.50x the speed of plain decoding (95%"),
+        (
+            sides(*[0.9, 1.2, 0.8, 1.1] * 2),
+            "no measurable difference between speculative and plain",
+        ),
         (sides(0.9, 1.2, 0.8, drafted=0), "no drafts were proposed"),
-        (sides(0.5), "at 2.02x the speed of plain decoding; one repetition gives no interval"),
+        (
+            sides(*[0.5] * 7),
+            "at 2.00x the speed of plain decoding; too few repetitions for an "
+            "interval (7, at least 8)",
+        ),
     ],
 )
 def test_the_headline_is_the_row_of_all_prompts(found: Any, said: str) -> None:
@@ -154,7 +178,7 @@ def test_the_headline_is_the_row_of_all_prompts(found: Any, said: str) -> None:
     if interval := found["speedup_interval"]:
         low, high = interval
         assert cells[4] == f"{low:.3f} {high:.3f}"
-        assert f"interval {low:.2f}x to {high:.2f}x over 3 repetitions" in line
+        assert f"interval {low:.2f}x to {high:.2f}x over 8 repetitions" in line
 
 
 @pytest.mark.parametrize(
