@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, SEED_MAX
 from outrider.request import GenerateRequest, Prompt, RoundReport, Tokens
 from outrider.speculation.sampling_params import SamplingParams
@@ -29,6 +29,9 @@ WARM_UP_TOKENS_MAX = 32
 WARM_UP_REPETITIONS = 5
 WAVES_MIN = 2
 """Least number of prompts of a turn for each request that runs at a time."""
+
+LATE_S_MAX = 120.0
+"""A turn may end so long after the time for which it was planned."""
 
 Progress = Callable[[str], None]
 
@@ -168,13 +171,15 @@ class SideResult:
 async def measure(
     prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress,
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False, rest_s: float = 0.0,
-    ends_s: float = math.inf,
+    ends_s: float = math.inf, up_s: float = math.inf,
 ) -> dict[str, SideResult]:  # fmt: skip
     """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
     turn. If a side fails, calls `drops`. If `drops` returns True, continues without the side.
 
     Begins no further repetition that would probably end after the time `ends_s` of the event loop.
-    It is expected to take as long as the longest one so far. The first repetition always runs."""
+    It is expected to take as long as the longest one so far. Begins no turn or warm-up after
+    `up_s`, and then omits the repetition that has not ended. Without any repetition, returns no
+    sides. A side fails if it still runs `LATE_S_MAX` after `ends_s` and after its turn began."""
     clock = asyncio.get_running_loop().time
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
@@ -183,32 +188,49 @@ async def measure(
     longest_s = 0.0
     for number, block in enumerate([range(0), *blocks]):
         began_s = clock()
-        if block and began_s + longest_s > ends_s and number > 1:
-            progress(f"the time is up after {number - 1} of {len(blocks)} repetitions")
+        if began_s >= up_s or (number > 1 and began_s + longest_s > ends_s):
+            num_ended = max(map(len, turns.values()))
+            progress(f"the time is up after {num_ended} of {len(blocks)} repetitions")
             break
         where = "warming up"
         if block:
             where = f"prompt {block[-1] + 1} of {len(prompts)}: {prompts[block[-1]].category}"
         progress(where)
+        done: dict[str, tuple[list[Completion], Work]] = {}
         for side in list(reversed(found) if block and number % 2 == 0 else found):
+            if (now_s := clock()) >= up_s:
+                break
             try:
-                if not block:
-                    await _warm_up(sides[side])
-                    continue
-                await asyncio.sleep(rest_s)
-                completions, work = await sides[side].decode(prompts, block)
+                async with _limited(side, max(now_s, ends_s) + LATE_S_MAX):
+                    if not block:
+                        await _warm_up(sides[side])
+                        continue
+                    await asyncio.sleep(rest_s)
+                    done[side] = await sides[side].decode(prompts, block)
             except OutriderError as error:
                 if not drops(side, error):
                     raise
                 del found[side]
-                continue
-            found[side] |= zip(block, completions, strict=True)
-            turns[side].append(work)
+        if done.keys() == found.keys():
+            for side, (completions, work) in done.items():
+                found[side] |= zip(block, completions, strict=True)
+                turns[side].append(work)
         longest_s = max(longest_s, clock() - began_s) if block else 0.0
     return {
         side: SideResult(tuple(done[i] for i in sorted(done)), tuple(turns[side]))
         for side, done in found.items()
+        if done
     }
+
+
+@asynccontextmanager
+async def _limited(side: str, late_s: float) -> AsyncIterator[None]:
+    """Raises `Unavailable` if the context does not end before the time `late_s`."""
+    try:
+        async with asyncio.timeout_at(late_s if math.isfinite(late_s) else None):
+            yield
+    except TimeoutError:
+        raise Unavailable(f"{side} did not end its turn in the time of the benchmark") from None
 
 
 async def _warm_up(contestant: Contestant) -> None:

@@ -17,7 +17,7 @@ from outrider.settings import between, checked
 
 from . import libraries
 from .libraries import PEERS, PLAIN, TRANSFORMERS, Library, LibraryProcess, Setting, TargetInputs
-from .measurement import BenchClient, Contestant, Progress, SideResult, measure
+from .measurement import Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
@@ -29,6 +29,9 @@ OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
 """Pause between two sides, because vLLM's OpenMP threads spin for 0.2 s after their work, and would
 take cores from the next side."""
+LOADING_SHARE = 0.5
+"""Loading may take this share of the time, so that the rest is left to measure the other peers."""
+LOADED_LATE = f"not loaded before {LOADING_SHARE:.0%} of the time (--minutes) was up"
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a
@@ -54,9 +57,9 @@ class PeersOptions(DecodingOptions):
     minutes: Annotated[float, between(1, 600)] = 22.0
     """Time for all loading and measuring. The time that is left is divided equally among the levels
     (a temperature and a concurrency) that are left. A level ends before `--num-prompts` if another
-    repetition would take too long, judged by the repetitions before. A level has at least one
-    repetition, but is left out if the time is up before it begins. The time of `--sweep` is not
-    included."""
+    repetition would take too long, judged by the repetitions before. A level is left out if the
+    time is up before its first repetition ends. A system is left out if half of the time is up
+    before it is loaded, or if it is 2 minutes late. The time of `--sweep` is not included."""
     sweep: bool = False
     """First search for the fastest settings of each system, and store them. Without this, a system
     has its stored settings, or default settings."""
@@ -68,20 +71,21 @@ class TimeLeft:
 
     def __init__(self, seconds: float, num_levels: int) -> None:
         self._now = asyncio.get_running_loop().time
-        self._ends_s = self._now() + seconds
         self._num_levels = num_levels
+        self.ends_s = self._now() + seconds
+        self.loading_ends_s = self._now() + LOADING_SHARE * seconds
 
-    @property
-    def is_up(self) -> bool:
-        return self._now() >= self._ends_s
+    def is_after(self, time_s: float) -> bool:
+        return self._now() >= time_s
 
     def extend(self, seconds: float) -> None:
-        self._ends_s += seconds
+        self.ends_s += seconds
+        self.loading_ends_s += seconds
 
     def next_level(self) -> float:
         """The time at which the next level should end."""
         now_s = self._now()
-        share_s = (self._ends_s - now_s) / self._num_levels
+        share_s = (self.ends_s - now_s) / self._num_levels
         self._num_levels -= 1
         return now_s + share_s
 
@@ -90,7 +94,7 @@ class PeerSides:
     """The sides of the peers that work, and the reasons why others are missing."""
 
     def __init__(self, options: PeersOptions, progress: Progress, left: TimeLeft) -> None:
-        self.clients: dict[str, BenchClient] = {}
+        self.clients: dict[str, LibraryProcess] = {}
         self.settings: dict[str, Setting] = {}
         """Options of each library, by side."""
         self.missing: dict[str, str] = {}
@@ -107,8 +111,10 @@ class PeerSides:
 
     def drop(self, side: str, error: OutriderError) -> bool:
         """Leaves out a side that has failed. Returns False if the side is not a peer's."""
-        if self.clients.pop(side, None) is None:
+        client = self.clients.pop(side, None)
+        if client is None:
             return False
+        client.kill()  # It may still compute, and take cores from the other sides.
         self.leave_out(side, f"it failed: {error.message}")
         return True
 
@@ -140,19 +146,32 @@ class PeerSides:
         self.precision = inputs.setup["precision"]
         for peer in ready:
             try:
+                self._check_time()
                 found = await self._settings_of(peer, inputs)
             except (ConfigError, Unavailable) as error:
                 self.leave_out(peer.name, error.message)
                 continue
             for mode, setting in found.items():
                 side, process = f"{peer.name} {mode}", LibraryProcess(peer, setting, inputs)
-                self._progress(f"loading the model: {side}")
                 try:
-                    self.clients[side] = await stack.enter_async_context(process)
+                    self._check_time()
+                    self._progress(f"loading the model: {side}")
+                    self.clients[side] = await self._load(process, stack)
                     self.settings[side] = setting
                 except (ConfigError, Unavailable) as error:
                     self.leave_out(peer.name if mode == PLAIN else side, error.message)
                     break
+
+    def _check_time(self) -> None:
+        if self._left.is_after(self._left.loading_ends_s):
+            raise Unavailable(LOADED_LATE)
+
+    async def _load(self, process: LibraryProcess, stack: AsyncExitStack) -> LibraryProcess:
+        try:
+            async with asyncio.timeout_at(self._left.loading_ends_s):
+                return await stack.enter_async_context(process)
+        except TimeoutError:
+            raise Unavailable(LOADED_LATE) from None
 
     def _is_ready(self, peer: Library, has_gguf: bool) -> bool:
         stamp = self._options.environments / peer.name / libraries.STAMP
@@ -183,17 +202,18 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
     left = TimeLeft(60 * options.minutes, len(at))
     peers = PeerSides(options, progress, left)
     levels: list[Level] = []
-    skipped: list[str] = []
+    skipped: list[Level] = []
     async with AsyncExitStack() as stack:
         for temperature, concurrency in at:
             where = f"temperature {temperature:g}, {concurrency} at a time"
-            if levels and left.is_up:
-                skipped.append(where)
+            known = {"temperature": temperature, "concurrency": concurrency}
+            if (levels or skipped) and left.is_after(left.ends_s):
+                skipped.append(known)
                 continue
             async with start_subjects() as (plain, speculative):
                 drafted = options.drafted(speculative.num_draft_tokens, temperature)
                 undrafted = replace(drafted, num_draft_tokens=0)
-                if not levels:
+                if not levels and not skipped:
                     await peers.start(speculative, prompts, stack)
                 progress(where)
                 contestants = [
@@ -202,8 +222,12 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                     *peers.contestants(undrafted, concurrency),
                 ]
                 results = await measure(
-                    prompts, contestants, progress, peers.drop, REST_S, left.next_level()
-                )
+                    prompts, contestants, progress, peers.drop, REST_S, left.next_level(),
+                    left.ends_s,
+                )  # fmt: skip
+                if not results:
+                    skipped.append(known)
+                    continue
                 peers.warm |= results.keys()
                 levels.append(level_of(temperature, concurrency, results))
                 for line in lines_of(levels[-1]):
@@ -212,8 +236,7 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
         "num_prompts": len(prompts), "rule": options.rule, "precision": peers.precision,
         "settings": peers.settings,
     }  # fmt: skip
-    warnings = [f"warning: not measured, because the time was up: {where}" for where in skipped]
-    return replace(report(setup, levels, peers.missing), warnings=warnings)
+    return report(setup, levels, peers.missing, skipped)
 
 
 def lines_of(level: Level) -> list[str]:
@@ -265,7 +288,11 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     }
 
 
-def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
+def report(
+    setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str],
+    skipped: Sequence[Level] = (),
+) -> Report:  # fmt: skip
+    """`skipped` has the temperature and concurrency of levels that were left out."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype} (peers {precision}), rule "
         "{rule}, answers of at most {max_tokens} tokens, {threads} threads".format(**setup)
@@ -279,5 +306,10 @@ def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[s
         )
         ratios = {key: ratio for key, ratio in level.items() if key.endswith("_ratio") and ratio}
         shown += [table(title, rows), *(f"{key}: {ratio:.2f}" for key, ratio in ratios.items())]
-    values = {**setup, "levels": levels, "missing": missing}
-    return Report(values, [*shown, *(f"{name}: {why}" for name, why in missing.items())])
+    warnings = [
+        "warning: not measured, because the time was up: "
+        "temperature {temperature:g}, {concurrency} at a time".format(**level)
+        for level in skipped
+    ]
+    values = {**setup, "levels": levels, "left_out_levels": skipped, "missing": missing}
+    return Report(values, [*shown, *(f"{name}: {why}" for name, why in missing.items())], warnings)

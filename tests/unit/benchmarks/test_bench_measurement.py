@@ -86,6 +86,47 @@ async def test_no_turn_begins_that_would_end_too_late(time_s: float, num: int) -
     assert (f"the time is up after {num} of 5 repetitions" in lines) == (num < 5)
 
 
+@pytest.mark.parametrize(
+    ("time_s", "num", "lasts_s"),
+    [(0.5, 0, 2.0), (4.5, 0, 5.0), (5.5, 1, 6.0), (6.0, 1, 6.0), (6.5, 1, 7.0), (7.5, 2, 8.0)],
+)
+async def test_a_repetition_is_omitted_if_the_time_is_up_before_it_ends(
+    time_s: float, num: int, lasts_s: float
+) -> None:
+    """The warm-up of each side takes 2 s, and each turn 1 s. A turn that has begun may end."""
+    side = ScriptedSide(lambda request: (10, 1.0))
+    clock = asyncio.get_running_loop().time
+    began_s, lines = clock(), list[str]()
+    results = await measure(PROMPTS, pair(side), lines.append, up_s=began_s + time_s)
+    assert clock() - began_s == lasts_s
+    assert [len(found.turns) for found in results.values()] == ([num] * 2 if num else [])
+    assert lines[-1] == f"the time is up after {num} of 5 repetitions"
+
+
+@pytest.mark.parametrize(("hanging", "ends_s"), [(WARM_UPS[0], 200.0), ("p0", 200.0), ("p0", 3.0)])
+async def test_a_side_that_hangs_is_late(hanging: str, ends_s: float) -> None:
+    """Its time is that of the level, and 120 s more. Other sides go on."""
+
+    def script(request: GenerateRequest) -> tuple[int, float]:
+        return 10, 1e5 if request.num_draft_tokens and request.prompt == hanging else 1.0
+
+    clock, dropped = asyncio.get_running_loop().time, list[tuple[str, float]]()
+    began_s = clock()
+
+    def drops(name: str, error: OutriderError) -> bool:
+        dropped.append((f"{name}: {error.message}", clock() - began_s))
+        return True
+
+    results = await measure(
+        PROMPTS[:1], pair(ScriptedSide(script)), print, drops, ends_s=began_s + ends_s
+    )
+    why = "speculative did not end its turn in the time of the benchmark"
+    assert dropped == [(f"speculative: {why}", max(ends_s, 5.0) + 120.0)]
+    assert list(results) == ["plain"]
+    with pytest.raises(Unavailable, match=why):
+        await measure(PROMPTS[:1], pair(ScriptedSide(script)), print, ends_s=clock())
+
+
 async def test_a_side_that_is_warm_is_not_warmed_up() -> None:
     side = ScriptedSide(lambda request: (10, 1.0))
     plain, drafted = pair(side)

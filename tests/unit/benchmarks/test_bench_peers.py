@@ -70,11 +70,13 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
 
 
 class ScriptedLibrary(ScriptedSide):
-    """Replaces a `LibraryProcess`. A library in `fails` does not start. Each answer takes as many
-    seconds as `seconds` says, for all libraries."""
+    """Replaces a `LibraryProcess`. A library in `fails` does not start. Loading takes as many
+    seconds as `loading_s` says for the side, and each answer as many as `seconds` says."""
 
     fails: ClassVar[dict[str, str]] = {"openvino": "No module named 'openvino_genai'"}
+    loading_s: ClassVar[dict[str, float]] = {}
     seconds: ClassVar[float] = 1.0
+    killed: ClassVar[list[str]] = []
 
     def __init__(self, library: Library, setting: Any, inputs: Any) -> None:
         super().__init__(lambda request: (request.max_tokens, self.seconds))
@@ -85,7 +87,11 @@ class ScriptedLibrary(ScriptedSide):
         for name in (self._name, f"{self._name} {mode}"):
             if why := self.fails.get(name):
                 raise ConfigError(why)
+        await asyncio.sleep(self.loading_s.get(f"{self._name} {mode}", 0.0))
         return self
+
+    def kill(self) -> None:
+        self.killed.append(self._name)
 
     async def __aexit__(self, *error: object) -> None:
         """Nothing is open."""
@@ -96,6 +102,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a GGUF file, two prompts and installed peers, in which nothing is slow."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(peers, "REST_S", 0.0)
+    monkeypatch.setattr(ScriptedLibrary, "killed", [])
     for module in (peers, libraries):
         monkeypatch.setattr(module, "LibraryProcess", ScriptedLibrary)
     save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
@@ -181,15 +188,17 @@ async def test_a_peer_that_fails_is_named_before_anything_else_is_done(
     assert told["openvino plain"] < lines.index("temperature 0, 1 at a time: vllm plain 3.0 "
                                                 "tokens/s, first token after 1000 ms")  # fmt: skip
     assert {"vllm plain", "transformers plain"} < found["levels"][0]["sides"].keys()
+    assert ScriptedLibrary.killed == ["openvino"] * 2
 
 
-@pytest.mark.parametrize(("minutes", "prompts"), [(1.0, [1, 2]), (3.0, [3, 4]), (4.0, [4, 4])])
+@pytest.mark.parametrize(("minutes", "prompts"), [(1.0, [1]), (3.0, [3, 4]), (4.0, [4, 4])])
 async def test_levels_have_fewer_prompts_if_the_time_is_short(
     world: Path, minutes: float, prompts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four sides of peers take 4 s for a prompt, and Outrider's two take 1 s. So the first level
     takes 36 s for warm-ups and 18 s for each prompt. In the second one, only Outrider's sides are
-    warmed up, two prompts run at a time, and there are two turns of two prompts."""
+    warmed up, two prompts run at a time, and there are two turns of two prompts. After a minute, no
+    turn of it has ended, and only the side that runs may go on."""
     lines = [f'{{"prompt": "{word}"}}' for word in ("fox", "cat", "dog", "hen")]
     (world / "prompts.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(ScriptedLibrary, "seconds", 4.0)
@@ -201,13 +210,13 @@ async def test_levels_have_fewer_prompts_if_the_time_is_short(
         assert {side["num_tokens"] for side in level["sides"].values()} == {
             3 * level["num_prompts"]
         }
-    assert seconds < max(60 * minutes, 36 + 18 + 14 + 1)
+    assert seconds < 60 * minutes + 4.0
 
 
 async def test_a_level_is_left_out_if_the_time_is_up(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first level takes 54 s at least, and the second one 14 s."""
+    """The first level takes 54 s at least, and the second one 14 s. The others do not begin."""
     monkeypatch.setattr(ScriptedLibrary, "seconds", 4.0)
     options = PeersOptions(
         prompts=world / "prompts.jsonl", num_prompts=None, max_tokens=3, temperature=(0.0, 1.0),
@@ -215,11 +224,66 @@ async def test_a_level_is_left_out_if_the_time_is_up(
     )  # fmt: skip
     found = await run(options, subjects(world), lambda line: None)
     done = [(level["temperature"], level["concurrency"]) for level in found.values["levels"]]
-    assert done == [(0.0, 1), (0.0, 2)]
+    assert done == [(0.0, 1)]
+    left_out = [(level["temperature"], level["concurrency"])
+                for level in found.values["left_out_levels"]]  # fmt: skip
+    assert left_out == [(0.0, 2), (1.0, 1), (1.0, 2)]
     assert found.warnings == [
-        f"warning: not measured, because the time was up: temperature 1, {number} at a time"
-        for number in (1, 2)
+        "warning: not measured, because the time was up: temperature "
+        f"{temperature:g}, {number} at a time"
+        for temperature, number in left_out
     ]
+
+
+async def test_a_peer_that_is_loaded_too_slowly_is_left_out(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of four minutes is for loading. No side is loaded after it. A sweep adds its time."""
+    loading = {"vllm plain": 70.0, "vllm drafts": 1e5}
+    monkeypatch.setattr(ScriptedLibrary, "loading_s", loading)
+    lines: list[str] = []
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    found = await measured(world, lines, minutes=4.0, peers=("vllm", "transformers"))
+    why = "not loaded before 50% of the time (--minutes) was up"
+    assert found["missing"] == {"vllm n-gram": why, "transformers": why}
+    assert "loading the model: transformers plain" not in lines
+    assert [level["num_prompts"] for level in found["levels"]] == [2, 2]
+    assert found["left_out_levels"] == []
+    assert clock() - began_s < 240.0
+
+    async def sweep(*_: object) -> Any:
+        await asyncio.sleep(100.0)
+        return {"plain": {}}
+
+    monkeypatch.setattr(libraries, "fastest_settings", sweep)
+    found = await measured(world, minutes=4.0, peers=("vllm", "openvino"), sweep=True)
+    assert "vllm" not in found["missing"]
+
+
+async def test_a_peer_that_hangs_is_ended_and_the_time_is_kept(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two sides that hang ends 2 minutes after the level's 5 minutes, and the other
+    one after 2 minutes more. The level then has one repetition."""
+    decode = ScriptedLibrary.generate
+
+    async def generate(self: ScriptedLibrary, request: Any) -> Completion:
+        if self._name == "vllm":
+            await asyncio.sleep(1e5)
+        return await decode(self, request)
+
+    monkeypatch.setattr(ScriptedLibrary, "generate", generate)
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    found = await measured(world, minutes=10.0)
+    assert clock() - began_s < 600 + 120
+    assert ScriptedLibrary.killed == ["vllm"] * 2
+    for side in ("vllm plain", "vllm n-gram"):
+        assert found["missing"][side] == (
+            f"it failed: {side} did not end its turn in the time of the benchmark"
+        )
+    assert [level["num_prompts"] for level in found["levels"]] == [1, 2]
 
 
 async def test_a_sweep_is_not_part_of_the_time(

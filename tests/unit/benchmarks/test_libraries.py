@@ -1,8 +1,6 @@
 """The processes of other libraries, with a fake library, and the GGUF file that libraries read."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -198,7 +196,7 @@ async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) ->
     async with LibraryProcess(ENGINE, {}, told) as engine:
         done = await engine.generate(asked)
         assert len(done.token_ids) == done.num_rounds == 12
-        os.kill(engine._process.pid, signal.SIGKILL)
+        engine.kill()
         with pytest.raises(Unavailable, match="engine was killed"):
             await engine.generate(asked)
 
