@@ -20,6 +20,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
 from outrider.engine.tensor_parallel.rank_process import RankLeader, engine_of_a_replica
 from outrider.errors import BadRequest
+from outrider.models.compatibility import row_coupling
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of
@@ -79,6 +80,7 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
     tiny_module(model, dtype=torch.float64).save_pretrained(tmp_path)
     config = _config(tmp_path, "float64")
     whole = _whole(config)
+    row_coupling(whole)  # As a target does at its start. A page of this trial stays in the cache.
     with _shared(config, 2) as (engine, _):
         assert engine.info == whole.info
         with pytest.raises(BadRequest):
