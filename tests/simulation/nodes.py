@@ -34,7 +34,7 @@ from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
 
 PLACING_S = 0.05
-LOADING_S = (0.01, 0.5)
+LOADING_S = TARGET_LOADING_S = (0.01, 0.5)
 
 
 class Node:
@@ -113,7 +113,8 @@ class SimulatedActor(Actor):
         result = None
         try:
             if method == "start":
-                await asyncio.sleep(self._world.rng.uniform(*LOADING_S))
+                limits = TARGET_LOADING_S if self.node.role == "target" else LOADING_S
+                await asyncio.sleep(self._world.rng.uniform(*limits))
                 result = await self.node.start(arguments[0], self._world)
             elif method == "stop":
                 result = await self._stopped(arguments[0])

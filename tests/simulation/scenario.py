@@ -53,7 +53,10 @@ SLOW_STARTS_SHARE = 0.1
 start."""
 SLOW_STARTS = {
     "tests.simulation.world.NUM_TARGETS": 1,
-    "tests.simulation.nodes.LOADING_S": (31, 40),
+    "tests.simulation.nodes.TARGET_LOADING_S": (31, 40),
+    # If all coordinators die meanwhile, others start only after the target.
+    "tests.simulation.world.RESUME_TIMEOUT_S": 120.0,
+    "tests.simulation.scenario.STUCK_S": 120.0,
 }
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
 SEEDS_FOR_ALL = 100
