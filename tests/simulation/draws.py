@@ -10,25 +10,32 @@ from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import Drafted
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.errors import InvariantError
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation import draft_sampling
 
 
 @contextmanager
 def checked_draws(hear: Callable[[InvariantError], None]) -> Iterator[None]:
     """Reports two violations to `hear`: drafts after different prefixes draw with the same random
     number, and a draft shortens the proposal of a round without a time limit."""
-    prefixes: dict[tuple[RoundNoise, int], tuple[int, ...]] = {}
-    draw, propose = DraftSampler._draw, DraftClient._by_replica
+    seen: dict[int, tuple[tuple[int, ...], int]] = {}
+    """Random number -> the prefix after which a draft drew with it, and the draft token's index."""
+    drawing: list[tuple[AutoregressiveDraft, int]] = []
+    draw, number, propose = DraftSampler._draw, draft_sampling.numbers, DraftClient._by_replica
 
     def checked_draw(
         self: DraftSampler, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], *rest: Any
     ) -> None:
-        for draft, depth in zip(drafts, depths, strict=True):
-            noise, prefix = draft.request.noise, tuple(draft.request.token_ids)
-            known = prefixes.setdefault((noise, depth), prefix)
-            if known != prefix and not noise.rule.absolute_noise:
-                hear(InvariantError(f"{known} and {prefix} share draw {depth} of {noise}"))
+        pairs = zip(drafts, depths, strict=True)
+        drawing[:] = [(draft, depth) for draft, depth in pairs if draft.request.rule.needs_q]
         draw(self, drafts, depths, *rest)
+
+    def checked_numbers(keys: Any, indices: Any) -> Any:
+        found = number(keys, indices)
+        for (draft, depth), drawn in zip(drawing, found[:, 0].tolist(), strict=True):
+            own = tuple(draft.request.token_ids), depth
+            if (known := seen.setdefault(drawn, own)) != own:
+                hear(InvariantError(f"{known} and {own} share a random number"))
+        return found
 
     async def checked_proposal(
         self: DraftClient, index: int, length: RoundLength, start: float
@@ -40,6 +47,7 @@ def checked_draws(hear: Callable[[InvariantError], None]) -> Iterator[None]:
 
     with (
         patch.object(DraftSampler, "_draw", checked_draw),
+        patch.object(draft_sampling, "numbers", checked_numbers),
         patch.object(DraftClient, "_by_replica", checked_proposal),
     ):
         yield
