@@ -36,8 +36,9 @@ from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S = 10.0, 2.0
-"""Time limits for a new and for a known replica to describe itself."""
+DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S, ALIVE_TIMEOUT_S = 10.0, 2.0, 1.0
+"""Time limits for a replica to describe itself: a new one, one that was away, and one of which it
+is asked whether it still lives. Sessions wait for the last answer."""
 PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that could not be reached."""
 ABSENCE_LOOK_S = 1.0
@@ -77,9 +78,9 @@ class ReplicaConnection:
         return not (self.leaving or self.away)
 
     async def answers(self) -> bool:
-        """Whether the replica describes itself within `PROBE_TIMEOUT_S`."""
+        """Whether the replica describes itself within `ALIVE_TIMEOUT_S`."""
         try:
-            await self.link.describe(PROBE_TIMEOUT_S)
+            await self.link.describe(ALIVE_TIMEOUT_S)
         except OutriderError:
             return False
         return True
