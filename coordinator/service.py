@@ -133,7 +133,7 @@ class CoordinatorService:
             await self.fleet.begin()
         target = self.targets.first
         if target is None:
-            raise errors.Unavailable("no target is known")
+            raise errors.TargetUnavailable("no target is known")
         self._lengths = LengthControls(
             self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
             delays=config.drafting_delays, adapts=config.length_control,

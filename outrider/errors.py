@@ -98,6 +98,10 @@ class StoreUnavailable(Unavailable):
     """The session store does not answer."""
 
 
+class TargetUnavailable(Unavailable):
+    """A coordinator cannot start, because it knows no target."""
+
+
 class DeadlineExceeded(OutriderError, grpc_code=4, http_status=504):
     """DEADLINE_EXCEEDED: the deadline passed before the answer came."""
 

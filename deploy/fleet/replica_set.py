@@ -21,7 +21,14 @@ from typing import Any, cast
 
 from outrider.backoff import backoff
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
-from outrider.errors import ConfigError, EngineLost, OutriderError, StoreUnavailable, Unavailable
+from outrider.errors import (
+    ConfigError,
+    EngineLost,
+    OutriderError,
+    StoreUnavailable,
+    TargetUnavailable,
+    Unavailable,
+)
 from outrider.limits import PROCESS_START_S
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Engagement, Membership, Role, Starts
@@ -579,7 +586,7 @@ class Fleet:
             error = caught
         reason = f"{one.name} {what}: {error or 'it has stopped'}"
         _log.error(reason, exc_info=None if isinstance(error, OutriderError) else error)
-        is_its_own = not isinstance(error, StoreUnavailable)
+        is_its_own = not isinstance(error, StoreUnavailable | TargetUnavailable)
         if one.on_trial and is_its_own:
             if one is self.on_trial:
                 self.trial_failure = reason

@@ -22,7 +22,13 @@ from deploy.fleet.replica_set import (
     next_steps,
     role_and_age,
 )
-from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
+from outrider.errors import (
+    ConfigError,
+    EngineLost,
+    StoreUnavailable,
+    TargetUnavailable,
+    Unavailable,
+)
 from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
 
@@ -146,6 +152,18 @@ async def test_a_replica_is_killed_once_the_head_answers_again() -> None:
         await asyncio.sleep(5)
         assert world.machines.removed == [name]
         assert len(world.names("draft")) == 1
+
+
+async def test_a_coordinator_that_finds_no_target_does_not_make_the_fleet_hopeless() -> None:
+    """The only target may take longer to start than four attempts of the coordinator."""
+    async with playing() as world:
+        world.machines.failures["coordinator"] = TargetUnavailable("no target is known")
+        world.actor(world.names("coordinator")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(120)
+        assert world.fleet.hopeless is None
+        world.machines.failures.clear()
+        await asyncio.sleep(60)
+        assert len(world.names("coordinator")) == 1
 
 
 async def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> None:
