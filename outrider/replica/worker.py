@@ -337,9 +337,13 @@ def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
 
 
 def draft_request(
-    head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, digest: int,
+    head: RoundHead,
+    sampling: SamplingParams,
+    token_ids: Sequence[int],
+    length: int,
+    digest: int,
     **fields: Any,
-) -> DraftRequest:  # fmt: skip
+) -> DraftRequest:
     """Returns a request for a proposal after the first `length` tokens of a session, which have
     this `digest`. `token_ids` are the tokens that the drafter needs. `fields` adds or replaces
     fields of the request."""
