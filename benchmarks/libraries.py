@@ -93,9 +93,11 @@ def precision_of(target: TargetConfig) -> str:
     # The target may run on a GPU of another machine.
     device = target.device if torch.cuda.is_available() else "cpu"
     dtype = loaded_dtype(
-        Path(target.directory), dtype=target.dtype, device=device,
+        Path(target.directory),
+        dtype=target.dtype,
+        device=device,
         trust_remote_code=target.trust_remote_code,
-    )  # fmt: skip
+    )
     is_cpu = resolve_device(device).type == "cpu"
     if dtype == torch.bfloat16 and is_cpu and not processor.has_bfloat16():
         dtype = torch.float32
@@ -233,9 +235,10 @@ def _swept(inputs: TargetInputs) -> Mapping[str, Any]:
     """What a sweep depends on."""
     setup = inputs.setup
     return {
-        "directory": setup["directory"], "precision": setup["precision"],
+        "directory": setup["directory"],
+        "precision": setup["precision"],
         "num_threads": setup["target"]["num_threads"],
-    }  # fmt: skip
+    }
 
 
 async def fastest_settings(

@@ -139,10 +139,13 @@ class PeerSides:
         gguf = gguf_file(subject.model)
         ready = [peer for peer in asked if self._is_ready(peer, gguf is not None)]
         inputs = TargetInputs.load(
-            subject.target, prompts, options, batch=max(options.concurrency),
+            subject.target,
+            prompts,
+            options,
+            batch=max(options.concurrency),
             gguf=str(libraries.bfloat16_gguf(gguf, cache_dir())) if gguf else "",
             environments=options.environments,
-        )  # fmt: skip
+        )
         self.precision = inputs.setup["precision"]
         for peer in ready:
             try:
@@ -222,9 +225,14 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                     *peers.contestants(undrafted, concurrency),
                 ]
                 results = await measure(
-                    prompts, contestants, progress, peers.drop, REST_S, left.next_level(),
+                    prompts,
+                    contestants,
+                    progress,
+                    peers.drop,
+                    REST_S,
+                    left.next_level(),
                     left.ends_s,
-                )  # fmt: skip
+                )
                 if not results:
                     skipped.append(known)
                     continue
@@ -233,9 +241,11 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                 for line in lines_of(levels[-1]):
                     progress(f"{where}: {line}")
     setup = speculative.setup(drafted) | {
-        "num_prompts": len(prompts), "rule": options.rule, "precision": peers.precision,
+        "num_prompts": len(prompts),
+        "rule": options.rule,
+        "precision": peers.precision,
         "settings": peers.settings,
-    }  # fmt: skip
+    }
     return report(setup, levels, peers.missing, skipped)
 
 
@@ -289,9 +299,11 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(
-    setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str],
+    setup: Mapping[str, Any],
+    levels: Sequence[Level],
+    missing: Mapping[str, str],
     skipped: Sequence[Level] = (),
-) -> Report:  # fmt: skip
+) -> Report:
     """`skipped` has the temperature and concurrency of levels that were left out."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype} (peers {precision}), rule "

@@ -51,10 +51,14 @@ STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
 }  # fmt: skip
 UNITS: Mapping[str, str] = {
-    "duration": "s", "request_throughput": "requests/s", "request_goodput": "requests/s",
-    "output_throughput": "tokens/s", "total_token_throughput": "tokens/s",
-    "spec_decode_acceptance_rate": "%", "spec_decode_acceptance_length": "tokens",
-}  # fmt: skip
+    "duration": "s",
+    "request_throughput": "requests/s",
+    "request_goodput": "requests/s",
+    "output_throughput": "tokens/s",
+    "total_token_throughput": "tokens/s",
+    "spec_decode_acceptance_rate": "%",
+    "spec_decode_acceptance_length": "tokens",
+}
 
 
 @checked()

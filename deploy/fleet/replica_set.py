@@ -385,9 +385,12 @@ class Fleet:
         num_there = sum(not one.on_trial for one in staying)
         trouble, is_missing = self._troubles[role], num_there < self.wanted[role]
         return Starts(
-            role, names, bool(names or is_missing) and not trouble.is_hopeless,
-            trouble.num_failures, self._last_start_s.get(role),
-        )  # fmt: skip
+            role,
+            names,
+            bool(names or is_missing) and not trouble.is_hopeless,
+            trouble.num_failures,
+            self._last_start_s.get(role),
+        )
 
     async def start(self) -> None:
         """Starts targets and drafts. When all of them serve, starts coordinators. Raises the errors
