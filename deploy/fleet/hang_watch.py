@@ -46,6 +46,7 @@ class HangWatch:
     def __init__(
         self, registry: RedisRegistry, replicas: Callable[[], Sequence["Replica"]]
     ) -> None:
+        """`replicas` returns the replicas that should have a lease now."""
         self._registry = registry
         self._replicas = replicas
         self._trusted_from = math.inf
@@ -63,7 +64,7 @@ class HangWatch:
 
     async def look(self) -> None:
         """Reads the registry once, and begins to ask each replica without a lease."""
-        serving = [one for one in self._replicas() if one.address and not one.leaves]
+        watched = self._replicas()
         try:
             found = await self._registry.fleet()
         except OutriderError as error:
@@ -76,7 +77,7 @@ class HangWatch:
         if now < self._trusted_from:
             return
         listed = {record.name for records in found.values() for record in records}
-        for one in serving:
+        for one in watched:
             if one.name not in listed and one.name not in self._asking:
                 self._begin(one)
 

@@ -48,7 +48,8 @@ STOP_CALL_TIMEOUT_S = 5.0
 SILENCE_S = 30.0
 """Time limit of an actor's answer to a new reconciler. Ray never reports that an actor has hung, or
 that its machine is paused. The limit is longer than those of `hang_watch.py`, because an actor that
-exceeds it is ended even if its lease runs."""
+exceeds it is ended even if its lease runs. One without a lease is ended as soon as `HangWatch` says
+so."""
 QUIET_S = 1.0
 """A leaving replica counts as drained when it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
@@ -129,7 +130,6 @@ class Replica:
         self.member = member
         self.name = member.name
         self.role, _ = role_and_age(member.name)
-        self.on_trial = bool(member.trial_share)
         self.ranks: Sequence[Actor] = ()
         self.found = Engagement()
         """Empty while the replica does not serve."""
@@ -140,6 +140,10 @@ class Replica:
         """The task that starts and watches the replica, or that ends it."""
         self._hang: asyncio.Future[OutriderError] = asyncio.get_running_loop().create_future()
         """Done once the replica has hung."""
+
+    @property
+    def on_trial(self) -> bool:
+        return bool(self.member.trial_share)
 
     @property
     def address(self) -> str:
@@ -197,8 +201,35 @@ class Replica:
             return ends[0]
         return EngineLost("; ".join(f"rank {n}: {error}" for n, error in enumerate(ends) if error))
 
+    async def adopt(self) -> bool:
+        """Takes over the running replica whose actors are `ranks`. Returns False if it does not
+        serve, lacks a rank, or hangs."""
+        if self.ranks[0].rank:
+            return False
+        asking = asyncio.create_task(self._find())
+        waiting: list[asyncio.Future[Any]] = [asking, self._hang]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            asking.cancel()
+            return False
+        return asking.result()
+
+    async def _find(self) -> bool:
+        found: Engagement
+        try:
+            found, *placed = await asyncio.gather(
+                self.ranks[0].call("engagement", timeout_s=SILENCE_S),
+                *(actor.find_place(SILENCE_S) for actor in self.ranks),
+            )
+        except Unavailable:
+            return False
+        if found.member is None or not all(placed) or len(self.ranks) != found.num_ranks:
+            return False
+        self.member, self.found, self.leaves = found.member, found, found.leaving
+        return True
+
     def note_hang(self, error: OutriderError) -> None:
-        """Must be called once the replica has hung. Ends `ended`."""
+        """Must be called once the replica has hung. Ends `adopt` and `ended`."""
         if not self._hang.done():
             self._hang.set_result(error)
 
@@ -221,25 +252,6 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         for ranks in (self.ranks[:1], self.ranks[1:]):  # The leader is stopped first.
             await asyncio.gather(*(_stop(actor, grace_s) for actor in ranks))
-
-
-async def _adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
-    """The replica whose actors are `ranks`; None if it does not serve or lacks a rank."""
-    if ranks[0].rank:
-        return None
-    found: Engagement
-    try:
-        found, *placed = await asyncio.gather(
-            ranks[0].call("engagement", timeout_s=SILENCE_S),
-            *(actor.find_place(SILENCE_S) for actor in ranks),
-        )
-    except Unavailable:
-        return None
-    if found.member is None or not all(placed) or len(ranks) != found.num_ranks:
-        return None
-    one = Replica(spec, found.member)
-    one.ranks, one.found, one.leaves = ranks, found, found.leaving
-    return one
 
 
 def role_and_age(name: str) -> tuple[Role, int]:
@@ -351,11 +363,14 @@ class Fleet:
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
         """By role and `Membership.slot`: the latest replica's ports. Its successor may use them."""
         self._changed = asyncio.Event()
-        self._hangs = HangWatch(registry, lambda: self.replicas)
+        self._hangs = HangWatch(registry, self._serving)
 
     @property
     def replicas(self) -> list[Replica]:
         return list(self._replicas.values())
+
+    def _serving(self) -> list[Replica]:
+        return [one for one in self.replicas if one.address and not one.leaves]
 
     def _views(self) -> tuple[ReplicaView, ...]:
         return tuple(one.view(self.spec.plans[one.role]) for one in self.replicas)
@@ -415,14 +430,19 @@ class Fleet:
         """Takes over existing replicas that serve, and ends existing replicas that do not."""
         there = await self._cluster.replicas()
         names = sorted(there, key=lambda name: role_and_age(name)[1])
-        found = await asyncio.gather(*(_adopted(self.spec, there[name]) for name in names))
-        for name, one in zip(names, found, strict=True):
-            if one is None:
-                _log.warning("%s does not serve, and is ended", name)
-                await self._cluster.remove(there[name])
-            else:
-                self._replicas[name] = one
+        candidates = [self._candidate(there[name]) for name in names]
+        watching = asyncio.create_task(HangWatch(self._registry, lambda: candidates).run())
+        try:
+            adopted = await asyncio.gather(*(one.adopt() for one in candidates))
+        finally:
+            watching.cancel()
+        for one, is_adopted in zip(candidates, adopted, strict=True):
+            if is_adopted:
+                self._replicas[one.name] = one
                 self._ports[one.role, one.member.slot] = one.ports
+            else:
+                _log.warning("%s does not serve, and is ended", one.name)
+                await self._cluster.remove(one.ranks)
         await self._cluster.free_groups(self._replicas)
         num_started = await retried("Redis cannot be read", self._registry.started)
         self._num_started = max([num_started, *(role_and_age(name)[1] + 1 for name in names)])
@@ -437,6 +457,13 @@ class Fleet:
         except ConfigError as error:  # The existing replicas continue to serve.
             _log.error("new replicas may not be reachable: %s", error)
         _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
+
+    def _candidate(self, ranks: Sequence[Actor]) -> Replica:
+        name = ranks[0].replica
+        role, _ = role_and_age(name)
+        one = Replica(self.spec, self.spec.member(role, name, 0))
+        one.ranks = ranks
+        return one
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
         return spec.settled([

@@ -95,6 +95,26 @@ async def test_a_replica_that_hangs_is_killed_and_replaced_once(
 
 
 @pytest.mark.parametrize("role", ROLES)
+async def test_a_new_reconciler_ends_a_hung_replica_before_it_stops_waiting_for_an_answer(
+    role: Role,
+) -> None:
+    """The others are taken over, although none has a lease here."""
+    async with announced(**TWO_EACH) as fleet:
+        world, loop = fleet.world, asyncio.get_running_loop()
+        hung, _ = world.names(role)
+        others = fleet.all_names() - {hung}
+        fleet.stop(hung)
+        await world.die()
+        began_at = loop.time()
+        await world.come_back()
+        took_s = loop.time() - began_at - 1  # `come_back` sleeps for this time.
+        assert took_s <= LEASE_S + HANG_LOOK_S + CALLS[role] * ANSWER_S + 0.1
+        assert world.machines.removed == [hung]
+        assert fleet.all_names() > others
+        assert world.machines.starts == [role]
+
+
+@pytest.mark.parametrize("role", ROLES)
 async def test_a_replica_that_cannot_reach_redis_or_is_slow_to_answer_stays(role: Role) -> None:
     async with announced(**TWO_EACH) as fleet:
         cut_off, slow = fleet.world.names(role)
