@@ -84,7 +84,8 @@ class CoordinatorServicer:
             raise Overloaded(
                 f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
                 "at a time; try again later",
-                retry_after_ms=SLOT_RETRY_MS,
+                SLOT_RETRY_MS,
+                "session_reads",
             )
         self._num_reads[caller.name] += 1
         try:

@@ -37,6 +37,7 @@ from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS
 from outrider.messages import ReplicaDescription
+from outrider.refusals import REFUSALS
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Figures, Role
 from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest
@@ -284,7 +285,9 @@ class CoordinatorService:
                 raise errors.Unavailable("this coordinator is shutting down")
             if self._num_admitted > self.config.max_sessions:  # Includes this request.
                 raise errors.Overloaded(
-                    f"{self.config.max_sessions} sessions run already; try again later"
+                    f"{self.config.max_sessions} sessions run already (--max-sessions); try again "
+                    "later",
+                    limit="max_sessions",
                 )
             self._meter.check()
             yield
@@ -505,6 +508,7 @@ class CoordinatorService:
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
             "wire_bytes_received": {pool.role: pool.num_bytes["received"] for pool in pools},
+            "refusals": dict(REFUSALS),
             "stale_answers": {pool.role: pool.num_stale for pool in pools},
             "num_requests_running": {"": self.num_running},
             "num_requests_waiting": {"": self._num_admitted - self.num_running},

@@ -71,7 +71,22 @@ class _Retryable(OutriderError):
 
 
 class Overloaded(_Retryable, grpc_code=8, http_status=429):
-    """RESOURCE_EXHAUSTED: a request rate, a number of requests or a queue is at its limit."""
+    """RESOURCE_EXHAUSTED: a request rate, a number of requests or a queue is at its limit. `limit`
+    is a short name of the limit, under which `refusals.py` counts the refusal; empty = uncounted.
+    The message names the setting, if there is one."""
+
+    def __init__(self, message: str, retry_after_ms: int = 1000, limit: str = "") -> None:
+        super().__init__(message, retry_after_ms)
+        self.limit = limit
+
+
+class TooLarge(OutriderError, grpc_code=8, http_status=413):
+    """RESOURCE_EXHAUSTED: a body or message is longer than allowed. For `limit`, see
+    `Overloaded`."""
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class OutOfPages(Overloaded):

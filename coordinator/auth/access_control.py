@@ -70,7 +70,7 @@ class RateExceeded(Overloaded):
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
         message = f"the key {caller.name!r} may make {number} requests a minute; try again later"
-        super().__init__(message, retry_after_ms=left_ms)
+        super().__init__(message, left_ms, "requests_per_minute")
 
 
 class Grant:
@@ -269,7 +269,8 @@ class RedisSlots:
                 raise Overloaded(
                     f"the key {caller.name!r} may run {caller.concurrency} generations at a time; "
                     f"there is no room for {len(slots)} more now",
-                    retry_after_ms=limits.SLOT_RETRY_MS,
+                    limits.SLOT_RETRY_MS,
+                    "concurrency",
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:

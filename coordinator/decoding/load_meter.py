@@ -68,5 +68,6 @@ class LoadMeter:
         if self._num_late >= LOOP_LAG_LOOKS:
             raise Overloaded(
                 f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "
-                "again later"
+                "again later",
+                limit="loop_lag",
             )

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coordinator.auth.access_control import AccessControl
 from outrider import errors, limits
 from outrider.api_keys import ANYBODY, Caller
+from outrider.refusals import count_refusal
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     403: ("permission_error", "permission_denied", None),
     404: ("invalid_request_error", "model_not_found", "model"),
     409: ("server_error", "conflict", None),
+    413: ("invalid_request_error", "body_too_large", None),
     429: ("rate_limit_error", "rate_limit_exceeded", None),
     500: ("server_error", "internal_error", None),
     503: ("service_unavailable_error", "unavailable", None),
@@ -48,7 +50,7 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
 }
 """`type`, `code` and `param` of an error, by its HTTP status."""
 _CODES = {
-    404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
+    404: "not_found", 405: "method_not_allowed", 408: "request_timeout",
 }  # fmt: skip
 """`code` of FastAPI's errors, and of an unknown session, by the HTTP status."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
@@ -85,6 +87,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         shown = error
     if shown.http_status == 500:
         _log.error("a request failed", exc_info=error)
+    count_refusal(shown)
     name, code, param = _KINDS[shown.http_status]
     if isinstance(shown, errors.BadRequest):
         param = shown.field or None
@@ -230,14 +233,15 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
                 data += part
                 num_bytes[tenant] += len(part)
                 if len(data) > (most := limits.HTTP_BODY_BYTES_MAX):
-                    raise HTTPException(413, f"the body has more than {most} bytes")
+                    raise errors.TooLarge(f"the body has more than {most} bytes", "http_body")
                 if num_bytes.total() > limits.HTTP_BODIES_BYTES_MAX:
                     raise errors.Unavailable("too many bodies are being read; try again later")
                 most = limits.HTTP_TENANT_BODIES_BYTES_MAX
                 if caller is not ANYBODY and num_bytes[tenant] > most:
                     raise errors.Overloaded(
                         f"the bodies that the tenant {tenant!r} is sending have more than {most} "
-                        "bytes together; try again later"
+                        "bytes together; try again later",
+                        limit="http_tenant_bodies",
                     )
         return bytes(data)
     except TimeoutError:

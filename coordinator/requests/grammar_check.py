@@ -49,9 +49,15 @@ class FairQueue:
         """Waits for a compiler. Raises `Overloaded` if too many constraints wait already."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
             most = limits.COMPILATIONS_PER_TENANT_MAX
-            raise Overloaded(f"{most} of your constraints await compilation; try again later")
+            raise Overloaded(
+                f"{most} of your constraints await compilation; try again later",
+                limit="tenant_compilations",
+            )
         if self._num_waiting.total() >= limits.COMPILATIONS_MAX:
-            raise Overloaded(f"{limits.COMPILATIONS_MAX} constraints await compilation; try later")
+            raise Overloaded(
+                f"{limits.COMPILATIONS_MAX} constraints await compilation; try later",
+                limit="compilations",
+            )
         self._num_waiting[tenant] += 1
         try:
             async with self._turns[tenant]:
@@ -93,7 +99,9 @@ class ConstraintChecks:
                         key, lambda: asyncio.create_task(self._compile(key, constraint))
                     )
             except TimeoutError:
-                raise Overloaded("other constraints are being compiled; try again later") from None
+                raise Overloaded(
+                    "other constraints are being compiled; try again later", limit="compile_wait"
+                ) from None
         self._reasons.move_to_end(key)
         if reason := self._reasons[key]:
             raise BadRequest(constraint.kind, reason)

@@ -102,6 +102,7 @@ READINGS: dict[str, tuple[Any, ...]] = {
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),
+    "refusals": ("Requests refused because of a limit, by the limit's name.", "limit", True),
     "stale_answers":
         ("Proposals and verdicts that came after their round or session was over.", "side", True),
 }  # fmt: skip

@@ -202,7 +202,9 @@ class _Health:
         """Yields the status now and after each change. Raises `Overloaded` at `HEALTH_WATCHES_MAX`
         watchers. Without this limit, callers without a key could use up all concurrent calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
-            raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
+            raise Overloaded(
+                f"there are {HEALTH_WATCHES_MAX} health watchers already", limit="health_watches"
+            )
         self._num_watches += 1
         try:
             while True:

@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 
 from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable, error_from_code
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
+from outrider.refusals import count_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, m
         logger.error("%s failed", method, exc_info=error)
     if not isinstance(error, OutriderError):
         error = OutriderError(f"internal error in {method}; the server's log has its traceback")
+    count_refusal(error)
     status = rpc_status.to_status(error_to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
 

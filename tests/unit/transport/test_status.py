@@ -1,13 +1,15 @@
 """Errors survive a gRPC status, and every kind keeps its meaning."""
 
 import logging
+from collections import Counter
 from typing import Any
 from unittest.mock import AsyncMock
 
 import grpc
 import pytest
 
-from outrider import errors
+from coordinator.http_api.reading import error_response
+from outrider import errors, refusals
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 from outrider.transport.status import abort, status_to_error
 
@@ -35,6 +37,16 @@ async def test_every_error_comes_back_as_itself(error: errors.OutriderError) -> 
     assert type(back) is type(error)
     assert back.message == error.message
     assert vars(back) == vars(error)
+
+
+async def test_refusals_are_counted_by_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "REFUSALS", counted := Counter[str]())
+    await through_grpc(errors.Overloaded("full", limit="places"))
+    await through_grpc(errors.TooLarge("long", "bytes"))
+    error_response(errors.Overloaded("full", limit="places"))
+    await through_grpc(errors.Overloaded("internal"))
+    await through_grpc(errors.Unavailable("away"))
+    assert counted == {"places": 2, "bytes": 1}
 
 
 async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -230,6 +230,7 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
         (errors.NotFound("no"), 404, "invalid_request_error", "model", "model_not_found"),
         (errors.Incompatible("no"), 409, "server_error", None, "conflict"),
         (errors.StaleEpoch("no"), 409, "server_error", None, "conflict"),
+        (errors.TooLarge("no", "body"), 413, "invalid_request_error", None, "body_too_large"),
         (errors.Overloaded("no", 1500), 429, "rate_limit_error", None, "rate_limit_exceeded"),
         (errors.Unavailable("no"), 503, "service_unavailable_error", None, "unavailable"),
         (errors.DeadlineExceeded("no"), 504, "timeout_error", "deadline_ms", "deadline_exceeded"),
