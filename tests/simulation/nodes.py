@@ -239,16 +239,19 @@ class ReplicaNode(Node):
 
     def _watch_steps(self, world: Any) -> None:
         """Reports crashes of steps, which are answered with refusals and so would not be noticed of
-        a draft."""
+        a draft. Counts preemptions."""
         worker = self.service._worker
         step = worker.step
 
         def watched(items: Any) -> Any:
+            num_before = worker.figures.num_preemptions
             try:
                 return step(items)
             except Exception as error:
                 world.hear_failure(InvariantError(f"a step of {self.name} crashed: {error!r}"))
                 raise
+            finally:
+                world.shapes["preempted"] += worker.figures.num_preemptions - num_before
 
         worker.step = watched
 

@@ -27,13 +27,14 @@ from scipy.stats import chi2
 from outrider.errors import DataLoss, InvariantError, NotFound, StaleEpoch, Unavailable, check
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 from tests.simulation import nodes
 from tests.simulation.draws import checked_draws
 from tests.simulation.faults import GREATER, Faults
 from tests.simulation.network import NOISE, Adversary, Odds
+from tests.simulation.plans import Plan, draw_plan
 from tests.simulation.processes import run_processes
-from tests.simulation.toy import SPEC, fault_free, ranked_law, ranks_of, rule_of
+from tests.simulation.toy import fault_free, ranked_law, ranks_of, rule_of
 from tests.simulation.world import World
 
 STUCK_S = 60.0
@@ -59,6 +60,7 @@ SLOW_STARTS = {
     "tests.simulation.scenario.STUCK_S": 120.0,
 }
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
+SHAPES = {"preempted"}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
@@ -69,6 +71,8 @@ Cell = tuple[str, int, int, int]
 @dataclass
 class Result:
     faults: Counter[str] = field(default_factory=Counter)
+    shapes: Counter[str] = field(default_factory=Counter)
+    """How often the sessions met each of `SHAPES`."""
     num_seeds: int = 0
     num_failed: int = 0
     num_tokens: int = 0
@@ -111,42 +115,23 @@ class Result:
     @property
     def is_good(self) -> bool:
         """Whether no seed failed, drawn tokens follow the target's distribution, and in many seeds
-        every kind of fault occurred."""
-        has_all = self.num_seeds < SEEDS_FOR_ALL or set(self.faults) == ALL_FAULTS
+        every kind of fault and every shape occurred."""
+        has_all = set(self.faults) == ALL_FAULTS and set(self.shapes) == SHAPES
+        has_all = has_all or self.num_seeds < SEEDS_FOR_ALL
         is_drawn = min(self.p_values().values(), default=1.0) > P_VALUE_MIN
         return not self.num_failed and has_all and is_drawn
 
     def lines(self) -> list[str]:
         faults = " ".join(f"{kind}={count}" for kind, count in sorted(self.faults.items()))
+        shapes = " ".join(f"{shape}={count}" for shape, count in sorted(self.shapes.items()))
         chi_squares = " ".join(f"{rule}: p={p:.3g}" for rule, p in self.p_values().items())
         return [
             f"chi-square of {self.ranks.total()} drawn tokens {{{chi_squares}}}",
             f"seeds={self.num_seeds} failed={self.num_failed} faults{{{faults}}} "
+            f"shapes{{{shapes}}} "
             f"tokens={self.num_tokens} sessions={self.num_sessions} lost={self.num_lost} "
             f"sessions_moved={self.num_moves}",
         ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One session of a seed."""
-
-    request: GenerateRequest
-    start_s: float
-    cancel_after: int | None
-    """Events after which the client disconnects."""
-
-
-def draw_plan(rng: random.Random) -> Plan:
-    temperature = rng.choice((0.0, 1.0, 1.0, 1.0))
-    rule = None if temperature == 0 else rng.choice((Rule.TOKEN, Rule.BLOCK, Rule.COUPLED))
-    sampling = SamplingParams(temperature=temperature, top_k=rng.choice((0, 0, 3)))
-    request = GenerateRequest(
-        prompt=tuple(rng.randrange(SPEC.vocab_size) for _ in range(rng.randint(1, 12))),
-        sampling=sampling, max_tokens=rng.randint(16, 48), seed=rng.getrandbits(64), rule=rule,
-        num_draft_tokens=rng.choice((0, 1, 3, 4)),
-    )  # fmt: skip
-    return Plan(request, rng.uniform(0, 0.3), rng.choice((None, None, None, rng.randint(1, 10))))
 
 
 def run_seed(
@@ -188,7 +173,7 @@ class _Seed:
         self.running: set[int] = set()
         """Indices of the plans of sessions in flight."""
         self.num_shown = 0
-        self.num_planned = sum(plan.cancel_after or plan.request.max_tokens or 0 for plan in plans)
+        self.num_planned = sum(plan.leave_after or plan.request.max_tokens or 0 for plan in plans)
         self._result = Result(num_seeds=1, num_sessions=len(plans))
         self._ranks: list[tuple[GenerateRequest, list[int]]] = []
 
@@ -216,6 +201,7 @@ class _Seed:
         for request, shown in self._ranks:
             self._result.count(request, shown)
         self._result.faults = self._adversary.faults
+        self._result.shapes += world.shapes
         self._result.num_moves = world.moves.num_moves
         return self._result
 
@@ -275,7 +261,7 @@ class _Seed:
                     check(world.redis.history.held(session_id, whole), "shown, but never stored")  # type: ignore[arg-type]
                 elif isinstance(event, Finished):
                     finished = event
-                if num_events == plan.cancel_after:
+                if num_events == plan.leave_after:
                     return
         check(finished is not None, "the stream ended without its last event")
         check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]

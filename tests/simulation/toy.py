@@ -23,7 +23,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 SPEC = EmulatedSpec(
     vocab_size=6, support=4, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,
-    max_model_len=80, num_pages=5,
+    max_model_len=96, num_pages=6,
 )  # fmt: skip
 UNLIKELY_S = 0.003
 _NUM_SYMBOLS = SPEC.vocab_size + 1

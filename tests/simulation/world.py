@@ -3,6 +3,7 @@ network between them. Every process runs the real code."""
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -77,6 +78,8 @@ class World:
         self.moves = CountedMoves()
         self.clients = Process("clients")
         self.calls: dict[nodes.Call, None] = {}
+        self.shapes: Counter[str] = Counter()
+        """What has happened to sessions besides faults."""
         self.broken: OutriderError | None = None
         """The first violation in any process, if any."""
         self.is_hasty = is_hasty = rng.random() < HASTY_SHARE

@@ -1,0 +1,37 @@
+"""What the clients of a seed do: requests of many shapes."""
+
+import random
+from dataclasses import dataclass
+
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.simulation.toy import SPEC
+
+PROMPT_TOKENS_MAX = (12, 12, 40)
+"""Bounds, drawn equally often. A prompt of 40 tokens has two whole pages."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One session of a seed."""
+
+    request: GenerateRequest
+    start_s: float
+    leave_after: int | None
+    """Events after which the client disconnects."""
+
+
+def draw_plan(rng: random.Random) -> Plan:
+    temperature = rng.choice((0.0, 1.0, 1.0, 1.0))
+    rule = None if temperature == 0 else rng.choice((Rule.TOKEN, Rule.BLOCK, Rule.COUPLED))
+    num_prompt_tokens = rng.randint(1, rng.choice(PROMPT_TOKENS_MAX))
+    request = GenerateRequest(
+        prompt=tuple(rng.randrange(SPEC.vocab_size) for _ in range(num_prompt_tokens)),
+        sampling=SamplingParams(temperature=temperature, top_k=rng.choice((0, 0, 3))),
+        max_tokens=rng.randint(16, 48),
+        seed=rng.getrandbits(64),
+        rule=rule,
+        num_draft_tokens=rng.choice((0, 1, 3, 4)),
+    )
+    leave_after = rng.choice((None, None, None, rng.randint(1, 10)))
+    return Plan(request, rng.uniform(0, 0.3), leave_after)
