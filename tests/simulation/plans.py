@@ -10,6 +10,9 @@ from tests.simulation.toy import SPEC
 PROMPT_TOKENS_MAX = (12, 12, 40)
 """Bounds, drawn equally often. A prompt of 40 tokens has two whole pages."""
 
+LOGPROBS = (None, None, None, 0, 2, 5)
+"""Only 4 tokens have a probability above 0."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -32,6 +35,7 @@ def draw_plan(rng: random.Random) -> Plan:
         seed=rng.getrandbits(64),
         rule=rule,
         num_draft_tokens=rng.choice((0, 1, 3, 4)),
+        logprobs=rng.choice(LOGPROBS),
     )
     leave_after = rng.choice((None, None, None, rng.randint(1, 10)))
     return Plan(request, rng.uniform(0, 0.3), leave_after)

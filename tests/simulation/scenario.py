@@ -1,6 +1,7 @@
 """One seed: a few sessions under faults, and what must be true of each.
 
-At every event: shown tokens were committed, in order, without gaps. At the end: every session has
+At every event: shown tokens were committed, in order, without gaps, and have the target's
+log-probabilities. At the end: every session has
 ended soon after the faults, the store holds exactly what was shown, and the tokens are the
 fault-free ones (coupled, greedy) or distributed like the target's (token, block: counted over all
 seeds). A session in flight when Redis loses data may end early with `DATA_LOSS`, or with `ABORTED`
@@ -25,16 +26,16 @@ import torch
 from scipy.stats import chi2
 
 from outrider.errors import DataLoss, InvariantError, NotFound, StaleEpoch, Unavailable, check
-from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
-from outrider.sessions.store import FinishReason
+from outrider.request import Event, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from tests.simulation import nodes
+from tests.simulation.answers import Answer
 from tests.simulation.draws import checked_draws
 from tests.simulation.faults import GREATER, Faults
 from tests.simulation.network import NOISE, Adversary, Odds
 from tests.simulation.plans import Plan, draw_plan
 from tests.simulation.processes import run_processes
-from tests.simulation.toy import fault_free, ranked_law, ranks_of, rule_of
+from tests.simulation.toy import ranked_law, ranks_of, rule_of
 from tests.simulation.world import World
 
 STUCK_S = 60.0
@@ -175,7 +176,8 @@ class _Seed:
         self.num_shown = 0
         self.num_planned = sum(plan.leave_after or plan.request.max_tokens or 0 for plan in plans)
         self._result = Result(num_seeds=1, num_sessions=len(plans))
-        self._ranks: list[tuple[GenerateRequest, list[int]]] = []
+        self._answers: list[Answer] = []
+        """Answers of drawn tokens, each request once."""
 
     @property
     def all_over(self) -> bool:
@@ -198,8 +200,8 @@ class _Seed:
                 await world.stop()
             finally:
                 world.clear_away()
-        for request, shown in self._ranks:
-            self._result.count(request, shown)
+        for answer in self._answers:
+            self._result.count(answer.request, answer.token_ids)
         self._result.faults = self._adversary.faults
         self._result.shapes += world.shapes
         self._result.num_moves = world.moves.num_moves
@@ -220,9 +222,9 @@ class _Seed:
         await asyncio.sleep(plan.start_s)
         while True:
             num_losses = world.redis.history.num_losses
-            shown: list[int] = []
+            answer = Answer(plan.request)
             try:
-                await self._generate(world, index, plan, shown)
+                await self._generate(world, index, plan, answer)
             except _NotOpened:
                 await asyncio.sleep(0.1)
                 continue
@@ -230,48 +232,34 @@ class _Seed:
                 redis = world.redis
                 is_lost = redis.history.num_losses > num_losses or redis.is_split
                 check(is_lost, f"lost, but nothing was: {error}")
-                _check_tokens(plan.request, shown)
+                answer.check_tokens()
                 self._result.num_lost += 1
                 continue
             finally:
                 self.running.discard(index)
             break
         self._num_over += 1
-        self._result.num_tokens += len(shown)
-        _check_tokens(plan.request, shown)
+        self._result.num_tokens += len(answer.token_ids)
+        answer.check_tokens()
         is_repeated = plan.request.seed in [one.request.seed for one in self._plans[:index]]
         if not (rule_of(plan.request).absolute_noise or is_repeated):
-            self._ranks.append((plan.request, shown))
+            self._answers.append(answer)
 
-    async def _generate(self, world: World, index: int, plan: Plan, shown: list[int]) -> None:
-        request, num_losses = plan.request, world.redis.history.num_losses
-        prompt = request.prompt
-        session_id, finished, num_events = "", None, 0
-        async with aclosing(world.client.generate(request)) as events:
-            async for event in _or_not_opened(events):
-                num_events += 1
-                self.running.add(index)
-                if isinstance(event, Started):
-                    session_id = event.session_id
-                elif isinstance(event, Tokens):
-                    check(event.first_index == len(shown), f"a gap before {event}")
-                    shown.extend(event.token_ids)
-                    self.num_shown += len(event.token_ids)
-                    whole = (*prompt, *shown)
-                    check(world.redis.history.held(session_id, whole), "shown, but never stored")  # type: ignore[arg-type]
-                elif isinstance(event, Finished):
-                    finished = event
-                if num_events == plan.leave_after:
-                    return
-        check(finished is not None, "the stream ended without its last event")
-        check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]
-        check(len(shown) == request.max_tokens, f"{len(shown)} tokens of {request.max_tokens}")
+    async def _generate(self, world: World, index: int, plan: Plan, answer: Answer) -> None:
         redis = world.redis
-        is_kept = redis.history.num_losses == num_losses or redis.history.is_kept(session_id)
+        num_losses = redis.history.num_losses
+        async with aclosing(world.client.generate(plan.request)) as events:
+            async for event in _or_not_opened(events):
+                self.running.add(index)
+                num_before = len(answer.token_ids)
+                answer.add(event, redis.history)
+                self.num_shown += len(answer.token_ids) - num_before
+                if answer.num_events == plan.leave_after:
+                    return
+        answer.check_end()
+        is_kept = redis.history.num_losses == num_losses or redis.history.is_kept(answer.session_id)
         if is_kept and not redis.is_split:
-            record = await redis.at_once().load(session_id)
-            check(record.finish_reason is FinishReason.LENGTH, f"stored as {record.finish_reason}")
-            check(record.token_ids == (*prompt, *shown), "the store holds something else")
+            answer.check_stored(await redis.at_once().load(answer.session_id))
 
 
 class _NotOpened(Exception):
@@ -290,13 +278,6 @@ async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
         if started:
             raise InvariantError(f"a stream that had begun failed: {error!r}") from error
         raise _NotOpened from error
-
-
-def _check_tokens(request: GenerateRequest, shown: list[int]) -> None:
-    """Under coupled and greedy: compares with the target's own tokens."""
-    if shown and rule_of(request).absolute_noise:
-        expected = fault_free(request, shown)
-        check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
 
 
 def run_seeds(seeds: range) -> tuple[Result, list[str]]:

@@ -1,7 +1,7 @@
 """Planted bugs, one for each check of the simulation, are found within a few seeds."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from unittest.mock import AsyncMock
@@ -22,6 +22,7 @@ from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_connection import Script
 from outrider.sessions.state import Session
+from target_service import verifier
 from tests.simulation import scenario, world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
@@ -32,7 +33,7 @@ from tests.simulation.scenario import run_seed
 NUM_SEEDS = 80
 Fields = dict[bytes, bytes]
 Patch = pytest.MonkeyPatch
-EPOCH, OWNER, LENGTH = 0, 1, 3
+EPOCH, OWNER, LENGTH, LOGPROBS = 0, 1, 3, 5
 ANY_LENGTH = b"-1"
 
 
@@ -144,6 +145,25 @@ def cut_in_an_untimed_round(patch: Patch) -> None:
     patch.setattr(draft_client, "budget_us", lambda seconds: limit(min(seconds, 0.005)))
 
 
+def logprobs_of_another_row(patch: Patch) -> None:
+    """Corrections get the log-probabilities of the row before theirs."""
+    of_rows = verifier.raw_logprobs
+
+    def shifted(logits: Any, chosen: Any, num_top: int, rows: Sequence[int]) -> Any:
+        return of_rows(logits, chosen, num_top, [max(0, row - 1) for row in rows])
+
+    patch.setattr(verifier, "raw_logprobs", shifted)
+
+
+def logprobs_stored_for_a_part(patch: Patch) -> None:
+    """Of several tokens that are stored at once, only the last one has log-probabilities."""
+
+    def last_line(stored: Fields, given: list[bytes]) -> None:
+        given[LOGPROBS] = b"".join(given[LOGPROBS].splitlines(keepends=True)[-1:])
+
+    change_arguments(patch, redis_store._APPEND, last_line)
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -173,6 +193,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     mailbox_left_behind: (), names_believed_for_ever: (), outcomes_that_share_noise: (),
     cut_in_an_untimed_round: (), hung_replicas_stay: ("hang",),
     steps_take_for_ever: ("stuck_step",), starts_unknown: ("crash",),
+    logprobs_of_another_row: (), logprobs_stored_for_a_part: (),
 }  # fmt: skip
 """Greater faults with which each is searched; empty for all."""
 

@@ -15,6 +15,7 @@ from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
+from outrider.messages import PositionLogprobs
 from outrider.request import GenerateRequest
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal
@@ -95,7 +96,7 @@ def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     the target alone decides."""
     rule, seed = rule_of(request), request.seed or 0
     check(rule.absolute_noise, f"under {rule} a token depends on what was drafted")
-    rows = _law(request.sampling)[_contexts(request, shown)].split(1)
+    rows = _law(request.sampling)[torch.tensor(_contexts(request, shown))].split(1)
     return [
         score(row, Proposal(()), RoundNoise(seed, rule, place)).correction[0]
         for place, row in enumerate(rows, start=len(request.prompt))
@@ -104,13 +105,30 @@ def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
 
 def ranks_of(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     """Rank of each shown token among those possible there."""
-    ranks = _ranks(request.sampling)
-    contexts = _contexts(request, shown).tolist()
+    ranks, contexts = _ranks(request.sampling), _contexts(request, shown)
     return [ranks[context][token_id] for context, token_id in zip(contexts, shown, strict=True)]
 
 
-def _contexts(request: GenerateRequest, shown: Sequence[int]) -> torch.Tensor:
+@cache
+def _raw_logprobs() -> list[list[float]]:
+    """The target's log-probabilities [symbols squared, V], whatever the request's sampling."""
+    return _rows("target").double().log_softmax(dim=1).tolist()  # type: ignore[no-any-return]
+
+
+def logprobs_of(
+    request: GenerateRequest, shown: Sequence[int], first: int
+) -> list[PositionLogprobs]:
+    """The log-probabilities of the shown tokens from index `first` on."""
+    found = []
+    for context, token_id in zip(_contexts(request, shown)[first:], shown[first:], strict=True):
+        row = _raw_logprobs()[context]
+        ranked = sorted(enumerate(row), key=lambda entry: (-entry[1], entry[0]))
+        found.append(PositionLogprobs(row[token_id], tuple(ranked[: request.logprobs])))
+    return found
+
+
+def _contexts(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     """Row of the context of each shown token."""
     tokens = [*[SPEC.vocab_size] * 2, *request.prompt, *shown]
     pairs = pairwise(tokens[len(request.prompt) : -1])
-    return torch.tensor([first * _NUM_SYMBOLS + second for first, second in pairs]).long()
+    return [first * _NUM_SYMBOLS + second for first, second in pairs]

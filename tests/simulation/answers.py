@@ -1,0 +1,82 @@
+"""What a client is shown of one session, and what must be true of it."""
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+from coordinator.decoding.resumption import read_logprobs
+from outrider.errors import check
+from outrider.messages import PositionLogprobs
+from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
+from outrider.sessions.store import FinishReason, SessionRecord
+from tests.simulation.redis_host import History
+from tests.simulation.toy import fault_free, logprobs_of, rule_of
+
+TOLERANCE = 1e-6
+
+
+class Answer:
+    """The events of one session so far."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.session_id = ""
+        self.token_ids: list[int] = []
+        self.finished: Finished | None = None
+        self.num_events = 0
+
+    def add(self, event: Event, history: History) -> None:
+        """Raises `InvariantError` for tokens with a gap before them, with wrong log-probabilities,
+        or that were not stored."""
+        self.num_events += 1
+        if isinstance(event, Started):
+            self.session_id = event.session_id
+        elif isinstance(event, Tokens):
+            check(event.first_index == len(self.token_ids), f"a gap before {event}")
+            self.token_ids.extend(event.token_ids)
+            whole = (*self.request.prompt, *self.token_ids)  # type: ignore[arg-type]
+            check(history.held(self.session_id, whole), "shown, but never stored")
+            self._check_entries(event.logprobs, event.first_index)
+        elif isinstance(event, Finished):
+            self.finished = event
+
+    def _check_entries(self, entries: Sequence[PositionLogprobs], first: int) -> None:
+        """Compares the log-probabilities of all tokens from index `first` on with the target's."""
+        expected: list[PositionLogprobs] = []
+        if self.request.logprobs is not None:
+            expected = logprobs_of(self.request, self.token_ids, first)
+        is_right = len(entries) == len(expected) and all(map(_equal, entries, expected))
+        check(is_right, f"log-probabilities {entries}, the target's are {expected}")
+
+    def check_tokens(self) -> None:
+        """Under coupled and greedy: compares with the target's own tokens."""
+        shown = self.token_ids
+        if shown and rule_of(self.request).absolute_noise:
+            expected = fault_free(self.request, shown)
+            check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
+
+    def check_end(self) -> None:
+        """Raises `InvariantError` unless the answer is whole."""
+        finished, num_tokens = self.finished, len(self.token_ids)
+        check(finished is not None, "the stream ended without its last event")
+        check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]
+        check(num_tokens == self.request.max_tokens, f"{num_tokens} of {self.request.max_tokens}")
+
+    def check_stored(self, record: SessionRecord) -> None:
+        """Raises `InvariantError` if the store has something else than was shown."""
+        check(record.finish_reason is FinishReason.LENGTH, f"stored as {record.finish_reason}")
+        whole = (*self.request.prompt, *self.token_ids)  # type: ignore[arg-type]
+        check(record.token_ids == whole, "the store holds something else")
+        self._check_entries([read_logprobs(line) for line in record.logprobs.split("\n")[:-1]], 0)
+
+
+def _equal(found: PositionLogprobs, expected: PositionLogprobs) -> bool:
+    """Whether the likeliest tokens are the same, and the numbers almost."""
+    pairs = zip(_numbers(found), _numbers(expected), strict=False)
+    return [token_id for token_id, _ in found.top] == [
+        token_id for token_id, _ in expected.top
+    ] and all(math.isclose(one, other, abs_tol=TOLERANCE) for one, other in pairs)
+
+
+def _numbers(entry: PositionLogprobs) -> list[float]:
+    return [entry.logprob, *chain(number for _, number in entry.top)]
