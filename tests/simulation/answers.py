@@ -55,16 +55,29 @@ class Answer:
             expected = fault_free(self.request, shown)
             check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
 
-    def check_end(self) -> None:
-        """Raises `InvariantError` unless the answer is whole."""
-        finished, num_tokens = self.finished, len(self.token_ids)
-        check(finished is not None, "the stream ended without its last event")
-        check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]
-        check(num_tokens == self.request.max_tokens, f"{num_tokens} of {self.request.max_tokens}")
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.finished and self.finished.finish_reason
+
+    def check_end(self, is_cancelled: bool) -> None:
+        """Raises `InvariantError` unless the answer is whole, or its client has cancelled it."""
+        reason, num_tokens, wanted = (
+            self.finish_reason,
+            len(self.token_ids),
+            self.request.max_tokens,
+        )
+        check(reason is not None, "the stream ended without its last event")
+        if not (is_cancelled and reason is FinishReason.CANCELLED):
+            check(reason is FinishReason.LENGTH, f"ended with {self.finished}")
+            check(num_tokens == wanted, f"{num_tokens} tokens of {wanted}")
 
     def check_stored(self, record: SessionRecord) -> None:
-        """Raises `InvariantError` if the store has something else than was shown."""
-        check(record.finish_reason is FinishReason.LENGTH, f"stored as {record.finish_reason}")
+        """Raises `InvariantError` if the store has something else than was shown. A stream without
+        a last event ended because another coordinator has cancelled the session."""
+        reason = FinishReason.CANCELLED if self.finished is None else self.finished.finish_reason
+        check(record.finish_reason is reason, f"{reason} is stored as {record.finish_reason}")
+        if self.finished is None:
+            return
         whole = (*self.request.prompt, *self.token_ids)  # type: ignore[arg-type]
         check(record.token_ids == whole, "the store holds something else")
         self._check_entries([read_logprobs(line) for line in record.logprobs.split("\n")[:-1]], 0)

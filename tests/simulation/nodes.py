@@ -4,7 +4,7 @@ coordinators; and the cluster, which shows them as actors to a fleet."""
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +16,18 @@ from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
+from outrider.client.transport import Method
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import take_stated_seconds
-from outrider.errors import InvariantError, OutriderError, StreamBroken, Unavailable, check
+from outrider.errors import (
+    DeadlineExceeded,
+    InvariantError,
+    OutriderError,
+    StreamBroken,
+    Unavailable,
+    check,
+)
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ProposalReply
 from outrider.registry.redis_registry import Lease
@@ -28,7 +36,6 @@ from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import Place
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from target_service.service import TargetService
-from tests.simulation.network import Network
 from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
@@ -408,39 +415,60 @@ class CoordinatorNode(Node):
         check(not is_over, f"{self.name} follows no more")
 
 
-class Call:
-    """A stream of events from a coordinator to a client."""
+@dataclass(frozen=True)
+class CancelRequest:
+    session_id: str
 
-    def __init__(self, network: Network, client: Process, node: CoordinatorNode) -> None:
+
+Asked = GenerateRequest | ResumeRequest | CancelRequest
+
+
+class Call:
+    """A call of a client to a coordinator, and its answer: a stream of events, or only its end."""
+
+    def __init__(self, world: Any, node: CoordinatorNode) -> None:
         self.events: asyncio.Queue[Event | OutriderError | None] = asyncio.Queue()
         """For the client: the events, then an error or None."""
         self.node = node
         self.task: asyncio.Task[None] | None = None
-        self._network = network
-        self._client = client
+        self._world = world
         self._is_over = False
 
-    def begin(self, request: GenerateRequest | ResumeRequest) -> None:
+    def begin(self, request: Asked) -> None:
         if not self._is_over:
             self.node.calls[self] = None
             self.task = self.node.process.start(self._run(request))
             self.task.add_done_callback(lambda _: self.node.calls.pop(self))
 
-    async def _run(self, request: GenerateRequest | ResumeRequest) -> None:
-        service = self.node.service
-        begin = service.resume if isinstance(request, ResumeRequest) else service.generate
+    async def _run(self, request: Asked) -> None:
         try:
-            async with aclosing(begin(request)) as events:
-                async for event in events:
-                    self._tell(event)
+            if isinstance(request, CancelRequest):
+                await self._cancel(request.session_id)
+            else:
+                async with aclosing(self._events(request)) as events:
+                    async for event in events:
+                        self._tell(event)
             self._tell(None)
         except OutriderError as error:
             self._tell(error)
         except Exception as error:  # noqa: BLE001 - the client must not wait after a crash
             self._tell(InvariantError(f"a call crashed: {error!r}"))
 
+    def _events(self, request: GenerateRequest | ResumeRequest) -> AsyncGenerator[Event]:
+        service = self.node.service
+        if isinstance(request, ResumeRequest):
+            return service.resume(request)  # type: ignore[no-any-return]
+        return service.generate(request)  # type: ignore[no-any-return]
+
+    async def _cancel(self, session_id: str) -> None:
+        service = self.node.service
+        await service.cancel(session_id)
+        run = service._sessions.running.get(session_id)
+        await self._world.cancels.note(session_id, run and run.session)
+
     def _tell(self, event: Event | OutriderError | None) -> None:
-        self._network.carry(self._client, lambda: self.events.put_nowait(event), payload=event)
+        world = self._world
+        world.network.carry(world.clients, lambda: self.events.put_nowait(event), payload=event)
 
     def break_off(self) -> None:
         """The client learns that the stream broke at once; the coordinator, as soon as it runs."""
@@ -468,14 +496,25 @@ class PortTransport:
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def events(
-        self, request: GenerateRequest | ResumeRequest, timeout_s: float
-    ) -> AsyncGenerator[Event]:
+    async def call(self, method: Method, timeout_s: float, session_id: str = "") -> None:
+        """Only `cancel`."""
+        check(method == "cancel", f"{method} is not simulated")
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                aclosing(self.events(CancelRequest(session_id), timeout_s)) as events,
+            ):
+                async for event in events:
+                    raise InvariantError(f"{event} does not answer Cancel")
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s} s") from None
+
+    async def events(self, request: Asked, timeout_s: float) -> AsyncGenerator[Event]:
         world = self._world
         node = world.coordinator_at(self.address)
         if node is None:
             raise StreamBroken(f"nothing answers at {self.address}")
-        call = Call(world.network, world.clients, node)
+        call = Call(world, node)
         world.calls[call] = None
         try:
             world.network.carry(node.process, lambda: call.begin(request))

@@ -22,6 +22,8 @@ class Plan:
     start_s: float
     leave_after: int | None
     """Events after which the client disconnects."""
+    cancel_after: int | None
+    """Events after which the client calls `Cancel`, while it reads on."""
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -37,5 +39,6 @@ def draw_plan(rng: random.Random) -> Plan:
         num_draft_tokens=rng.choice((0, 1, 3, 4)),
         logprobs=rng.choice(LOGPROBS),
     )
-    leave_after = rng.choice((None, None, None, rng.randint(1, 10)))
-    return Plan(request, rng.uniform(0, 0.3), leave_after)
+    start_s, num_events = rng.uniform(0, 0.3), rng.randint(1, 10)
+    ends = [(None, None)] * 4 + [(num_events, None), (None, num_events)]
+    return Plan(request, start_s, *rng.choice(ends))

@@ -305,6 +305,10 @@ class Redis:
     def is_split(self) -> bool:
         return self._former is not None
 
+    def has_lost(self, num_losses: int) -> bool:
+        """Whether data may have been lost since the history had `num_losses`."""
+        return self.history.num_losses > num_losses or self.is_split
+
     @property
     def processes(self) -> list[Process]:
         return [one.process for one in (self.primary, self._former) if one is not None]

@@ -30,6 +30,7 @@ from outrider.request import Event, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from tests.simulation import nodes
 from tests.simulation.answers import Answer
+from tests.simulation.cancels import Canceller
 from tests.simulation.draws import checked_draws
 from tests.simulation.faults import GREATER, Faults
 from tests.simulation.network import NOISE, Adversary, Odds
@@ -61,7 +62,7 @@ SLOW_STARTS = {
     "tests.simulation.scenario.STUCK_S": 120.0,
 }
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
-SHAPES = {"preempted"}
+SHAPES = {"preempted", "cancel_at_owner", "cancel_elsewhere"}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
@@ -229,9 +230,7 @@ class _Seed:
                 await asyncio.sleep(0.1)
                 continue
             except (DataLoss, NotFound, StaleEpoch) as error:
-                redis = world.redis
-                is_lost = redis.history.num_losses > num_losses or redis.is_split
-                check(is_lost, f"lost, but nothing was: {error}")
+                check(world.redis.has_lost(num_losses), f"lost, but nothing was: {error}")
                 answer.check_tokens()
                 self._result.num_lost += 1
                 continue
@@ -241,25 +240,39 @@ class _Seed:
         self._num_over += 1
         self._result.num_tokens += len(answer.token_ids)
         answer.check_tokens()
+        # Whether a session ends before `Cancel` depends on the time that its tokens took.
+        is_timed = plan.cancel_after is not None
         is_repeated = plan.request.seed in [one.request.seed for one in self._plans[:index]]
-        if not (rule_of(plan.request).absolute_noise or is_repeated):
+        if not (rule_of(plan.request).absolute_noise or is_repeated or is_timed):
             self._answers.append(answer)
 
     async def _generate(self, world: World, index: int, plan: Plan, answer: Answer) -> None:
-        redis = world.redis
-        num_losses = redis.history.num_losses
-        async with aclosing(world.client.generate(plan.request)) as events:
-            async for event in _or_not_opened(events):
-                self.running.add(index)
-                num_before = len(answer.token_ids)
-                answer.add(event, redis.history)
-                self.num_shown += len(answer.token_ids) - num_before
-                if answer.num_events == plan.leave_after:
-                    return
-        answer.check_end()
-        is_kept = redis.history.num_losses == num_losses or redis.history.is_kept(answer.session_id)
+        redis, history = world.redis, world.redis.history
+        num_losses = history.num_losses
+        canceller = Canceller(world.client, redis)
+        try:
+            async with aclosing(world.client.generate(plan.request)) as events:
+                async for event in _or_not_opened(events):
+                    self.running.add(index)
+                    num_before = len(answer.token_ids)
+                    answer.add(event, history)
+                    self.num_shown += len(answer.token_ids) - num_before
+                    if answer.num_events == plan.leave_after:
+                        return
+                    if answer.num_events == plan.cancel_after:
+                        canceller.begin(answer.session_id)
+            answer.check_end(canceller.has_begun)
+            await canceller.done()
+        except StaleEpoch:  # Another coordinator may have taken the session over to end it.
+            if not await canceller.done():
+                raise
+        finally:
+            canceller.close()
+        is_kept = history.num_losses == num_losses or history.is_kept(answer.session_id)
         if is_kept and not redis.is_split:
-            answer.check_stored(await redis.at_once().load(answer.session_id))
+            record = await redis.at_once().load(answer.session_id)
+            answer.check_stored(record)
+            world.cancels.check_end(record)
 
 
 class _NotOpened(Exception):

@@ -8,7 +8,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from coordinator.decoding.loop import OutputQueue
+from coordinator.decoding.loop import OutputQueue, SessionRun
+from coordinator.decoding.sessions import OwnedSessions
 from coordinator.routing import draft_client
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
@@ -22,6 +23,7 @@ from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_connection import Script
 from outrider.sessions.state import Session
+from outrider.sessions.store import SessionRecord
 from target_service import verifier
 from tests.simulation import scenario, world
 from tests.simulation.faults import GREATER
@@ -164,6 +166,21 @@ def logprobs_stored_for_a_part(patch: Patch) -> None:
     change_arguments(patch, redis_store._APPEND, last_line)
 
 
+def cancel_disregarded(patch: Patch) -> None:
+    """The owner answers `Cancel`, and goes on."""
+    patch.setattr(SessionRun, "cancel", lambda self: None)
+
+
+def cancel_lost_at_a_take_over(patch: Patch) -> None:
+    """A coordinator that takes a session over in order to cancel it only releases it."""
+
+    async def take_over(self: OwnedSessions, record: SessionRecord) -> None:
+        if record.finish_reason is None:
+            self.wait_for_client(await self._take_over(record, cancels=True))
+
+    patch.setattr(OwnedSessions, "cancel", take_over)
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -194,6 +211,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     cut_in_an_untimed_round: (), hung_replicas_stay: ("hang",),
     steps_take_for_ever: ("stuck_step",), starts_unknown: ("crash",),
     logprobs_of_another_row: (), logprobs_stored_for_a_part: (),
+    cancel_disregarded: (), cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),
 }  # fmt: skip
 """Greater faults with which each is searched; empty for all."""
 

@@ -22,6 +22,7 @@ from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
 from tests.simulation import nodes
+from tests.simulation.cancels import Cancels
 from tests.simulation.network import Adversary, Network, Wire
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
@@ -80,6 +81,7 @@ class World:
         self.calls: dict[nodes.Call, None] = {}
         self.shapes: Counter[str] = Counter()
         """What has happened to sessions besides faults."""
+        self.cancels = Cancels(self.redis, self.shapes)
         self.broken: OutriderError | None = None
         """The first violation in any process, if any."""
         self.is_hasty = is_hasty = rng.random() < HASTY_SHARE
