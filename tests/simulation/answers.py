@@ -10,7 +10,7 @@ from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
 from tests.simulation.redis_host import History
-from tests.simulation.toy import fault_free, logprobs_of, rule_of
+from tests.simulation.toy import ending_of, fault_free, logprobs_of, rule_of
 
 TOLERANCE = 1e-6
 
@@ -22,8 +22,15 @@ class Answer:
         self.request = request
         self.session_id = ""
         self.token_ids: list[int] = []
+        self.text = ""
         self.finished: Finished | None = None
         self.num_events = 0
+
+    @property
+    def shapes(self) -> list[str]:
+        """What has ended the answer, besides its length."""
+        names = ("stop_string", "stop_token_id")
+        return [name for name in names if getattr(self.finished, name, None) is not None]
 
     def add(self, event: Event, history: History) -> None:
         """Raises `InvariantError` for tokens with a gap before them, with wrong log-probabilities,
@@ -34,6 +41,7 @@ class Answer:
         elif isinstance(event, Tokens):
             check(event.first_index == len(self.token_ids), f"a gap before {event}")
             self.token_ids.extend(event.token_ids)
+            self.text += event.text_delta
             whole = (*self.request.prompt, *self.token_ids)  # type: ignore[arg-type]
             check(history.held(self.session_id, whole), "shown, but never stored")
             self._check_entries(event.logprobs, event.first_index)
@@ -48,28 +56,27 @@ class Answer:
         is_right = len(entries) == len(expected) and all(map(_equal, entries, expected))
         check(is_right, f"log-probabilities {entries}, the target's are {expected}")
 
-    def check_tokens(self) -> None:
-        """Under coupled and greedy: compares with the target's own tokens."""
+    def check_part(self) -> None:
+        """Raises `InvariantError` if the tokens or the text so far cannot begin an answer. Under
+        coupled and greedy, the tokens must be the target's own."""
         shown = self.token_ids
         if shown and rule_of(self.request).absolute_noise:
             expected = fault_free(self.request, shown)
             check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.finished and self.finished.finish_reason
+        end = ending_of(self.request, shown)
+        check(end.num_tokens == len(shown), f"{shown} were shown after {end}")
+        check(end.text.startswith(self.text), f"{self.text} was shown of {end}")
 
     def check_end(self, is_cancelled: bool) -> None:
         """Raises `InvariantError` unless the answer is whole, or its client has cancelled it."""
-        reason, num_tokens, wanted = (
-            self.finish_reason,
-            len(self.token_ids),
-            self.request.max_tokens,
-        )
-        check(reason is not None, "the stream ended without its last event")
-        if not (is_cancelled and reason is FinishReason.CANCELLED):
-            check(reason is FinishReason.LENGTH, f"ended with {self.finished}")
-            check(num_tokens == wanted, f"{num_tokens} tokens of {wanted}")
+        finished, end = self.finished, ending_of(self.request, self.token_ids)
+        check(finished is not None, "the stream ended without its last event")
+        assert finished is not None
+        check(self.text == end.text, f"{self.text} was shown of {end}")
+        if not (is_cancelled and finished.finish_reason is FinishReason.CANCELLED):
+            shown = finished.finish_reason, finished.stop_string, finished.stop_token_id
+            wanted = end.finish_reason, end.stop_string, end.stop_token_id
+            check(shown == wanted, f"ended with {finished} instead of {end}")
 
     def check_stored(self, record: SessionRecord) -> None:
         """Raises `InvariantError` if the store has something else than was shown. A stream without

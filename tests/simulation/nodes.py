@@ -38,7 +38,7 @@ from outrider.request import Event, GenerateRequest, ResumeRequest
 from target_service.service import TargetService
 from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
-from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
+from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_text
 
 PLACING_S = 0.05
 LOADING_S = TARGET_LOADING_S = (0.01, 0.5)
@@ -367,10 +367,16 @@ class CoordinatorNode(Node):
     async def _serve(self, config: Any, world: Any) -> str:
         rng = world.rng
         self.service = CoordinatorService(
-            self._settings, self.name, store=world.redis.store(), fallback=NgramDrafter(),
-            random_bits=rng.getrandbits, observation=world.moves, registry=world.redis.registry(),
+            self._settings,
+            self.name,
+            store=world.redis.store(),
+            fallback=NgramDrafter(),
+            text=toy_text(),
+            random_bits=rng.getrandbits,
+            observation=world.moves,
+            registry=world.redis.registry(),
             link=lambda _, address: world.link(self.process, address),
-        )  # fmt: skip
+        )
         await self.service.start()
         return f"host:{config.grpc_port}"
 

@@ -12,6 +12,11 @@ PROMPT_TOKENS_MAX = (12, 12, 40)
 
 LOGPROBS = (None, None, None, 0, 2, 5)
 """Only 4 tokens have a probability above 0."""
+STOPS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
+    *[((), ())] * 6,
+    *[(("da", "cc", "bé"), ()), (("aba", "aca", "dé", "abc"), ()), (("éd",), (2,))],
+)
+"""Stop strings and stop tokens. Some strings begin like others, or with half a letter."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,14 @@ class Plan:
 def draw_plan(rng: random.Random) -> Plan:
     temperature = rng.choice((0.0, 1.0, 1.0, 1.0))
     rule = None if temperature == 0 else rng.choice((Rule.TOKEN, Rule.BLOCK, Rule.COUPLED))
+    stop, stop_token_ids = rng.choice(STOPS)
     num_prompt_tokens = rng.randint(1, rng.choice(PROMPT_TOKENS_MAX))
     request = GenerateRequest(
         prompt=tuple(rng.randrange(SPEC.vocab_size) for _ in range(num_prompt_tokens)),
-        sampling=SamplingParams(temperature=temperature, top_k=rng.choice((0, 0, 3))),
+        sampling=SamplingParams(
+            temperature=temperature, top_k=rng.choice((0, 0, 3)), stop_token_ids=stop_token_ids
+        ),
+        stop=stop,
         max_tokens=rng.randint(16, 48),
         seed=rng.getrandbits(64),
         rule=rule,

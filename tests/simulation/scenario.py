@@ -62,7 +62,7 @@ SLOW_STARTS = {
     "tests.simulation.scenario.STUCK_S": 120.0,
 }
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
-SHAPES = {"preempted", "cancel_at_owner", "cancel_elsewhere"}
+SHAPES = {"preempted", "cancel_at_owner", "cancel_elsewhere", "stop_string", "stop_token_id"}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
@@ -231,7 +231,7 @@ class _Seed:
                 continue
             except (DataLoss, NotFound, StaleEpoch) as error:
                 check(world.redis.has_lost(num_losses), f"lost, but nothing was: {error}")
-                answer.check_tokens()
+                answer.check_part()
                 self._result.num_lost += 1
                 continue
             finally:
@@ -239,7 +239,7 @@ class _Seed:
             break
         self._num_over += 1
         self._result.num_tokens += len(answer.token_ids)
-        answer.check_tokens()
+        answer.check_part()
         # Whether a session ends before `Cancel` depends on the time that its tokens took.
         is_timed = plan.cancel_after is not None
         is_repeated = plan.request.seed in [one.request.seed for one in self._plans[:index]]
@@ -268,6 +268,7 @@ class _Seed:
                 raise
         finally:
             canceller.close()
+        world.shapes.update(answer.shapes)
         is_kept = history.num_losses == num_losses or history.is_kept(answer.session_id)
         if is_kept and not redis.is_split:
             record = await redis.at_once().load(answer.session_id)

@@ -8,7 +8,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from coordinator import service
 from coordinator.decoding.loop import OutputQueue, SessionRun
+from coordinator.decoding.resumption import Replayed
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.routing import draft_client
 from coordinator.routing.discovery import Discovery
@@ -181,6 +183,18 @@ def cancel_lost_at_a_take_over(patch: Patch) -> None:
     patch.setattr(OwnedSessions, "cancel", take_over)
 
 
+def stop_found_too_late(patch: Patch) -> None:
+    """A resumed session forgets text that was held back as the beginning of a stop string."""
+    replay = service.replay
+
+    def forgetful(*arguments: Any) -> Replayed:
+        replayed = replay(*arguments)
+        replayed.completion._held = ""
+        return replayed
+
+    patch.setattr(service, "replay", forgetful)
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -204,15 +218,26 @@ def starts_unknown(patch: Patch) -> None:
 
 
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
-    shown_before_committed: (), refused_tokens_kept: (), running_stream_fails: (),
-    epochs_disregarded: ("oust",), finish_by_any_owner: ("lost_take_over",),
-    leases_absolute: ("clock_jump", "death", "stall"), deadline_after_the_draw: (),
-    mailbox_left_behind: (), names_believed_for_ever: (), outcomes_that_share_noise: (),
-    cut_in_an_untimed_round: (), hung_replicas_stay: ("hang",),
-    steps_take_for_ever: ("stuck_step",), starts_unknown: ("crash",),
-    logprobs_of_another_row: (), logprobs_stored_for_a_part: (),
-    cancel_disregarded: (), cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),
-}  # fmt: skip
+    shown_before_committed: (),
+    refused_tokens_kept: (),
+    running_stream_fails: (),
+    epochs_disregarded: ("oust",),
+    finish_by_any_owner: ("lost_take_over",),
+    leases_absolute: ("clock_jump", "death", "stall"),
+    deadline_after_the_draw: (),
+    mailbox_left_behind: (),
+    names_believed_for_ever: (),
+    outcomes_that_share_noise: (),
+    cut_in_an_untimed_round: (),
+    hung_replicas_stay: ("hang",),
+    steps_take_for_ever: ("stuck_step",),
+    starts_unknown: ("crash",),
+    logprobs_of_another_row: (),
+    logprobs_stored_for_a_part: (),
+    stop_found_too_late: ("death", "hang_up"),
+    cancel_disregarded: (),
+    cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),
+}
 """Greater faults with which each is searched; empty for all."""
 
 

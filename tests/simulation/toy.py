@@ -2,13 +2,18 @@
 
 A token depends only on the two before it: so few contexts that all rows are computed once."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from verdict_laws import score
 
 from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
@@ -17,15 +22,19 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 from outrider.messages import PositionLogprobs
 from outrider.request import GenerateRequest
+from outrider.sessions.store import FinishReason
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
 
 SPEC = EmulatedSpec(
     vocab_size=6, support=4, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,
     max_model_len=96, num_pages=6,
 )  # fmt: skip
+BYTES = (b"a", b"b", b"c", b"d", *(bytes([byte]) for byte in "é".encode()))
+"""What each token stands for: a letter, or half of one."""
 UNLIKELY_S = 0.003
 _NUM_SYMBOLS = SPEC.vocab_size + 1
 """The last one stands for positions before the first token."""
@@ -84,6 +93,44 @@ def _ranks(sampling: SamplingParams) -> list[list[int]]:
     """Rank of each token after any two symbols; impossible ones are last."""
     order = _law(sampling).argsort(dim=1, descending=True, stable=True)
     return order.argsort(dim=1).tolist()  # type: ignore[no-any-return]
+
+
+@cache
+def toy_text() -> TokenizerText:
+    """A byte-level tokenizer whose tokens are `BYTES`."""
+    characters = bytes_to_unicode()
+    vocab = {characters[token[0]]: token_id for token_id, token in enumerate(BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerText(PreTrainedTokenizerFast(tokenizer_object=tokenizer), "toy")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where plain decoding of tokens, one after the other, ends."""
+
+    num_tokens: int
+    text: str
+    finish_reason: FinishReason | None
+    """None: the tokens do not end an answer. `text` then has all their letters."""
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+def ending_of(request: GenerateRequest, token_ids: Sequence[int]) -> Ending:
+    decoder, text = getincrementaldecoder("utf-8")("replace"), ""
+    for num, token_id in enumerate(token_ids, start=1):
+        if token_id in request.sampling.stop_token_ids:
+            text += decoder.decode(b"", final=True)
+            return Ending(num, text, FinishReason.STOP, stop_token_id=token_id)
+        text += decoder.decode(BYTES[token_id], final=num == request.max_tokens)
+        found = [(text.find(stop), stop) for stop in request.stop if stop in text]
+        if found:
+            start, stop = min(found)
+            return Ending(num, text[:start], FinishReason.STOP, stop)
+        if num == request.max_tokens:
+            return Ending(num, text, FinishReason.LENGTH)
+    return Ending(len(token_ids), text + decoder.decode(b"", final=True), None)
 
 
 def rule_of(request: GenerateRequest) -> Rule:
