@@ -1,5 +1,7 @@
 """What a client is shown of one session, and what must be true of it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from itertools import chain
@@ -88,6 +90,11 @@ class Answer:
         whole = (*self.request.prompt, *self.token_ids)  # type: ignore[arg-type]
         check(record.token_ids == whole, "the store holds something else")
         self._check_entries([read_logprobs(line) for line in record.logprobs.split("\n")[:-1]], 0)
+
+    def check_same(self, other: Answer) -> None:
+        """Raises `InvariantError` unless both clients saw the same session."""
+        one, two = ((each.session_id, each.token_ids, each.text) for each in (self, other))
+        check(one == two, f"{one} and {two} have the same idempotency key")
 
 
 def _equal(found: PositionLogprobs, expected: PositionLogprobs) -> bool:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from pages import check_service
 
+from coordinator.http_api.progress import RepeatedRequests
 from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
@@ -36,6 +37,7 @@ from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import Place
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from target_service.service import TargetService
+from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_text
@@ -362,6 +364,7 @@ class CoordinatorNode(Node):
     def __init__(self, name: str, settings: CoordinatorConfig) -> None:
         super().__init__("coordinator", name)
         self.calls: dict[Call, None] = {}
+        self.repeated = RepeatedRequests()
         self._settings = settings
 
     async def _serve(self, config: Any, world: Any) -> str:
@@ -426,14 +429,14 @@ class CancelRequest:
     session_id: str
 
 
-Asked = GenerateRequest | ResumeRequest | CancelRequest
+Asked = GenerateRequest | ResumeRequest | KeyedRequest | CancelRequest
 
 
 class Call:
     """A call of a client to a coordinator, and its answer: a stream of events, or only its end."""
 
     def __init__(self, world: Any, node: CoordinatorNode) -> None:
-        self.events: asyncio.Queue[Event | OutriderError | None] = asyncio.Queue()
+        self.events: asyncio.Queue[Event | Part | OutriderError | None] = asyncio.Queue()
         """For the client: the events, then an error or None."""
         self.node = node
         self.task: asyncio.Task[None] | None = None
@@ -460,11 +463,13 @@ class Call:
         except Exception as error:  # noqa: BLE001 - the client must not wait after a crash
             self._tell(InvariantError(f"a call crashed: {error!r}"))
 
-    def _events(self, request: GenerateRequest | ResumeRequest) -> AsyncGenerator[Event]:
+    def _events(self, request: GenerateRequest | ResumeRequest | KeyedRequest) -> Any:
         service = self.node.service
+        if isinstance(request, KeyedRequest):
+            return answer_once(service, self.node.repeated, request)
         if isinstance(request, ResumeRequest):
-            return service.resume(request)  # type: ignore[no-any-return]
-        return service.generate(request)  # type: ignore[no-any-return]
+            return service.resume(request)
+        return service.generate(request)
 
     async def _cancel(self, session_id: str) -> None:
         service = self.node.service
@@ -472,7 +477,7 @@ class Call:
         run = service._sessions.running.get(session_id)
         await self._world.cancels.note(session_id, run and run.session)
 
-    def _tell(self, event: Event | OutriderError | None) -> None:
+    def _tell(self, event: Event | Part | OutriderError | None) -> None:
         world = self._world
         world.network.carry(world.clients, lambda: self.events.put_nowait(event), payload=event)
 
@@ -515,7 +520,7 @@ class PortTransport:
         except TimeoutError:
             raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s} s") from None
 
-    async def events(self, request: Asked, timeout_s: float) -> AsyncGenerator[Event]:
+    async def events(self, request: Asked, timeout_s: float) -> AsyncGenerator[Any]:
         world = self._world
         node = world.coordinator_at(self.address)
         if node is None:

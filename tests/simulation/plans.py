@@ -1,7 +1,7 @@
 """What the clients of a seed do: requests of many shapes."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -10,6 +10,8 @@ from tests.simulation.toy import SPEC
 PROMPT_TOKENS_MAX = (12, 12, 40)
 """Bounds, drawn equally often. A prompt of 40 tokens has two whole pages."""
 
+REPEATED_SHARE = 0.3
+KEYED_SHARE = 0.2
 LOGPROBS = (None, None, None, 0, 2, 5)
 """Only 4 tokens have a probability above 0."""
 STOPS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
@@ -29,6 +31,21 @@ class Plan:
     """Events after which the client disconnects."""
     cancel_after: int | None
     """Events after which the client calls `Cancel`, while it reads on."""
+    key: str = ""
+    """Idempotency key, if any."""
+
+
+def draw_plans(rng: random.Random) -> list[Plan]:
+    """The plans of a seed. The last request may be the first again, with the same key or none."""
+    plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
+    kind = rng.random()
+    if kind < REPEATED_SHARE:
+        plans[-1] = replace(plans[-1], request=plans[0].request)
+    elif kind < REPEATED_SHARE + KEYED_SHARE:
+        first = plans[0]
+        plans[0] = replace(first, cancel_after=None, key="key")
+        plans[-1] = Plan(first.request, plans[-1].start_s, None, None, "key")
+    return plans
 
 
 def draw_plan(rng: random.Random) -> Plan:

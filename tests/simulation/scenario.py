@@ -18,7 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -33,16 +33,15 @@ from tests.simulation.answers import Answer
 from tests.simulation.cancels import Canceller
 from tests.simulation.draws import checked_draws
 from tests.simulation.faults import GREATER, Faults
+from tests.simulation.keyed import keyed_events
 from tests.simulation.network import NOISE, Adversary, Odds
-from tests.simulation.plans import Plan, draw_plan
+from tests.simulation.plans import Plan, draw_plans
 from tests.simulation.processes import run_processes
 from tests.simulation.toy import ranked_law, ranks_of, rule_of
 from tests.simulation.world import World
 
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""
-REPEATED_SHARE = 0.3
-"""Share of the seeds in which the last session repeats the first one's request."""
 IN_PARTS_SHARE = 0.3
 """Share of the seeds in which records are read, and lost tokens sent again, in several parts."""
 PARTS = {
@@ -62,7 +61,14 @@ SLOW_STARTS = {
     "tests.simulation.scenario.STUCK_S": 120.0,
 }
 ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
-SHAPES = {"preempted", "cancel_at_owner", "cancel_elsewhere", "stop_string", "stop_token_id"}
+SHAPES = {
+    "preempted",
+    "cancel_at_owner",
+    "cancel_elsewhere",
+    "stop_string",
+    "stop_token_id",
+    "same_key",
+}
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
@@ -143,9 +149,7 @@ def run_seed(
     random.seed(seed)  # For pauses between retries.
     rng = random.Random(seed)
     drawn = odds or Odds.drawn(rng)
-    plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
-    if random.Random(f"repeated {seed}").random() < REPEATED_SHARE:
-        plans[-1] = replace(plans[-1], request=plans[0].request)
+    plans = draw_plans(rng)
     adversary = Adversary(random.Random(rng.getrandbits(64)), drawn)
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -177,6 +181,8 @@ class _Seed:
         self.num_shown = 0
         self.num_planned = sum(plan.leave_after or plan.request.max_tokens or 0 for plan in plans)
         self._result = Result(num_seeds=1, num_sessions=len(plans))
+        self._by_key: dict[str, Answer] = {}
+        """The first whole answer with each key."""
         self._answers: list[Answer] = []
         """Answers of drawn tokens, each request once."""
 
@@ -250,8 +256,10 @@ class _Seed:
         redis, history = world.redis, world.redis.history
         num_losses = history.num_losses
         canceller = Canceller(world.client, redis)
+        asked = plan.request
+        stream = keyed_events(world, asked, plan.key) if plan.key else world.client.generate(asked)
         try:
-            async with aclosing(world.client.generate(plan.request)) as events:
+            async with aclosing(stream) as events:
                 async for event in _or_not_opened(events):
                     self.running.add(index)
                     num_before = len(answer.token_ids)
@@ -273,6 +281,10 @@ class _Seed:
         if is_kept and not redis.is_split:
             record = await redis.at_once().load(answer.session_id)
             answer.check_stored(record)
+            if plan.key and history.num_losses == 0:
+                first = self._by_key.setdefault(plan.key, answer)
+                answer.check_same(first)
+                world.shapes["same_key"] += first is not answer
             world.cancels.check_end(record)
 
 

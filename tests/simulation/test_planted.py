@@ -24,10 +24,11 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_connection import Script
+from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord
 from target_service import verifier
-from tests.simulation import scenario, world
+from tests.simulation import plans, scenario, world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
 from tests.simulation.redis_data import Command
@@ -144,7 +145,7 @@ def outcomes_that_share_noise(patch: Patch) -> None:
 
 def cut_in_an_untimed_round(patch: Patch) -> None:
     """Drafts of repeated seeds get a time limit."""
-    patch.setattr(scenario, "REPEATED_SHARE", 1.0)
+    patch.setattr(plans, "REPEATED_SHARE", 1.0)
     limit = draft_client.budget_us
     patch.setattr(draft_client, "budget_us", lambda seconds: limit(min(seconds, 0.005)))
 
@@ -195,6 +196,16 @@ def stop_found_too_late(patch: Patch) -> None:
     patch.setattr(service, "replay", forgetful)
 
 
+def key_disregarded(patch: Patch) -> None:
+    """Each request with an idempotency key opens a session of its own."""
+    claim = RedisStore.claim_key
+
+    async def disregarded(self: RedisStore, key: str, value: str = "", replaces: str = "") -> str:
+        return value and await claim(self, key, value, await claim(self, key))
+
+    patch.setattr(RedisStore, "claim_key", disregarded)
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -234,6 +245,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     starts_unknown: ("crash",),
     logprobs_of_another_row: (),
     logprobs_stored_for_a_part: (),
+    key_disregarded: (),
     stop_found_too_late: ("death", "hang_up"),
     cancel_disregarded: (),
     cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),

@@ -107,10 +107,10 @@ class World:
         self._cluster: Any = self.machines
         self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
         self._fleet_task: asyncio.Task[None] | None = None
-        ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
-        connect: Any = partial(nodes.PortTransport, self)
+        self.ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
+        self.connect: Any = partial(nodes.PortTransport, self)
         clock = asyncio.get_running_loop().time
-        pool = EndpointPool(",".join(ports), connect, clock, first=0)
+        pool = EndpointPool(",".join(self.ports), self.connect, clock, first=0)
         self.client = Client(ResumingTransport(pool, RESUME_TIMEOUT_S, random=rng.random))
 
     def _built(self, demand: Demand) -> nodes.Node:
