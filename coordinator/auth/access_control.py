@@ -76,9 +76,13 @@ class RateExceeded(Overloaded):
 class Grant:
     """An admitted request and its slots. Without a limit (`concurrency` 0), there are no slots."""
 
-    def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
+    def __init__(
+        self, access: AccessControl, caller: Caller, names: Sequence[str], resumes: Sequence[str]
+    ) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
+        self._not_begun = set(resumes)
+        """Sessions that may still run at another coordinator, which then uses their slots."""
 
     async def note(self, event: Event, index: int = 0) -> None:
         """Must be called before an event of generation `index` is sent. The event that finishes the
@@ -88,14 +92,18 @@ class Grant:
             if self._num_running <= 0 and (freed := self.drop()):
                 await freed
         elif isinstance(event, Started) and self._held:
+            self._not_begun.discard(event.session_id)
             old, self._held[index] = self._held[index], event.session_id
             if old != event.session_id:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Frees the slots in the background. A second call does nothing."""
+        """Frees the slots in the background, but not the slot of a session whose resumption has
+        failed. A second call does nothing."""
         names, self._held = self._held, []
-        return self._access.exchange(self._caller, names) if names else None
+        if not names:
+            return None
+        return self._access.exchange(self._caller, names, lent=self._not_begun)
 
 
 class AccessControl:
@@ -175,17 +183,21 @@ class AccessControl:
                     self._in_background(caller, names)
                 raise
             self._hold(caller, names)
-        grant = Grant(self, caller, names)
+        grant = Grant(self, caller, names, resumes)
         try:
             yield grant
         finally:
             grant.drop()
 
     def exchange(
-        self, caller: Caller, old: Collection[str], new: Collection[str] = ()
+        self,
+        caller: Caller,
+        old: Collection[str],
+        new: Collection[str] = (),
+        lent: Collection[str] = (),
     ) -> asyncio.Task[None]:
-        """Frees `old` slots that no other stream uses, and holds `new` slots. The returned task
-        updates Redis."""
+        """Gives up `old` slots, and holds `new` slots. Frees the `old` slots that no other stream
+        uses, except those in `lent`. The returned task updates Redis."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -194,7 +206,7 @@ class AccessControl:
         self._hold(caller, new)
         if not held:
             del self._held[caller.name]
-        return self._in_background(caller, freed)
+        return self._in_background(caller, [name for name in freed if name not in lent])
 
     async def close(self) -> None:
         """Frees all slots, and closes the connections to Redis."""

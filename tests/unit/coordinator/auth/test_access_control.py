@@ -10,7 +10,7 @@ from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from outrider.api_keys import ANYBODY, Caller, given_keys, key_hash
-from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated
+from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated, Unavailable
 from outrider.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
 
@@ -94,6 +94,24 @@ async def test_a_resumption_uses_the_slot_of_its_session() -> None:
     assert slots.taken == {SESSION}  # The lease was renewed.
     await new.aclose()
     await access.close()
+    assert slots.taken == set()
+
+
+async def test_a_resumption_that_fails_frees_no_slot() -> None:
+    """Else a caller could free the slot of a session that runs at another coordinator."""
+    slots = MemorySlots()
+    here, there = AccessControl(None, slots), AccessControl(None, slots)
+    running = generation(here)
+    await anext(running)
+    while slots.taken != {SESSION}:
+        await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        async with there.admit(LIMITED, [SESSION]):
+            raise Unavailable("the session has an owner")
+    await there.close()
+    assert slots.taken == {SESSION}
+    await running.aclose()
+    await here.close()
     assert slots.taken == set()
 
 
