@@ -11,12 +11,14 @@ from unittest.mock import patch
 
 from pages import check_service
 
+from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.progress import RepeatedRequests
 from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
+from outrider.api_keys import ANYBODY, Caller
 from outrider.client.transport import Method
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -35,7 +37,7 @@ from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import Place
-from outrider.request import Event, GenerateRequest, ResumeRequest
+from outrider.request import Event, GenerateRequest, ResumeRequest, Started
 from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process
@@ -365,6 +367,7 @@ class CoordinatorNode(Node):
         super().__init__("coordinator", name)
         self.calls: dict[Call, None] = {}
         self.repeated = RepeatedRequests()
+        self.access = AccessControl()
         self._settings = settings
 
     async def _serve(self, config: Any, world: Any) -> str:
@@ -380,6 +383,7 @@ class CoordinatorNode(Node):
             registry=world.redis.registry(),
             link=lambda _, address: world.link(self.process, address),
         )
+        self.access = AccessControl(None, world.redis.slots())
         await self.service.start()
         return f"host:{config.grpc_port}"
 
@@ -412,6 +416,7 @@ class CoordinatorNode(Node):
         world.silence(self)
         for call in list(self.calls):
             call.end()
+        await self.access.close()
         if self.service is not None:
             await self.service.close()
             self.check_integrity()
@@ -435,12 +440,13 @@ Asked = GenerateRequest | ResumeRequest | KeyedRequest | CancelRequest
 class Call:
     """A call of a client to a coordinator, and its answer: a stream of events, or only its end."""
 
-    def __init__(self, world: Any, node: CoordinatorNode) -> None:
+    def __init__(self, world: Any, node: CoordinatorNode, caller: Caller) -> None:
         self.events: asyncio.Queue[Event | Part | OutriderError | None] = asyncio.Queue()
         """For the client: the events, then an error or None."""
         self.node = node
         self.task: asyncio.Task[None] | None = None
         self._world = world
+        self._caller = caller
         self._is_over = False
 
     def begin(self, request: Asked) -> None:
@@ -453,27 +459,38 @@ class Call:
         try:
             if isinstance(request, CancelRequest):
                 await self._cancel(request.session_id)
+            elif isinstance(request, KeyedRequest):
+                service, repeated = self.node.service, self.node.repeated
+                async with aclosing(answer_once(service, repeated, request)) as parts:
+                    async for part in parts:
+                        self._tell(part)
             else:
-                async with aclosing(self._events(request)) as events:
-                    async for event in events:
-                        self._tell(event)
+                await self._generate(request)
             self._tell(None)
         except OutriderError as error:
             self._tell(error)
         except Exception as error:  # noqa: BLE001 - the client must not wait after a crash
             self._tell(InvariantError(f"a call crashed: {error!r}"))
 
-    def _events(self, request: GenerateRequest | ResumeRequest | KeyedRequest) -> Any:
-        service = self.node.service
-        if isinstance(request, KeyedRequest):
-            return answer_once(service, self.node.repeated, request)
+    async def _generate(self, request: GenerateRequest | ResumeRequest) -> None:
+        """As `CoordinatorServicer` does."""
+        service, caller, resumes = self.node.service, self._caller, list[str]()
         if isinstance(request, ResumeRequest):
-            return service.resume(request)
-        return service.generate(request)
+            resumes = [request.session_id]
+            running = service.resume(request, caller.tenant)
+        else:
+            running = service.generate(request, caller.tenant)
+        async with aclosing(running), self.node.access.admit(caller, resumes) as grant:
+            async for event in running:
+                await grant.note(event)
+                if isinstance(event, Started):
+                    self._world.slots.note_begun(self.node.name, event.session_id)
+                    self._world.look_at_slots()
+                self._tell(event)
 
     async def _cancel(self, session_id: str) -> None:
         service = self.node.service
-        await service.cancel(session_id)
+        await service.cancel(session_id, self._caller.tenant)
         run = service._sessions.running.get(session_id)
         await self._world.cancels.note(session_id, run and run.session)
 
@@ -500,8 +517,9 @@ class PortTransport:
     """A client's transport to the coordinator at an address; as much of `Transport` as is used
     here."""
 
-    def __init__(self, world: Any, address: str) -> None:
+    def __init__(self, world: Any, address: str, caller: Caller = ANYBODY) -> None:
         self._world = world
+        self._caller = caller
         self.address = address
 
     async def close(self) -> None:
@@ -525,7 +543,7 @@ class PortTransport:
         node = world.coordinator_at(self.address)
         if node is None:
             raise StreamBroken(f"nothing answers at {self.address}")
-        call = Call(world, node)
+        call = Call(world, node, self._caller)
         world.calls[call] = None
         try:
             world.network.carry(node.process, lambda: call.begin(request))

@@ -12,6 +12,8 @@ PROMPT_TOKENS_MAX = (12, 12, 40)
 
 REPEATED_SHARE = 0.3
 KEYED_SHARE = 0.2
+LIMITED_SHARES = (0.0, 0.0, 0.7)
+"""Shares of the sessions whose caller may run only some at a time."""
 LOGPROBS = (None, None, None, 0, 2, 5)
 """Only 4 tokens have a probability above 0."""
 STOPS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
@@ -31,24 +33,27 @@ class Plan:
     """Events after which the client disconnects."""
     cancel_after: int | None
     """Events after which the client calls `Cancel`, while it reads on."""
+    is_limited: bool
+    """Whether the caller is `LIMITED`."""
     key: str = ""
     """Idempotency key, if any."""
 
 
 def draw_plans(rng: random.Random) -> list[Plan]:
     """The plans of a seed. The last request may be the first again, with the same key or none."""
-    plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
+    limited_share = rng.choice(LIMITED_SHARES)
+    plans = [draw_plan(rng, limited_share) for _ in range(rng.randint(2, 4))]
     kind = rng.random()
     if kind < REPEATED_SHARE:
         plans[-1] = replace(plans[-1], request=plans[0].request)
     elif kind < REPEATED_SHARE + KEYED_SHARE:
         first = plans[0]
-        plans[0] = replace(first, cancel_after=None, key="key")
-        plans[-1] = Plan(first.request, plans[-1].start_s, None, None, "key")
+        plans[0] = replace(first, cancel_after=None, is_limited=False, key="key")
+        plans[-1] = Plan(first.request, plans[-1].start_s, None, None, False, "key")
     return plans
 
 
-def draw_plan(rng: random.Random) -> Plan:
+def draw_plan(rng: random.Random, limited_share: float) -> Plan:
     temperature = rng.choice((0.0, 1.0, 1.0, 1.0))
     rule = None if temperature == 0 else rng.choice((Rule.TOKEN, Rule.BLOCK, Rule.COUPLED))
     stop, stop_token_ids = rng.choice(STOPS)
@@ -67,4 +72,4 @@ def draw_plan(rng: random.Random) -> Plan:
     )
     start_s, num_events = rng.uniform(0, 0.3), rng.randint(1, 10)
     ends = [(None, None)] * 4 + [(num_events, None), (None, num_events)]
-    return Plan(request, start_s, *rng.choice(ends))
+    return Plan(request, start_s, *rng.choice(ends), rng.random() < limited_share)

@@ -28,9 +28,9 @@ class ReplyError(Exception):
 
 
 OK = Status(b"OK")
-DENY_OOM = frozenset((b"SET", b"SETRANGE", b"HSET", b"SADD"))
+DENY_OOM = frozenset((b"SET", b"SETRANGE", b"HSET", b"SADD", b"ZADD"))
 """Commands that a server refuses while its memory is full."""
-WRITES = DENY_OOM | {b"DEL", b"EXPIRE", b"PEXPIRE", b"SREM"}
+WRITES = DENY_OOM | {b"DEL", b"EXPIRE", b"PEXPIRE", b"SREM", b"ZREM", b"ZREMRANGEBYSCORE"}
 _PRELUDE = b"""
 local call, pcall_ = ...
 redis = {call = call, pcall = pcall_}
@@ -52,8 +52,13 @@ end})
 """As in Redis, scripts have no globals of their own, no clock and no randomness."""
 
 
+class SortedSet(dict[bytes, float]):
+    """Member -> score. No command needs their order."""
+
+
 class RedisData:
-    """Keys with values (bytes, dict or set) and expiry times; and known scripts, by SHA-1."""
+    """Keys with values (bytes, dict, set or `SortedSet`) and expiry times; and known scripts, by
+    SHA-1."""
 
     def __init__(self, now_ms: Callable[[], float]) -> None:
         """`now_ms` is the server's wall clock, milliseconds since 1970."""
@@ -219,6 +224,34 @@ def _srem(data: RedisData, key: bytes, member: bytes, *more: bytes) -> Reply:
     return before - len(there)
 
 
+def _zadd(data: RedisData, key: bytes, score: bytes, member: bytes, *more: bytes) -> Reply:
+    scores = (float(score), *map(float, more[::2]))
+    new = dict(zip((member, *more[1::2]), scores, strict=True))
+    there = data.put(key, data.typed(key, SortedSet))
+    before = len(there)
+    there.update(new)
+    return len(there) - before
+
+
+def _zrem(data: RedisData, key: bytes, *members: bytes) -> Reply:
+    there = data.typed(key, SortedSet)
+    num_removed = sum(there.pop(member, None) is not None for member in members)
+    if num_removed and not there:
+        data.drop(key)
+    return num_removed
+
+
+def _zremrangebyscore(data: RedisData, key: bytes, least: bytes, most: bytes) -> Reply:
+    low, high = float(least), float(most)
+    found = [one for one, score in data.typed(key, SortedSet).items() if low <= score <= high]
+    return _zrem(data, key, *found)
+
+
+def _zscore(data: RedisData, key: bytes, member: bytes) -> Reply:
+    score = data.typed(key, SortedSet).get(member)
+    return None if score is None else f"{score:.17g}".encode()
+
+
 def _time(data: RedisData) -> Reply:
     seconds, microseconds = divmod(int(data.now_ms() * 1e3), 10**6)
     return [str(seconds).encode(), str(microseconds).encode()]
@@ -242,7 +275,9 @@ _COMMANDS: dict[str, Callable[..., Reply]] = {
     "EVALSHA": lambda data, sha, n, *words: data.run_script(sha, words[: int(n)], words[int(n) :]),
     "SCRIPT": lambda data, load, source: data.load_script(source),
     "SET": _set, "GETRANGE": _getrange, "SETRANGE": _setrange, "HSET": _hset, "SADD": _sadd,
-    "SREM": _srem, "TIME": _time,
+    "SREM": _srem, "TIME": _time, "ZADD": _zadd, "ZREM": _zrem, "ZSCORE": _zscore,
+    "ZREMRANGEBYSCORE": _zremrangebyscore,
+    "ZCARD": lambda data, key: len(data.typed(key, SortedSet)),
 }  # fmt: skip
 """Python refuses a wrong number of arguments, as a server does."""
 

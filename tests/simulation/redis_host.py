@@ -16,6 +16,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from script_store import ScriptStore
 
+from coordinator.auth import access_control
 from outrider.errors import InvariantError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX, RedisAddress
@@ -27,6 +28,7 @@ from tests.simulation.processes import Process, current, wall_clock_s
 
 ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
 DEPLOYMENT = "d"
+_TAKE, _KEEP = (one.sha.encode() for one in (access_control._TAKE, access_control._KEEP))
 _SESSION = f"{DEFAULT_KEY_PREFIX}session:".encode()
 
 
@@ -67,6 +69,7 @@ class RedisServer:
             else:
                 queued.append(self._answer(command))
                 replies.append(redis_data.Status(b"QUEUED"))
+        self._history.note_slots(client, commands, replies)
         return replies
 
     def _answer(self, command: redis_data.Command) -> redis_data.Reply:
@@ -234,6 +237,10 @@ class History:
         self.num_losses = 0
         self.broken: InvariantError | None = None
         """The first invalid stored state, if any."""
+        self.slots_renewed: dict[str, float] = {}
+        """Coordinator -> time at which it last took or renewed slots."""
+        self.slots_freed: set[tuple[str, str]] = set()
+        """Names of coordinator and slot."""
         self.on_last_token: Callable[[str], object] | None = None
         """If set, called with the owner when a session's last token is stored."""
 
@@ -266,6 +273,23 @@ class History:
             self.broken = InvariantError(found)
         if length == wanted and not is_finished and self.on_last_token:
             self.on_last_token(fields[b"owner"].decode())
+
+    def note_slots(
+        self,
+        client: Process,
+        commands: Iterable[redis_data.Command],
+        replies: Iterable[redis_data.Reply],
+    ) -> None:
+        if any(isinstance(reply, redis_data.ReplyError) for reply in replies):
+            return
+        for command in commands:
+            if command[0] != b"EVALSHA" or command[1] not in (_TAKE, _KEEP):
+                continue
+            self.slots_renewed[client.name] = asyncio.get_running_loop().time()
+            _, *slots = command[3 + int(command[2]) :]
+            if command[1] == _KEEP:
+                freed = slots[1 : 1 + int(slots[0])]
+                self.slots_freed |= {(client.name, slot.decode()) for slot in freed}
 
     def held(self, session_id: str, token_ids: Sequence[int]) -> bool:
         beginning = encode_tokens(token_ids)
@@ -360,6 +384,11 @@ class Redis:
     def store(self) -> RedisStore:
         client = RedisRegistry(ADDRESS, DEPLOYMENT)._client
         return RedisStore(self._connected(client, may_fail=True), DEFAULT_KEY_PREFIX)
+
+    def slots(self) -> access_control.RedisSlots:
+        slots = access_control.RedisSlots(ADDRESS)
+        self._connected(slots._client, may_fail=True)
+        return slots
 
     def registry(self) -> RedisRegistry:
         registry = RedisRegistry(ADDRESS, DEPLOYMENT)

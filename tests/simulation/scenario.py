@@ -37,6 +37,7 @@ from tests.simulation.keyed import keyed_events
 from tests.simulation.network import NOISE, Adversary, Odds
 from tests.simulation.plans import Plan, draw_plans
 from tests.simulation.processes import run_processes
+from tests.simulation.slots import limited_events
 from tests.simulation.toy import ranked_law, ranks_of, rule_of
 from tests.simulation.world import World
 
@@ -68,6 +69,7 @@ SHAPES = {
     "stop_string",
     "stop_token_id",
     "same_key",
+    "no_slot",
 }
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
@@ -200,6 +202,8 @@ class _Seed:
                 self._adversary.odds = odds
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch(world, kinds))
+                    if any(plan.is_limited for plan in self._plans):
+                        group.create_task(self._watch_slots(world))
                     for index, plan in enumerate(self._plans):
                         client = world.clients.context.copy()
                         group.create_task(self._session(world, index, plan), context=client)
@@ -213,6 +217,11 @@ class _Seed:
         self._result.shapes += world.shapes
         self._result.num_moves = world.moves.num_moves
         return self._result
+
+    async def _watch_slots(self, world: World) -> None:
+        while not self.all_over:
+            world.look_at_slots()
+            await asyncio.sleep(0.25)
 
     async def _watch(self, world: World, kinds: Collection[str]) -> None:
         if kinds:
@@ -255,9 +264,14 @@ class _Seed:
     async def _generate(self, world: World, index: int, plan: Plan, answer: Answer) -> None:
         redis, history = world.redis, world.redis.history
         num_losses = history.num_losses
-        canceller = Canceller(world.client, redis)
-        asked = plan.request
-        stream = keyed_events(world, asked, plan.key) if plan.key else world.client.generate(asked)
+        client = world.limited if plan.is_limited else world.client
+        canceller = Canceller(client, redis)
+        if plan.key:
+            stream = keyed_events(world, plan.request, plan.key)
+        elif plan.is_limited:
+            stream = limited_events(client, plan.request, world.shapes)
+        else:
+            stream = client.generate(plan.request)
         try:
             async with aclosing(stream) as events:
                 async for event in _or_not_opened(events):

@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from coordinator import service
+from coordinator.auth.access_control import Grant, RedisSlots
 from coordinator.decoding.loop import OutputQueue, SessionRun
 from coordinator.decoding.resumption import Replayed
 from coordinator.decoding.sessions import OwnedSessions
@@ -206,6 +207,21 @@ def key_disregarded(patch: Patch) -> None:
     patch.setattr(RedisStore, "claim_key", disregarded)
 
 
+def slot_never_freed(patch: Patch) -> None:
+    """A client that leaves keeps its slot."""
+    patch.setattr(Grant, "drop", lambda self: None)
+
+
+def slots_not_counted(patch: Patch) -> None:
+    """Each coordinator counts only its own generations."""
+    key = RedisSlots._key
+
+    def own(self: RedisSlots, name: str, what: str) -> str:
+        return f"{key(self, name, what)}{id(self)}"
+
+    patch.setattr(RedisSlots, "_key", own)
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -246,6 +262,8 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     logprobs_of_another_row: (),
     logprobs_stored_for_a_part: (),
     key_disregarded: (),
+    slot_never_freed: (),
+    slots_not_counted: (),
     stop_found_too_late: ("death", "hang_up"),
     cancel_disregarded: (),
     cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),

@@ -86,6 +86,7 @@ keys, one_of = st.sampled_from(KEYS), st.sampled_from
 texts = one_of(("", "a", "bc", "7", "-3", "1.5", "x y"))
 numbers = st.integers(-3, 5)
 fields = one_of(("f", "g", "h"))
+scores = one_of(("-inf", "-3", "2", "2.25", "1764450000000", "x"))
 lifetimes = one_of((-5, 0, 10**6))
 commands = st.one_of(
     st.tuples(st.just("SET"), keys, texts), st.tuples(st.just("SETRANGE"), keys, numbers, texts),
@@ -96,9 +97,15 @@ commands = st.one_of(
     st.tuples(one_of(("HGET", "HSET")), keys, fields),
     st.tuples(one_of(("HMGET", "HSET")), keys, fields, fields),
     st.tuples(one_of(("SADD", "SREM")), keys, texts, texts),
+    st.tuples(st.just("ZADD"), keys, scores, texts, scores, texts),
+    st.tuples(st.just("ZADD"), keys, scores, texts),
+    st.tuples(st.just("ZREM"), keys, texts, texts),
+    st.tuples(st.just("ZSCORE"), keys, texts),
+    st.tuples(st.just("ZREMRANGEBYSCORE"), keys, scores, scores),
     st.tuples(one_of(("EXPIRE", "PEXPIRE")), keys, lifetimes),
     st.tuples(one_of(("DEL", "EXISTS", "MGET")), keys, keys),
-    st.tuples(one_of(("GET", "STRLEN", "HGETALL", "SMEMBERS", "PTTL", "NOTHING")), keys),
+    st.tuples(one_of(("GET", "STRLEN", "HGETALL", "SMEMBERS", "ZCARD", "PTTL", "NOTHING")),
+              keys),
 )  # fmt: skip
 
 
@@ -118,5 +125,5 @@ def test_commands_are_answered_as_by_a_server(client: redis.Redis, drawn: list[A
         elif command[0] != "NOTHING":
             both.check("EVALSHA", sha, 2, *KEYS, *command)
     for key in KEYS:
-        for command in ("GET", "HGETALL", "SMEMBERS", "PTTL"):
+        for command in ("GET", "HGETALL", "SMEMBERS", "ZCARD", "PTTL"):
             both.check(command, key)

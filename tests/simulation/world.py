@@ -18,6 +18,7 @@ from outrider.client import Client
 from outrider.client.failover import EndpointPool, ResumingTransport
 from outrider.config import DraftConfig, load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
+from outrider.limits import SLOT_LEASE_MS
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
@@ -26,6 +27,7 @@ from tests.simulation.cancels import Cancels
 from tests.simulation.network import Adversary, Network, Wire
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
+from tests.simulation.slots import LIMITED, SlotWatch
 
 NUM_TARGETS = 2
 REPLICAS_MAX = 3
@@ -37,7 +39,7 @@ LOOK_AHEADS = 0, 3
 """Numbers of outcomes for which drafts look ahead, equally often."""
 FRONT_PORT = 50051
 STOP_S = 1.0
-CLOSING_S = COMMIT_GRACE_S + 0.1
+CLOSING_S = max(COMMIT_GRACE_S, SLOT_LEASE_MS / 1e3) + 0.1
 """By then everything that has just ended is closed."""
 RESUME_TIMEOUT_S = 60.0
 WHOLE_S_MAX = 90.0
@@ -109,9 +111,14 @@ class World:
         self._fleet_task: asyncio.Task[None] | None = None
         self.ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
         self.connect: Any = partial(nodes.PortTransport, self)
-        clock = asyncio.get_running_loop().time
-        pool = EndpointPool(",".join(self.ports), self.connect, clock, first=0)
-        self.client = Client(ResumingTransport(pool, RESUME_TIMEOUT_S, random=rng.random))
+        self.client = self._client()
+        self.limited = self._client(caller=LIMITED)
+        self.slots = SlotWatch(self.redis)
+
+    def _client(self, **options: Any) -> Client:
+        connect, clock = partial(self.connect, **options), asyncio.get_running_loop().time
+        pool = EndpointPool(",".join(self.ports), connect, clock, first=0)
+        return Client(ResumingTransport(pool, RESUME_TIMEOUT_S, random=self.rng.random))
 
     def _built(self, demand: Demand) -> nodes.Node:
         if demand.role == "coordinator":
@@ -211,6 +218,11 @@ class World:
         if isinstance(error, InvariantError) and self.broken is None:
             self.broken = error
 
+    def look_at_slots(self) -> None:
+        actors = self.machines.actors
+        found = [one.node for one in actors if isinstance(one.node, nodes.CoordinatorNode)]
+        self.slots.look(node for node in found if not node.process.is_dead)
+
     def _hear_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Notes exceptions of messages and timers. A failed call whose caller has gone is not a
         fault."""
@@ -273,6 +285,7 @@ class World:
     async def stop(self) -> None:
         """Stops all, and checks that nothing is left over."""
         await asyncio.sleep(CLOSING_S)
+        self.slots.check_end(self.nodes("coordinator"))
         for node in self.nodes("coordinator"):
             node.check_work()
         for node in self.nodes(*ROLES):
