@@ -32,7 +32,9 @@ class Answer:
     def shapes(self) -> list[str]:
         """What has ended the answer, besides its length."""
         names = ("stop_string", "stop_token_id")
-        return [name for name in names if getattr(self.finished, name, None) is not None]
+        found = [name for name in names if getattr(self.finished, name, None) is not None]
+        is_late = self.finished is not None and self.finished.finish_reason is FinishReason.DEADLINE
+        return [*found, *["deadline"] * is_late]
 
     def add(self, event: Event, history: History) -> None:
         """Raises `InvariantError` for tokens with a gap before them, with wrong log-probabilities,
@@ -69,13 +71,15 @@ class Answer:
         check(end.num_tokens == len(shown), f"{shown} were shown after {end}")
         check(end.text.startswith(self.text), f"{self.text} was shown of {end}")
 
-    def check_end(self, is_cancelled: bool) -> None:
-        """Raises `InvariantError` unless the answer is whole, or its client has cancelled it."""
+    def check_end(self, is_cancelled: bool, is_late: bool) -> None:
+        """Raises `InvariantError` unless the answer is whole, its client has cancelled it, or its
+        deadline has passed."""
         finished, end = self.finished, ending_of(self.request, self.token_ids)
         check(finished is not None, "the stream ended without its last event")
         assert finished is not None
         check(self.text == end.text, f"{self.text} was shown of {end}")
-        if not (is_cancelled and finished.finish_reason is FinishReason.CANCELLED):
+        early = {FinishReason.CANCELLED: is_cancelled, FinishReason.DEADLINE: is_late}
+        if not early.get(finished.finish_reason, False):
             shown = finished.finish_reason, finished.stop_string, finished.stop_token_id
             wanted = end.finish_reason, end.stop_string, end.stop_token_id
             check(shown == wanted, f"ended with {finished} instead of {end}")

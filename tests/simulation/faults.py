@@ -22,6 +22,7 @@
 | `restart` | Redis dies and returns without the last tokens of a session |
 | `flush` | Redis loses everything |
 | `oom` | from some write on Redis refuses all commands that need memory, also inside a script |
+| `full_store` | the same for much longer: Redis refuses all of them |
 | `two_primaries` | a copy without the newest writes replaces Redis for some processes only |
 | `lost_take_over` | Redis loses a take-over, and gives its epoch again |
 | `abandon` | the fleet's process dies, and another one takes over the replicas |
@@ -61,6 +62,7 @@ BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
 seconds, or hardly any time."""
 REDIS_JUMP_S_MAX = 5.0
 """Redis expires keys by its wall clock, so its jumps move expiry."""
+FULL_S_MAX = 40.0
 OUSTED_S_MAX = 8.0
 HUNG_S_MAX = 60.0
 """Longest time until the fleet has killed a hung replica, also if Redis, Ray's head and the fleet's
@@ -70,7 +72,7 @@ CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
     "crash", "death", "hang", "stuck_step", "pause", "stall", "hang_up", "break", "scale",
     "abandon", "slow_link", "loop_stall", "clock_jump", "head_loss", "oust", "redis_pause",
-    "restart", "flush", "two_primaries", "lost_take_over", "oom",
+    "restart", "flush", "two_primaries", "lost_take_over", "oom", "full_store",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 
@@ -89,6 +91,8 @@ class Faults:
         self._under_way: list[asyncio.Task[None]] = []
         self._redis_goes = False
         """Whether Redis is about to die, or to be replaced."""
+        self._was_full = False
+        """Whether Redis has been full for long: twice would exceed the time that clients wait."""
         self._ousts = False
         """Whether a coordinator is being ousted: with two at once, none could take over."""
 
@@ -188,6 +192,8 @@ class Faults:
             ]
             if redis.primary.data.num_writes_left is None:
                 found.append(("oom", self._oom))
+                if not self._was_full:
+                    found.append(("full_store", self._full_store))
         if not self._ousts and len(list(self._world.nodes("coordinator"))) > 1:
             for one in busy:
                 found.append(("oust", partial(self._oust, one)))
@@ -433,10 +439,19 @@ class Faults:
     async def _oom(self) -> None:
         """Memory fills up, mostly in the middle of a script. Redis itself refuses only the first
         write of a script; a server that refuses any write must be tolerated, too."""
+        spares_dirty = self._rng.random() < 0.25
+        await self._fill(self._rng.randint(0, 8), spares_dirty, self._rng.uniform(0.05, 4.0))
+
+    async def _full_store(self) -> None:
+        """Longer than sessions decode without a commit, and than many have until their deadline."""
+        self._was_full = True
+        await self._fill(0, True, self._rng.uniform(4.0, FULL_S_MAX))
+
+    async def _fill(self, num_writes_left: int, spares_dirty: bool, lasts_s: float) -> None:
         server = self._world.redis.primary
-        server.data.num_writes_left = self._rng.randint(0, 8)
-        server.data.spares_dirty = self._rng.random() < 0.25
-        await self._time(4.0)
+        server.data.num_writes_left = num_writes_left
+        server.data.spares_dirty = spares_dirty
+        await asyncio.sleep(lasts_s)
         server.data.num_writes_left = None
         self._world.network.adversary.faults["oom_refusal"] += server.data.num_refused
         server.data.num_refused = 0

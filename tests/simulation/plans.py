@@ -16,6 +16,8 @@ LIMITED_SHARES = (0.0, 0.0, 0.7)
 """Shares of the sessions whose caller may run only some at a time."""
 LOGPROBS = (None, None, None, 0, 2, 5)
 """Only 4 tokens have a probability above 0."""
+DEADLINE_MS = (1_000, 15_000)
+"""Without faults, most sessions end within a second."""
 STOPS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
     *[((), ())] * 6,
     *[(("da", "cc", "bé"), ()), (("aba", "aca", "dé", "abc"), ()), (("éd",), (2,))],
@@ -47,9 +49,12 @@ def draw_plans(rng: random.Random) -> list[Plan]:
     if kind < REPEATED_SHARE:
         plans[-1] = replace(plans[-1], request=plans[0].request)
     elif kind < REPEATED_SHARE + KEYED_SHARE:
+        # The second client would see the first one's deadline pass.
+        request = replace(plans[0].request, deadline_ms=None)
+        shared = Plan(request, plans[-1].start_s, None, None, False, "key")
         first = plans[0]
-        plans[0] = replace(first, cancel_after=None, is_limited=False, key="key")
-        plans[-1] = Plan(first.request, plans[-1].start_s, None, None, False, "key")
+        plans[0] = replace(shared, start_s=first.start_s, leave_after=first.leave_after)
+        plans[-1] = shared
     return plans
 
 
@@ -69,6 +74,7 @@ def draw_plan(rng: random.Random, limited_share: float) -> Plan:
         rule=rule,
         num_draft_tokens=rng.choice((0, 1, 3, 4)),
         logprobs=rng.choice(LOGPROBS),
+        deadline_ms=rng.choice((None, None, None, None, rng.randint(*DEADLINE_MS))),
     )
     start_s, num_events = rng.uniform(0, 0.3), rng.randint(1, 10)
     ends = [(None, None)] * 4 + [(num_events, None), (None, num_events)]

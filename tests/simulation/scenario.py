@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import random
 import traceback
 from collections import Counter
@@ -25,7 +26,15 @@ from unittest.mock import patch
 import torch
 from scipy.stats import chi2
 
-from outrider.errors import DataLoss, InvariantError, NotFound, StaleEpoch, Unavailable, check
+from outrider.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvariantError,
+    NotFound,
+    StaleEpoch,
+    Unavailable,
+    check,
+)
 from outrider.request import Event, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from tests.simulation import nodes
@@ -43,6 +52,8 @@ from tests.simulation.world import World
 
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""
+ROUNDED_S = 0.001
+"""The remaining time of a resumed request is rounded to milliseconds."""
 IN_PARTS_SHARE = 0.3
 """Share of the seeds in which records are read, and lost tokens sent again, in several parts."""
 PARTS = {
@@ -70,6 +81,8 @@ SHAPES = {
     "stop_token_id",
     "same_key",
     "no_slot",
+    "deadline",
+    "deadline_error",
 }
 SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
@@ -255,8 +268,8 @@ class _Seed:
         self._num_over += 1
         self._result.num_tokens += len(answer.token_ids)
         answer.check_part()
-        # Whether a session ends before `Cancel` depends on the time that its tokens took.
-        is_timed = plan.cancel_after is not None
+        # Which tokens come before `Cancel` or a deadline may depend on the time that they took.
+        is_timed = plan.cancel_after is not None or plan.request.deadline_ms is not None
         is_repeated = plan.request.seed in [one.request.seed for one in self._plans[:index]]
         if not (rule_of(plan.request).absolute_noise or is_repeated or is_timed):
             self._answers.append(answer)
@@ -265,7 +278,7 @@ class _Seed:
         redis, history = world.redis, world.redis.history
         num_losses = history.num_losses
         client = world.limited if plan.is_limited else world.client
-        canceller = Canceller(client, redis)
+        canceller, deadline = Canceller(client, redis), Deadline(plan.request)
         if plan.key:
             stream = keyed_events(world, plan.request, plan.key)
         elif plan.is_limited:
@@ -274,7 +287,7 @@ class _Seed:
             stream = client.generate(plan.request)
         try:
             async with aclosing(stream) as events:
-                async for event in _or_not_opened(events):
+                async for event in _or_not_opened(events, deadline):
                     self.running.add(index)
                     num_before = len(answer.token_ids)
                     answer.add(event, history)
@@ -283,8 +296,12 @@ class _Seed:
                         return
                     if answer.num_events == plan.cancel_after:
                         canceller.begin(answer.session_id)
-            answer.check_end(canceller.has_begun)
+            answer.check_end(canceller.has_begun, deadline.has_passed)
             await canceller.done()
+        except DeadlineExceeded as error:
+            check(deadline.has_passed, f"too early: {error}")
+            world.shapes["deadline_error"] += 1
+            return
         except StaleEpoch:  # Another coordinator may have taken the session over to end it.
             if not await canceller.done():
                 raise
@@ -302,22 +319,37 @@ class _Seed:
             world.cancels.check_end(record)
 
 
+class Deadline:
+    """The time at which a request that is sent now must end."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._clock = asyncio.get_running_loop().time
+        left_s = math.inf if request.deadline_ms is None else request.deadline_ms / 1e3
+        self._until = self._clock() + left_s - ROUNDED_S
+
+    @property
+    def has_passed(self) -> bool:
+        return self._clock() >= self._until
+
+
 class _NotOpened(Exception):
     """The session was not opened: the client must ask again."""
 
 
-async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+async def _or_not_opened(events: AsyncIterator[Event], deadline: Deadline) -> AsyncIterator[Event]:
     """The same events; a failure of the store or a coordinator before the first of them is
-    `_NotOpened`. Later none may fail the stream."""
+    `_NotOpened`. Later none may fail the stream before the deadline."""
     started = False
     try:
         async for event in events:
             started = True
             yield event
     except Unavailable as error:
-        if started:
+        if not started:
+            raise _NotOpened from error
+        if not deadline.has_passed:
             raise InvariantError(f"a stream that had begun failed: {error!r}") from error
-        raise _NotOpened from error
+        raise DeadlineExceeded(error.message) from error
 
 
 def run_seeds(seeds: range) -> tuple[Result, list[str]]:

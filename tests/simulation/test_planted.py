@@ -1,5 +1,6 @@
 """Planted bugs, one for each check of the simulation, are found within a few seeds."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ import pytest
 
 from coordinator import service
 from coordinator.auth.access_control import Grant, RedisSlots
+from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.loop import OutputQueue, SessionRun
 from coordinator.decoding.resumption import Replayed
 from coordinator.decoding.sessions import OwnedSessions
@@ -21,6 +23,7 @@ from draft_service import lookahead
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.block_pool import BlockPool
+from outrider.limits import UNCOMMITTED_MS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
@@ -222,6 +225,20 @@ def slots_not_counted(patch: Patch) -> None:
     patch.setattr(RedisSlots, "_key", own)
 
 
+def full_store_ends_sessions(patch: Patch) -> None:
+    """A session that waits for the store for long fails, instead of going on afterwards."""
+    wait = SessionCommits.room
+
+    async def impatient(self: SessionCommits, num_tokens: int = 1) -> None:
+        try:
+            async with asyncio.timeout(UNCOMMITTED_MS_MAX / 1e3):
+                await wait(self, num_tokens)
+        except TimeoutError:
+            raise StoreUnavailable("planted") from None
+
+    patch.setattr(SessionCommits, "room", impatient)
+
+
 def mailbox_left_behind(patch: Patch) -> None:
     patch.setattr(SessionRoute, "close", lambda self: setattr(self, "_replica", None))
 
@@ -262,6 +279,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     logprobs_of_another_row: (),
     logprobs_stored_for_a_part: (),
     key_disregarded: (),
+    full_store_ends_sessions: ("full_store",),
     slot_never_freed: (),
     slots_not_counted: (),
     stop_found_too_late: ("death", "hang_up"),
