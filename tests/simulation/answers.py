@@ -12,7 +12,7 @@ from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
 from tests.simulation.redis_host import History
-from tests.simulation.toy import ending_of, fault_free, logprobs_of, rule_of
+from tests.simulation.toy import allowed_after, ending_of, fault_free, logprobs_of, rule_of
 
 TOLERANCE = 1e-6
 
@@ -34,7 +34,8 @@ class Answer:
         names = ("stop_string", "stop_token_id")
         found = [name for name in names if getattr(self.finished, name, None) is not None]
         is_late = self.finished is not None and self.finished.finish_reason is FinishReason.DEADLINE
-        return [*found, *["deadline"] * is_late]
+        is_bound = self.request.constraint is not None
+        return [*found, *["deadline"] * is_late, *["constraint"] * is_bound]
 
     def add(self, event: Event, history: History) -> None:
         """Raises `InvariantError` for tokens with a gap before them, with wrong log-probabilities,
@@ -67,6 +68,10 @@ class Answer:
         if shown and rule_of(self.request).absolute_noise:
             expected = fault_free(self.request, shown)
             check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
+        if (constraint := self.request.constraint) is not None:
+            for place, token_id in enumerate(shown):
+                is_allowed = allowed_after(constraint, shown[:place])[token_id]
+                check(is_allowed, f"{shown} was shown under {constraint}")
         end = ending_of(self.request, shown)
         check(end.num_tokens == len(shown), f"{shown} were shown after {end}")
         check(end.text.startswith(self.text), f"{self.text} was shown of {end}")

@@ -7,12 +7,13 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 from pages import check_service
 
 from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.progress import RepeatedRequests
+from coordinator.requests.validation import PromptEncoder
 from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
@@ -42,7 +43,7 @@ from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
-from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_text
+from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_grammars, toy_text
 
 PLACING_S = 0.05
 LOADING_S = TARGET_LOADING_S = (0.01, 0.5)
@@ -204,13 +205,15 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
         engine, InlineExecutor(partial(take_stated_seconds, engine), is_timed=False),
         max_num_seqs=NUM_SEQUENCES,
         self_drafter=None if drafter is None else drafter(SPEC, engine), clock=lambda: 0.0,
+        grammars=toy_grammars(),
     )  # fmt: skip
 
 
 def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
     engine = kind(SPEC, "draft", NUM_SEQUENCES)
     executor = InlineExecutor(partial(take_stated_seconds, engine))
-    return DraftService(ModelDrafter(engine), executor, max_num_seqs=NUM_SEQUENCES)
+    drafter = ModelDrafter(engine)
+    return DraftService(drafter, executor, max_num_seqs=NUM_SEQUENCES, grammars=toy_grammars())
 
 
 def head_service() -> DraftService:
@@ -350,10 +353,12 @@ HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9)
 
 @contextmanager
 def short_waits(is_hasty: bool) -> Iterator[None]:
-    """Shorter delays before a coordinator asks a replica again, so that a run sees many."""
+    """Shorter delays before a coordinator asks a replica again, so that a run sees many. No child
+    process checks constraints, as those have only real time."""
     with (
         patch.multiple(target_client, ANSWER_S=0.2, RETRY_S_MIN=0.02),
         patch.multiple(draft_client, RETRY_S=0.001 if is_hasty else 0.2),
+        patch.object(PromptEncoder, "check_constraint", AsyncMock()),
     ):
         yield
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
+from outrider.grammar.constraint import Constraint
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.simulation.toy import SPEC
@@ -15,11 +16,13 @@ KEYED_SHARE = 0.2
 LIMITED_SHARES = (0.0, 0.0, 0.7)
 """Shares of the sessions whose caller may run only some at a time."""
 LOGPROBS = (None, None, None, 0, 2, 5)
-"""Only 4 tokens have a probability above 0."""
 DEADLINE_MS = (1_000, 15_000)
 """Without faults, most sessions end within a second."""
+CONSTRAINT_SHARE = 0.1
+IGNORE_EOS_SHARE = 0.95
+LETTERS = "abcdé"
 STOPS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
-    *[((), ())] * 6,
+    *[((), ())] * 12,
     *[(("da", "cc", "bé"), ()), (("aba", "aca", "dé", "abc"), ()), (("éd",), (2,))],
 )
 """Stop strings and stop tokens. Some strings begin like others, or with half a letter."""
@@ -58,10 +61,21 @@ def draw_plans(rng: random.Random) -> list[Plan]:
     return plans
 
 
+def draw_choices(rng: random.Random) -> Constraint:
+    """A few texts, some of which begin like others."""
+    texts = [""]
+    for _ in range(6):
+        beginning = rng.choice(texts)
+        kept = beginning[: rng.randint(0, len(beginning))]
+        texts.append(kept + "".join(rng.choices(LETTERS, k=rng.randint(1, 20))))
+    return Constraint.of_choices(sorted(set(texts[1:])))
+
+
 def draw_plan(rng: random.Random, limited_share: float) -> Plan:
     temperature = rng.choice((0.0, 1.0, 1.0, 1.0))
     rule = None if temperature == 0 else rng.choice((Rule.TOKEN, Rule.BLOCK, Rule.COUPLED))
     stop, stop_token_ids = rng.choice(STOPS)
+    constraint = draw_choices(rng) if rng.random() < CONSTRAINT_SHARE else None
     num_prompt_tokens = rng.randint(1, rng.choice(PROMPT_TOKENS_MAX))
     request = GenerateRequest(
         prompt=tuple(rng.randrange(SPEC.vocab_size) for _ in range(num_prompt_tokens)),
@@ -69,13 +83,15 @@ def draw_plan(rng: random.Random, limited_share: float) -> Plan:
             temperature=temperature, top_k=rng.choice((0, 0, 3)), stop_token_ids=stop_token_ids
         ),
         stop=stop,
+        ignore_eos=constraint is None and rng.random() < IGNORE_EOS_SHARE,
+        constraint=constraint,
         max_tokens=rng.randint(16, 48),
         seed=rng.getrandbits(64),
         rule=rule,
         num_draft_tokens=rng.choice((0, 1, 3, 4)),
         logprobs=rng.choice(LOGPROBS),
-        deadline_ms=rng.choice((None, None, None, None, rng.randint(*DEADLINE_MS))),
+        deadline_ms=rng.choice((*[None] * 7, rng.randint(*DEADLINE_MS))),
     )
     start_s, num_events = rng.uniform(0, 0.3), rng.randint(1, 10)
-    ends = [(None, None)] * 4 + [(num_events, None), (None, num_events)]
+    ends = [(None, None)] * 6 + [(num_events, None), (None, num_events)]
     return Plan(request, start_s, *rng.choice(ends), rng.random() < limited_share)

@@ -82,6 +82,7 @@ SHAPES = {
     "same_key",
     "no_slot",
     "deadline",
+    "constraint",
     "deadline_error",
 }
 SEEDS_FOR_ALL = 100
@@ -271,7 +272,8 @@ class _Seed:
         # Which tokens come before `Cancel` or a deadline may depend on the time that they took.
         is_timed = plan.cancel_after is not None or plan.request.deadline_ms is not None
         is_repeated = plan.request.seed in [one.request.seed for one in self._plans[:index]]
-        if not (rule_of(plan.request).absolute_noise or is_repeated or is_timed):
+        has_law = plan.request.constraint is None and not rule_of(plan.request).absolute_noise
+        if has_law and not (is_repeated or is_timed):
             self._answers.append(answer)
 
     async def _generate(self, world: World, index: int, plan: Plan, answer: Answer) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -15,6 +16,7 @@ from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.loop import OutputQueue, SessionRun
 from coordinator.decoding.resumption import Replayed
 from coordinator.decoding.sessions import OwnedSessions
+from coordinator.requests.validation import GenerationParameters
 from coordinator.routing import draft_client
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
@@ -173,6 +175,15 @@ def logprobs_stored_for_a_part(patch: Patch) -> None:
     change_arguments(patch, redis_store._APPEND, last_line)
 
 
+def constraint_lost_at_a_resumption(patch: Patch) -> None:
+    read = GenerationParameters.from_json
+
+    def unbound(text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
+        return replace(read(text, prompt_ids), constraint=None)
+
+    patch.setattr(GenerationParameters, "from_json", unbound)
+
+
 def cancel_disregarded(patch: Patch) -> None:
     """The owner answers `Cancel`, and goes on."""
     patch.setattr(SessionRun, "cancel", lambda self: None)
@@ -283,6 +294,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     slot_never_freed: (),
     slots_not_counted: (),
     stop_found_too_late: ("death", "hang_up"),
+    constraint_lost_at_a_resumption: ("death", "hang_up"),
     cancel_disregarded: (),
     cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),
 }

@@ -2,6 +2,7 @@
 
 A token depends only on the two before it: so few contexts that all rows are computed once."""
 
+import math
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from verdict_laws import score
@@ -20,6 +21,8 @@ from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
+from outrider.grammar.compiler import Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
 from outrider.messages import PositionLogprobs
 from outrider.request import GenerateRequest
 from outrider.sessions.store import FinishReason
@@ -30,11 +33,11 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 
 SPEC = EmulatedSpec(
-    vocab_size=6, support=4, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,
-    max_model_len=96, num_pages=6,
+    vocab_size=7, support=7, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,
+    max_model_len=96, num_pages=6, eos=6,
 )  # fmt: skip
-BYTES = (b"a", b"b", b"c", b"d", *(bytes([byte]) for byte in "é".encode()))
-"""What each token stands for: a letter, or half of one."""
+BYTES = (b"a", b"b", b"c", b"d", *(bytes([byte]) for byte in "é".encode()), b"e")
+"""What each token stands for: a letter, or half of one. The last one is EOS."""
 UNLIKELY_S = 0.003
 _NUM_SYMBOLS = SPEC.vocab_size + 1
 """The last one stands for positions before the first token."""
@@ -101,8 +104,30 @@ def toy_text() -> TokenizerText:
     characters = bytes_to_unicode()
     vocab = {characters[token[0]]: token_id for token_id, token in enumerate(BYTES)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return TokenizerText(PreTrainedTokenizerFast(tokenizer_object=tokenizer), "toy")
+
+
+@cache
+def _grammar_tokenizer() -> GrammarTokenizer:
+    return GrammarTokenizer(toy_text().backend_json(), (SPEC.eos,))
+
+
+def toy_grammars() -> Grammars:
+    """Grammars whose compilation takes no time."""
+    grammars = Grammars(_grammar_tokenizer)
+    grammars.clock = grammars.now = lambda: 0.0
+    return grammars
+
+
+def allowed_after(constraint: Constraint, shown: Sequence[int]) -> list[bool]:
+    """By token: whether a constraint, which lists choices, allows it after these."""
+    text = b"".join(BYTES[token_id] for token_id in shown)
+    choices = [choice.encode() for choice in constraint.choices]
+    letters = [any(one.startswith(text + letter) for one in choices) for letter in BYTES]
+    letters[SPEC.eos] = text in choices
+    return letters
 
 
 @dataclass(frozen=True)
@@ -120,9 +145,11 @@ class Ending:
 def ending_of(request: GenerateRequest, token_ids: Sequence[int]) -> Ending:
     decoder, text = getincrementaldecoder("utf-8")("replace"), ""
     for num, token_id in enumerate(token_ids, start=1):
-        if token_id in request.sampling.stop_token_ids:
+        is_eos = token_id == SPEC.eos and not request.ignore_eos
+        if is_eos or token_id in request.sampling.stop_token_ids:
             text += decoder.decode(b"", final=True)
-            return Ending(num, text, FinishReason.STOP, stop_token_id=token_id)
+            stop_token_id = None if is_eos else token_id
+            return Ending(num, text, FinishReason.STOP, stop_token_id=stop_token_id)
         text += decoder.decode(BYTES[token_id], final=num == request.max_tokens)
         found = [(text.find(stop), stop) for stop in request.stop if stop in text]
         if found:
@@ -143,10 +170,17 @@ def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     the target alone decides."""
     rule, seed = rule_of(request), request.seed or 0
     check(rule.absolute_noise, f"under {rule} a token depends on what was drafted")
-    rows = _law(request.sampling)[torch.tensor(_contexts(request, shown))].split(1)
+    contexts = torch.tensor(_contexts(request, shown))
+    if request.constraint is None:
+        rows = _law(request.sampling)[contexts]
+    else:
+        prefixes = [shown[:place] for place in range(len(shown))]
+        allowed = torch.tensor([allowed_after(request.constraint, one) for one in prefixes])
+        logits = _rows("target")[contexts].masked_fill(~allowed, -math.inf)
+        rows = target_probabilities(logits, request.sampling)
     return [
         score(row, Proposal(()), RoundNoise(seed, rule, place)).correction[0]
-        for place, row in enumerate(rows, start=len(request.prompt))
+        for place, row in enumerate(rows.split(1), start=len(request.prompt))
     ]
 
 
