@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import chain
+
+import pytest
 
 from coordinator.decoding.resumption import read_logprobs
 from outrider.errors import check
@@ -108,11 +108,11 @@ class Answer:
 
 def _equal(found: PositionLogprobs, expected: PositionLogprobs) -> bool:
     """Whether the likeliest tokens are the same, and the numbers almost."""
-    pairs = zip(_numbers(found), _numbers(expected), strict=False)
-    return [token_id for token_id, _ in found.top] == [
-        token_id for token_id, _ in expected.top
-    ] and all(math.isclose(one, other, abs_tol=TOLERANCE) for one, other in pairs)
+    ids, numbers = _parts(found)
+    expected_ids, expected_numbers = _parts(expected)
+    return ids == expected_ids and numbers == pytest.approx(expected_numbers, abs=TOLERANCE)
 
 
-def _numbers(entry: PositionLogprobs) -> list[float]:
-    return [entry.logprob, *chain(number for _, number in entry.top)]
+def _parts(entry: PositionLogprobs) -> tuple[list[int], list[float]]:
+    ids = [token_id for token_id, _ in entry.top]
+    return ids, [entry.logprob, *(number for _, number in entry.top)]

@@ -1,12 +1,12 @@
 """One seed: a few sessions under faults, and what must be true of each.
 
 At every event: shown tokens were committed, in order, without gaps, and have the target's
-log-probabilities. At the end: every session has
-ended soon after the faults, the store holds exactly what was shown, and the tokens are the
-fault-free ones (coupled, greedy) or distributed like the target's (token, block: counted over all
-seeds). A session in flight when Redis loses data may end early with `DATA_LOSS`, or with `ABORTED`
-if another coordinator was given it, too; then it is requested again, and must complete. The fleet
-is as wanted, and nothing is left over."""
+log-probabilities. At the end: every session has ended soon after the faults, as its request or its
+client's `Cancel` says, the store holds exactly what was shown, and the tokens are the fault-free
+ones (coupled, greedy) or distributed like the target's (token, block: counted over all seeds).
+Clients with the same idempotency key saw the same session. A session in flight when Redis loses
+data may end early with `DATA_LOSS`, or with `ABORTED` if another coordinator was given it, too;
+then it is requested again, and must complete. The fleet is as wanted, and nothing is left over."""
 
 from __future__ import annotations
 
