@@ -37,11 +37,17 @@ FOLLOWED_AT_ONCE = 64  # tokens that a constraint's matcher must read within MAS
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # of memory for compiling a constraint, not counting the tokenizer
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
+LONG_COMPILE_THREADS = 1  # long constraints that a replica compiles besides
+SHORT_CONSTRAINT_BYTES = 4 * 2**10  # a larger constraint is long
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
-GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
+COMPILATION_BYTES_PER_TENANT_MAX = COMPILATIONS_PER_TENANT_MAX * CONSTRAINT_BYTES_MAX
+COMPILATION_BYTES_MAX = COMPILATIONS_MAX * CONSTRAINT_BYTES_MAX
+"""The same limits for a replica, which counts the bytes of the constraints that wait."""
+GRAMMARS_MAX = 64  # recently used constraints, kept compiled even if no session uses them
+GRAMMAR_BYTES_MAX = 256 * 2**10  # of these constraints; compiled, they take some hundred times this
 LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that has used them up is compiled again
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
