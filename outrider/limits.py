@@ -128,6 +128,7 @@ PROMPTS_MAX = 128  # of one HTTP request; each prompt opens `n` sessions
 TOOLS_MAX = 128  # of one HTTP request
 TOOLS_BYTES_MAX = 256 * 2**10  # of all tools of an HTTP request, as JSON
 CALLS_MAX = 64  # tool calls in one answer or message
+REPEATED_REQUESTS_MAX = 256  # of a tenant that wait for running requests with the same key
 TEMPLATE_VARIABLES_MAX = 32  # of one HTTP request, for the chat template
 TEMPLATE_VARIABLE_CHARS_MAX = 4096  # of each of these variables, as JSON
 EVENTS_AHEAD_MAX = 64  # events of one HTTP request that may wait for its client
