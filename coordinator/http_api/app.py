@@ -347,7 +347,8 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
         asked, special = body.translate(), body.add_special_tokens is not False
         async with access.admit(request.state.caller, num_generations=0):
             try:
-                token_ids = await service.tokenize(asked.requests[0], special)
+                tenant = request.state.caller.tenant
+                token_ids = await service.tokenize(asked.requests[0], special, tenant)
             except BadRequest as error:
                 raise asked.renamed(error, 0) from error
 
@@ -365,7 +366,9 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
     async def detokenize(body: bodies.DetokenizeBody, request: Request) -> schemas.Detokenized:
         """Returns the text of tokens. Special tokens appear by their names."""
         async with access.admit(request.state.caller, num_generations=0):
-            return schemas.Detokenized(prompt=await service.detokenize(body.tokens, body.model))
+            tenant = request.state.caller.tenant
+            text = await service.detokenize(body.tokens, body.model, tenant)
+            return schemas.Detokenized(prompt=text)
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:
