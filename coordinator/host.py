@@ -78,7 +78,10 @@ class CoordinatorHost:
         ngram = NgramDrafter(config.lookup.ngram_min, config.lookup.ngram_max)
         service = self.service = CoordinatorService(
             config, owner_name(config),
-            store=await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas),
+            store=await RedisStore.connect(
+                config.redis, wait_replicas=config.redis_wait_replicas,
+                resume_grace_ms=config.resume_grace_ms,
+            ),
             fallback=build_lookup(config.lookup) or ngram, text=_load_text(config),
             observation=observation, **replicas,
         )  # fmt: skip

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 KEY_TRIES = 3
 """Attempts to serve a request with an idempotency key. An attempt fails if the key's session has
 expired, or if a simultaneous request takes the key."""
+DETOKENIZED_BYTES = 4
+"""Bytes of text whose tokenizing takes about as long as the detokenizing of one token."""
 NO_SESSION = "0" * 32
 """An id that no session has. To check whether the store answers, the service loads this id."""
 
@@ -191,18 +194,18 @@ class CoordinatorService:
                         yield event
 
     async def tokenize(
-        self, request: GenerateRequest, add_special_tokens: bool = True
+        self, request: GenerateRequest, add_special_tokens: bool = True, tenant: str = ""
     ) -> tuple[int, ...]:
         """Returns the tokens of a request's prompt, which may be longer than `max_model_len`.
         Raises `BadRequest`, `NotFound` and `Overloaded`."""
         with self._admitted():
             self._check(request)
             _, token_ids = await self._prompts.encode(
-                request, self.served.max_model_len, add_special_tokens=add_special_tokens
+                request, self.served.max_model_len, tenant, add_special_tokens=add_special_tokens
             )
         return token_ids
 
-    async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
+    async def detokenize(self, token_ids: Sequence[int], model: str = "", tenant: str = "") -> str:
         """Returns the text of tokens, including special tokens. Raises the errors of `tokenize`."""
         with self._admitted():
             self._check(GenerateRequest("", model))
@@ -211,7 +214,9 @@ class CoordinatorService:
                     "tokens", "the model has no tokenizer, so tokens have no text"
                 )
             check_ids(token_ids, "tokens", self.served.vocab_size)
-            return await asyncio.to_thread(self.text.decode, token_ids, True)
+            decode = partial(self.text.decode, token_ids, True)
+            size = DETOKENIZED_BYTES * len(token_ids)
+            return await self._prompts.threads.run(tenant, decode, size)
 
     async def _prompt_tokens(
         self, tenant: str, asked: GenerationParameters, deadline: float
@@ -355,7 +360,7 @@ class CoordinatorService:
         coordinator may own the session, or this coordinator takes over too many sessions)."""
         arrived = asyncio.get_running_loop().time()
         with self._admitted(), ExitStack() as taking_over:
-            taking_over.enter_context(self._sessions.taking_over(request.session_id))
+            taking_over.enter_context(self._sessions.taking_over(request.session_id, tenant))
             await self._sessions.told(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
@@ -422,10 +427,9 @@ class CoordinatorService:
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
         """Returns the parameters of a stored session. The call counts as a take-over. Raises the
         errors of `session`, and `Unavailable` if too many take-overs run."""
-        with self._sessions.taking_over(session_id):
+        with self._sessions.taking_over(session_id, tenant):
             record = await self.session(session_id, tenant)
-        prompt = record.token_ids[: record.prompt_length]
-        return GenerationParameters.from_json(record.parameters, prompt)
+        return GenerationParameters.of(record)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
         """Returns the stored record of a session. Raises `NotFound` if the session does not exist,
@@ -478,6 +482,8 @@ class CoordinatorService:
     async def _found(self) -> str:
         async def store_trouble() -> str:
             try:
+                memory = await self._store.memory()
+                self._sessions.stored.learn(memory, 1 + len(self.fleet.peers))
                 await self._store.load(NO_SESSION)
             except errors.OutriderError as error:
                 if not isinstance(error, errors.NotFound):
@@ -542,7 +548,7 @@ class CoordinatorService:
         check_fields(request, self.served)
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
-        field, prompt_ids = await self._prompts.encode(request, self.served.max_model_len)
+        field, prompt_ids = await self._prompts.encode(request, self.served.max_model_len, tenant)
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)

@@ -37,11 +37,17 @@ FOLLOWED_AT_ONCE = 64  # tokens that a constraint's matcher must read within MAS
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # of memory for compiling a constraint, not counting the tokenizer
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
+LONG_COMPILE_THREADS = 1  # long constraints that a replica compiles besides
+SHORT_CONSTRAINT_BYTES = 4 * 2**10  # a larger constraint is long
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
-GRAMMARS_MAX = 64  # most recently used constraints, kept compiled even if no session uses them
+COMPILATION_BYTES_PER_TENANT_MAX = COMPILATIONS_PER_TENANT_MAX * CONSTRAINT_BYTES_MAX
+COMPILATION_BYTES_MAX = COMPILATIONS_MAX * CONSTRAINT_BYTES_MAX
+"""The same limits for a replica, which counts the bytes of the constraints that wait."""
+GRAMMARS_MAX = 64  # recently used constraints, kept compiled even if no session uses them
+GRAMMAR_BYTES_MAX = 256 * 2**10  # of these constraints; compiled, they take some hundred times this
 LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that has used them up is compiled again
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
@@ -55,6 +61,11 @@ GRPC_AGE_MS = 300_000  # an older connection takes no new calls, so clients conn
 GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long an old connection's calls may still run
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on a second stream, the bulk stream
 
+TOKENIZER_THREADS = 2  # prompts that a coordinator tokenizes at the same time
+LONG_TOKENIZER_THREADS = 1  # long prompts that it tokenizes besides
+SHORT_PROMPT_BYTES = 64 * 2**10  # a longer prompt is long; some texts take 1 us a byte
+PROMPT_BYTES_PER_TENANT_MAX = 64 * 2**20  # of a tenant's prompts that wait to be tokenized
+PROMPT_BYTES_MAX = 4 * PROMPT_BYTES_PER_TENANT_MAX
 SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
@@ -117,6 +128,7 @@ HTTP_LAST_REQUEST_S = 1  # how long a stopping server still takes requests on op
 HTTP_STUCK_WRITE_S = 30  # a client that reads nothing for this time is disconnected
 EVENT_ID_CHOICES_MAX = 64  # with more choices, event ids would be too long, so there are none
 IDEMPOTENCY_KEY_CHARS_MAX = 128
+REPEATED_REQUESTS_MAX = 256  # of a tenant that wait for running requests with the same key
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
 PROMPTS_MAX = 128  # of one HTTP request; each prompt opens `n` sessions
 TOOLS_MAX = 128  # of one HTTP request
@@ -128,10 +140,20 @@ EVENTS_AHEAD_MAX = 64  # events of one HTTP request that may wait for its client
 
 SESSION_LEASE_MS = 2_000  # how long a silent coordinator keeps its sessions
 SESSION_LEASE_RENEWAL_MS = 500  # how often a coordinator renews the lease
-SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
-"""How long an unfinished session is kept after its last write. This covers the largest deadline,
-`resume_grace_ms` (at most 600 s), and a reserve."""
+SESSION_RESERVE_S = 600
+"""An unfinished session is kept for this time and `resume_grace_ms` after its owner's last sign of
+life. Running sessions survive if Redis or all coordinators are away for this time."""
+SESSION_RENEWAL_S = 60  # how often an owner renews the time to live of its sessions
+STORE_TENANT_SHARE = 0.25  # of the store's memory, for the sessions of one tenant
+STORE_FULL_SHARE = 0.875
+"""Share of the store's memory above which no new session is opened. The rest is a reserve for the
+tokens of running sessions."""
+SHARED_BYTES_MIN = 1024  # of parameters of a session; larger ones are stored once for many sessions
+KEY_TTL_S = DEADLINE_MS_MAX // 1000 + 900
+"""How long the value of an `Idempotency-Key` is kept after its last use. This covers the largest
+deadline, `resume_grace_ms` (at most 600 s), and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
+TAKE_OVERS_OF_TENANT_MIN = 4  # of a tenant, even if other tenants have `TAKE_OVERS_MAX`
 TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is not possible yet
 LEASE_WAIT_SPREAD_MS = 250  # longest random delay of a retry; it spreads the clients' retries
 FINISHED_TTL_S = 600  # time that a finished session is kept
@@ -168,6 +190,7 @@ LOAD_TRIES_MAX = 3  # tries to read a session's record while its tokens change
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replayed on a thread
 SLOTS_PER_SCRIPT_MAX = 256  # slots (permissions to run a request) that one script renews or frees
+OPENINGS_MAX = 32  # sessions that a coordinator opens at a time; tenants take turns
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
 ABANDON_TRIES_MAX = 20  # tries to store a session's end if UNTOLD_SESSIONS_MAX is exceeded

@@ -6,7 +6,7 @@ from typing import Any
 from outrider.errors import StoreUnavailable
 from outrider.sessions.redis_connection import Call, Script
 from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore
-from outrider.sessions.store import SessionRecord
+from outrider.sessions.store import SessionRecord, StoreMemory
 from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, packed
 
 
@@ -20,6 +20,7 @@ class ScriptStore(RedisStore):
         no_client: Any = None
         super().__init__(no_client, key_prefix)
         self.data: Any = data(now_ms)
+        self.most = 0
         self._scripts: Any = self
 
     async def run(self, script: Script, call: Call) -> Reply:
@@ -33,6 +34,9 @@ class ScriptStore(RedisStore):
 
     async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Reply]:
         return [await self.run(script, call) for call in calls]
+
+    async def memory(self) -> StoreMemory:
+        return StoreMemory(0, self.most)
 
     def key(self, session_id: str) -> bytes:
         return self._keys(session_id)[0].encode()

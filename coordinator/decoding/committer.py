@@ -177,6 +177,7 @@ class Committer:
                 work = [
                     tasks.create_task(self._append_all()),
                     tasks.create_task(self._hold_lease()),
+                    tasks.create_task(self._renew_all()),
                 ]
                 await self._closing.wait()
                 for task in work:
@@ -271,6 +272,16 @@ class Committer:
                 async with asyncio.timeout_at(due):
                     await self._leaving.wait()
         await self._end_lease()
+
+    async def _renew_all(self) -> None:
+        """Keeps sessions alive that wait for a target or a replica for a long time. If the store
+        does not answer, `SESSION_RESERVE_S` leaves time for further tries."""
+        while True:
+            await asyncio.sleep(limits.SESSION_RENEWAL_S)
+            try:
+                await self.store.renew([one.session.record for one in self.sessions.values()])
+            except OutriderError as error:
+                _log.info("the time to live of sessions was not renewed: %r", error)
 
     async def _end_lease(self) -> None:
         try:

@@ -55,8 +55,7 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationPara
     """Returns the session's parameters. Raises `DataLoss` if the parameters cannot be read, and
     `OtherTokens` if the client has more or other tokens than the store. If a failover of the
     store loses a take-over, the former owner runs on. Its tokens may differ from the client's."""
-    prompt_ids = record.token_ids[: record.prompt_length]
-    parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
+    parameters = GenerationParameters.of(record)
     num_stored = len(record.token_ids) - record.prompt_length
     if request.num_tokens > num_stored:
         raise OtherTokens(

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
@@ -11,11 +11,13 @@ from typing import Any, Self, TypeVar
 from coordinator.decoding.committer import back_off
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.resumption import check_known
-from coordinator.requests.validation import GenerationParameters
+from coordinator.decoding.stored_bytes import StoredBytes
+from coordinator.requests.validation import GenerationParameters, ParametersWriter
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider import errors, limits
 from outrider.config import CoordinatorConfig
+from outrider.fair_turns import FairQueue, FairThreads
 from outrider.messages import VerdictReply
 from outrider.request import ResumeRequest
 from outrider.sessions.state import Session
@@ -25,6 +27,7 @@ from outrider.sessions.store import (
     FinishReason,
     SessionRecord,
     SessionStore,
+    Shared,
     contended,
     released,
 )
@@ -85,12 +88,16 @@ class OwnedSessions:
         self, store: SessionStore, owner: str, targets: ReplicaPool,
         random_bits: Callable[[int], int], config: CoordinatorConfig,
     ) -> None:  # fmt: skip
-        self._replays = ThreadPoolExecutor(1, "replay")
+        self._replays = FairThreads(1, "replay")  # `taking_over` limits how many wait.
         self._store = store
         self.owner = owner
         self.targets = targets
         self.random_bits = random_bits
         self._config = config
+        self._writer = ParametersWriter()
+        self._openings = FairQueue(range(limits.OPENINGS_MAX))
+        """Places for sessions that are being opened. `--max-sessions` limits how many wait."""
+        self.stored = StoredBytes(config.resume_grace_ms)
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
@@ -98,6 +105,8 @@ class OwnedSessions:
         """Session id -> newest task that tells the store of the session's release or end."""
         self._taking: list[str] = []
         """Ids of sessions that are being taken over, one entry for each client that resumes."""
+        self._num_taking: Counter[str] = Counter()
+        """Tenant -> number of its entries in `_taking`."""
         self._unsettled: set[str] = set()
         """Ids of sessions for which a call of `SessionStore.take_over` runs."""
         self.scored_ids: set[str] = set()
@@ -115,10 +124,20 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
         """Creates a session in the store, and stores its id under the `key`. Raises `KeyTaken` if
-        the key has another session. If the store does not answer, it may have created the session.
-        This session is cancelled in the background, so the next attempt has a new id."""
+        the key has another session, and `Overloaded` if the store has no room. If the store does
+        not answer, it may have created the session. This session is cancelled in the background, so
+        the next attempt has a new id."""
+        async with self._openings.turn(tenant):
+            self.stored.check(tenant)
+            return await self._open(tenant, parameters, key)
+
+    async def _open(
+        self, tenant: str, parameters: GenerationParameters, key: RequestKey | None
+    ) -> Session:
+        stored = self._writer.write(parameters, tenant)
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
-            new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
+            new = self._record(tenant, parameters, *stored, parameters.prompt)
+            self.stored.hold(new, parameters)
             opening = asyncio.create_task(self._store.open(new))
             try:
                 await asyncio.shield(opening)
@@ -132,6 +151,7 @@ class OwnedSessions:
                 break
         if key is not None:
             claimed = replace(key, session_id=new.session_id).value
+            self.stored.hold_key(tenant, key.name)
             try:
                 found = await self._store.claim_key(key.name, claimed, key.value)
             except BaseException:
@@ -150,7 +170,7 @@ class OwnedSessions:
         never stored. Yields parts of `scored` with their verdicts. Sends each part as a proposal,
         because the target runs proposals even if their tokens are cached. Appends the part to the
         session after the verdict. Raises `TimeoutError` at the deadline, and the target's error."""
-        session = Session(self._record(tenant, parameters, "", tuple(given)))
+        session = Session(self._record(tenant, parameters, "", None, tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
         self.scored_ids.add(session.session_id)
@@ -168,11 +188,12 @@ class OwnedSessions:
             self.scored_ids.discard(session.session_id)
 
     def _record(
-        self, tenant: str, parameters: GenerationParameters, stored: str, token_ids: tuple[int, ...]
-    ) -> SessionRecord:
+        self, tenant: str, parameters: GenerationParameters, stored: str, shared: Shared | None,
+        token_ids: tuple[int, ...],
+    ) -> SessionRecord:  # fmt: skip
         return SessionRecord.new(
             f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed, parameters.rule,
-            stored, token_ids,
+            stored, token_ids, shared,
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
@@ -185,6 +206,7 @@ class OwnedSessions:
 
     async def _close(self, run: SessionRun, resumable: bool, is_gone: bool) -> None:
         await run.close(hands_over=is_gone)
+        self.stored.end(run.session)
         if run.is_recorded:
             return
         if is_gone:
@@ -205,7 +227,7 @@ class OwnedSessions:
             if run is not None:
                 if run.session.epoch >= record.epoch:
                     raise errors.StaleEpoch(f"session {session_id} was resumed by another stream")
-                self._free(run, run.close(hands_over=True))
+                self._free(run, run.close(hands_over=True))  # The new run counts its bytes.
             ending = self._ending.get(session_id)
             if ending is None:
                 return
@@ -221,6 +243,7 @@ class OwnedSessions:
         """Releases a session, so that any coordinator can resume it. Cancels the session if no
         client resumes it within `resume_grace_ms`. If this coordinator closes earlier, the session
         stays unfinished until its record expires."""
+        self.stored.end_early(record)
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:
@@ -232,20 +255,26 @@ class OwnedSessions:
             await self.give_up(record, released(self.owner))
 
     @contextmanager
-    def taking_over(self, session_id: str) -> Iterator[None]:
+    def taking_over(self, session_id: str, tenant: str) -> Iterator[None]:
         """Counts a session as being taken over. Raises `Unavailable` if `TAKE_OVERS_MAX` take-overs
-        already run. Without this limit, all clients of a dead coordinator would resume at once."""
-        if len(self._taking) >= limits.TAKE_OVERS_MAX:
+        already run. Without this limit, all clients of a dead coordinator would resume at once. As
+        many places again are for tenants with few take-overs, so that no tenant takes all."""
+        num, own = len(self._taking), self._num_taking[tenant]
+        has_few = own < limits.TAKE_OVERS_OF_TENANT_MIN and num < 2 * limits.TAKE_OVERS_MAX
+        if num >= limits.TAKE_OVERS_MAX and not has_few:
             raise errors.Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
                 "try again",
                 retry_after_ms=limits.TAKE_OVER_RETRY_MS,
             )
         self._taking.append(session_id)
+        self._num_taking[tenant] += 1
         try:
             yield
         finally:
             self._taking.remove(session_id)
+            self._num_taking[tenant] -= 1
+            self._num_taking += Counter()  # Removes entries that are 0.
 
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
@@ -278,14 +307,17 @@ class OwnedSessions:
             except BaseException:
                 self._release(found)
                 raise
+        if found.finish_reason is None:
+            self.stored.hold(found, parameters)
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session. For a long session, uses a thread."""
+        """Runs `call`, which reads all tokens of a session. For a long session, uses a thread, at
+        which tenants take turns."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._replays, call)
+        return await self._replays.run(record.tenant, call)
 
     async def cancel(self, record: SessionRecord) -> None:
         """Takes over a session that does not run here, and cancels it, unless it is finished. If
@@ -325,7 +357,7 @@ class OwnedSessions:
 
     def close(self) -> None:
         """Cancels all runs. Does not wait for the thread of `replay`."""
-        self._replays.shutdown(wait=False, cancel_futures=True)
+        self._replays.close()
         self._closing.set()
         for run in self.running.values():
             run.cancel()
@@ -382,6 +414,7 @@ class OwnedSessions:
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
         """Cancels a session that does not run here. The store refuses if the session's owner is
         not `owner`, by default this coordinator."""
+        self.stored.end_early(record)
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,

@@ -189,7 +189,7 @@ class Generations:
             else:
                 content = request.url.path.encode() + b"\n" + await request.body()
                 new = request_keys(key, tenant, content, number)
-                await exits.enter_async_context(self._repeated.turn(new[0], progress))
+                await exits.enter_async_context(self._repeated.turn(new[0], progress, tenant))
                 keys = await asyncio.gather(*map(service.known, new))
                 streams = [
                     service.generate_once(one, own, progress.resume_request(index), tenant, trace)
@@ -201,7 +201,9 @@ class Generations:
                 await exits.enter_async_context(aclosing(stream))
             interleaved = _interleaved(streams, asked, progress)
             running = await exits.enter_async_context(aclosing(interleaved))
-            grant = await exits.enter_async_context(self._access.admit(caller, resumed, number))
+            # A session's resumption was counted when its parameters were read.
+            admitted = self._access.admit(caller, resumed, number, is_counted=bool(session_id))
+            grant = await exits.enter_async_context(admitted)
             async for index, event in running:
                 await grant.note(event, index)
                 yield index, event
@@ -261,7 +263,7 @@ def build_app(
     app.add_middleware(reading.Entrance, access=access, hosts=options.hosts)
     reading.add_error_handlers(app)
     runs = Generations(service, access)
-    _add_generation(app, service, runs, formats or ChatFormats(service.text))
+    _add_generation(app, service, access, runs, formats or ChatFormats(service.text))
     _add_tokens(app, service, access)
     _add_models(app, service)
     _add_operation(app, service, options.metrics)
@@ -280,8 +282,9 @@ _RESUMED = {one.id_prefix: one for one in (answers.ChatAnswer, answers.Completio
 
 
 def _add_generation(
-    app: FastAPI, service: CoordinatorService, runs: Generations, formats: ChatFormats
-) -> None:
+    app: FastAPI, service: CoordinatorService, access: AccessControl, runs: Generations,
+    formats: ChatFormats,
+) -> None:  # fmt: skip
 
     @app.post("/v1/chat/completions", responses=schemas.CHAT)
     async def chat_completions(
@@ -308,7 +311,9 @@ def _add_generation(
         prefix, session_id = answer_id[:-32], answer_id[-32:]
         if prefix not in _RESUMED or not re.fullmatch("[0-9a-f]{32}", session_id):
             raise SessionNotFound(f"there is no session {answer_id[:64]}")
-        parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
+        caller = cast(Caller, request.state.caller)
+        await access.count_resumption(caller)
+        parameters = await service.stored_parameters(session_id, caller.tenant)
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
         echoes = parameters.prompt_logprobs is not None
         asked = TranslatedBody(body, (parameters,), names={}, echoes=echoes, form=form)
@@ -342,7 +347,8 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
         asked, special = body.translate(), body.add_special_tokens is not False
         async with access.admit(request.state.caller, num_generations=0):
             try:
-                token_ids = await service.tokenize(asked.requests[0], special)
+                tenant = request.state.caller.tenant
+                token_ids = await service.tokenize(asked.requests[0], special, tenant)
             except BadRequest as error:
                 raise asked.renamed(error, 0) from error
 
@@ -360,7 +366,9 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
     async def detokenize(body: bodies.DetokenizeBody, request: Request) -> schemas.Detokenized:
         """Returns the text of tokens. Special tokens appear by their names."""
         async with access.admit(request.state.caller, num_generations=0):
-            return schemas.Detokenized(prompt=await service.detokenize(body.tokens, body.model))
+            tenant = request.state.caller.tenant
+            text = await service.detokenize(body.tokens, body.model, tenant)
+            return schemas.Detokenized(prompt=text)
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:

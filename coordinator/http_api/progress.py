@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from functools import reduce
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
-from outrider.errors import BadRequest, Unavailable
-from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX
+from outrider.errors import BadRequest, Overloaded, Unavailable
+from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX, REPEATED_REQUESTS_MAX
 from outrider.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
 from outrider.tokens import EMPTY_DIGEST, extend_digest
 
@@ -154,11 +155,13 @@ class RepeatedRequests:
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}
+        self._num_waiting: Counter[str] = Counter()
+        """Tenant -> number of its requests that wait."""
 
     @asynccontextmanager
-    async def turn(self, key: RequestKey, progress: Progress) -> AsyncIterator[None]:
+    async def turn(self, key: RequestKey, progress: Progress, tenant: str) -> AsyncIterator[None]:
         """Waits until no other request with this key runs. Raises `Unavailable` if too many
-        requests wait already.
+        requests with this key wait already, and `Overloaded` if too many of the tenant do.
 
         A request with a `Last-Event-ID` takes the session over at once. Its client has parts of the
         running request's answer, so the connection of that request has broken. If the new request
@@ -168,11 +171,20 @@ class RepeatedRequests:
                 raise Unavailable(
                     f"{_WAITING_MAX} requests with this Idempotency-Key are waiting already"
                 )
+            if self._num_waiting[tenant] >= (most := REPEATED_REQUESTS_MAX):
+                raise Overloaded(
+                    f"{most} requests of your tenant wait for running requests with the same "
+                    "Idempotency-Key, the most allowed; try again later",
+                    limit="repeated_requests",
+                )
             turn.num_waiting += 1
+            self._num_waiting[tenant] += 1
             try:
                 await turn.ended.wait()
             finally:
                 turn.num_waiting -= 1
+                self._num_waiting[tenant] -= 1
+                self._num_waiting += Counter()  # Removes entries that are 0.
         turn = self._turns.setdefault(key, _Turn())
         turn.running.append(progress)
         try:

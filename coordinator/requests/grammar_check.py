@@ -9,14 +9,14 @@ import json
 import logging
 import signal
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from outrider import limits
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
+from outrider.fair_turns import FairQueue, Waiting
 from outrider.grammar.constraint import Constraint
 from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
@@ -31,44 +31,6 @@ _PROGRAM = (
     "from coordinator.requests.grammar_process import main; main()"
 )
 _Key = tuple[str, bytes]
-
-
-class FairQueue:
-    """Assigns compilers to constraints. Tenants take turns, each with its oldest constraint."""
-
-    def __init__(self, compilers: Iterable["_Compiler"]) -> None:
-        # The compiler that was used last comes first, because its process runs already.
-        self._idle: asyncio.LifoQueue[_Compiler] = asyncio.LifoQueue()
-        for compiler in compilers:
-            self.give_back(compiler)
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Only the constraint that holds its tenant's lock waits for a compiler."""
-        self._num_waiting: Counter[str] = Counter()
-
-    async def take(self, tenant: str) -> "_Compiler":
-        """Waits for a compiler. Raises `Overloaded` if too many constraints wait already."""
-        if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
-            most = limits.COMPILATIONS_PER_TENANT_MAX
-            raise Overloaded(
-                f"{most} of your constraints await compilation; try again later",
-                limit="tenant_compilations",
-            )
-        if self._num_waiting.total() >= limits.COMPILATIONS_MAX:
-            raise Overloaded(
-                f"{limits.COMPILATIONS_MAX} constraints await compilation; try later",
-                limit="compilations",
-            )
-        self._num_waiting[tenant] += 1
-        try:
-            async with self._turns[tenant]:
-                return await self._idle.get()
-        finally:
-            self._num_waiting[tenant] -= 1
-            if not self._num_waiting[tenant]:
-                del self._num_waiting[tenant], self._turns[tenant]
-
-    def give_back(self, compiler: "_Compiler") -> None:
-        self._idle.put_nowait(compiler)
 
 
 class ConstraintChecks:
@@ -88,7 +50,11 @@ class ConstraintChecks:
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
         """(tenant, digest of a constraint) -> why it is refused; empty = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
-        self._turns = FairQueue(self._compilers)
+        allowed = Waiting(
+            limits.COMPILATIONS_PER_TENANT_MAX, limits.COMPILATIONS_MAX,
+            "constraints await compilation", "compilations",
+        )  # fmt: skip
+        self._turns = FairQueue(self._compilers, allowed)
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         key = tenant, constraint.digest()

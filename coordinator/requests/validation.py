@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
 from outrider.config import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
+from outrider.fair_turns import TwoLanes, Waiting
 from outrider.grammar.constraint import Constraint
 from outrider.messages import ReplicaDescription
 from outrider.request import ChatMessage, GenerateRequest, Prompt
+from outrider.sessions.store import SessionRecord, Shared
 from outrider.shared_calls import SharedCalls
 from outrider.speculation.sampling_params import Rule, check_sampling
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
 _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_variables"}
+_OWN = {"seed", "max_tokens"}
+"""Parameters in which the sessions of one request may differ, besides the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +48,44 @@ class GenerationParameters(GenerateRequest):
     weights: str = ""
     """`ReplicaDescription.weights` of the targets that may run the request."""
 
-    def to_json(self) -> str:
-        return _adapter().dump_json(self, exclude=_NOT_STORED).decode()
-
     @classmethod
-    def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
-        """Reads the result of `to_json`. Raises `DataLoss`."""
+    def of(cls, record: SessionRecord) -> GenerationParameters:
+        """Reads what `ParametersWriter` wrote. Raises `DataLoss`."""
         try:
-            values = json.loads(text) | {"prompt": ()}
-            return replace(_adapter().validate_python(values), prompt=prompt_ids)
+            values = json.loads(record.parameters) | {"prompt": ()}
+            if record.shared is not None:
+                values |= json.loads(record.shared.text)
+            prompt = record.token_ids[: record.prompt_length]
+            return replace(_adapter().validate_python(values), prompt=prompt)
         except (TypeError, ValueError) as error:
             raise DataLoss(f"the session's parameters cannot be read: {error}") from error
+
+
+class ParametersWriter:
+    """Writes parameters as JSON for the session store. The up to 2,048 sessions of a request differ
+    in few parameters. The others are written and hashed once if they are large."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Sequence[Any], Shared] | None = None
+        """The tenant and the common parameters of the newest session with large parameters."""
+
+    def write(self, parameters: GenerationParameters, tenant: str) -> tuple[str, Shared | None]:
+        """Returns `SessionRecord.parameters` and `SessionRecord.shared`."""
+        common = [tenant, *(getattr(parameters, name) for name in _common_fields())]
+        # The sessions of a request have the same objects, so the comparison is fast.
+        if self._last is None or self._last[0] != common:
+            text = _adapter().dump_json(parameters, exclude=_NOT_STORED).decode()
+            if len(text) < limits.SHARED_BYTES_MIN:
+                return text, None
+            text = _adapter().dump_json(parameters, exclude=_NOT_STORED | _OWN).decode()
+            self._last = common, Shared.of(tenant, text)
+        return _adapter().dump_json(parameters, include=_OWN).decode(), self._last[1]
+
+
+@cache
+def _common_fields() -> tuple[str, ...]:
+    names = (field.name for field in fields(GenerationParameters))
+    return tuple(name for name in names if name not in _NOT_STORED | _OWN)
 
 
 _adapter = cache(lambda: TypeAdapter(GenerationParameters))
@@ -161,28 +193,34 @@ def check_roles(prompt: Prompt) -> None:
             raise BadRequest(f"chat.messages[{index}].role", reason)
 
 
-TOKENIZER_THREADS = 2
-"""Number of prompts that are tokenized at the same time. Further prompts wait."""
-
-
 class PromptEncoder:
     """Tokenizes prompts, and checks whether constraints can be compiled for the tokenizer."""
 
     def __init__(self, text: TokenizerText | None) -> None:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
-        self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
+        allowed = Waiting(
+            limits.PROMPT_BYTES_PER_TENANT_MAX, limits.PROMPT_BYTES_MAX,
+            "bytes of prompts await tokenizing", "prompt_bytes",
+        )  # fmt: skip
+        self.threads = TwoLanes(
+            limits.TOKENIZER_THREADS, limits.LONG_TOKENIZER_THREADS, "tokenizer",
+            limits.SHORT_PROMPT_BYTES, allowed,
+        )  # fmt: skip
+        """For calls of the tokenizer. Their sizes are in bytes of text."""
+        self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]]()
         """Running calls by (`id` of the prompt object, `add_special_tokens`). A running call keeps
         its prompt alive, so the `id` is unique. All generations of a request share the prompt."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
-        self, request: GenerateRequest, tokens_max: int, *, add_special_tokens: bool = True
-    ) -> tuple[str, tuple[int, ...]]:
+        self, request: GenerateRequest, tokens_max: int, tenant: str, *,
+        add_special_tokens: bool = True,
+    ) -> tuple[str, tuple[int, ...]]:  # fmt: skip
         """Returns the field to name in errors (`text`, `chat` or `token_ids`), and the prompt's
         token ids. `add_special_tokens` affects only plain text. Simultaneous calls with the same
         prompt object tokenize it once. Raises `BadRequest` if the prompt cannot be tokenized, or
-        has more bytes than `tokens_max` tokens can have."""
+        has more bytes than `tokens_max` tokens can have, and `Overloaded` if too many wait."""
         text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
@@ -205,7 +243,10 @@ class PromptEncoder:
                 return tuple(text.encode_chat(turns, request.tools, request.template_variables))
             return tuple(text.encode(given, add_special_tokens))
 
-        return field, await self._calls.result((id(prompt), add_special_tokens), tokenize)
+        return field, await self._calls.share(
+            (id(prompt), add_special_tokens),
+            lambda: asyncio.create_task(self.threads.run(tenant, tokenize, size)),
+        )
 
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
@@ -223,6 +264,6 @@ class PromptEncoder:
 
     async def close(self) -> None:
         """Does not wait for running calls of the tokenizer."""
-        self._calls.close()
+        self.threads.close()
         if self._checks is not None:
             await self._checks.close()

@@ -42,7 +42,7 @@ from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import batched_tokens
 from outrider.request import RoundReport, Tokens
-from outrider.sessions.store import Append, Finish, SessionRecord, not_found
+from outrider.sessions.store import Append, Finish, SessionRecord, StoreMemory, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
@@ -250,6 +250,11 @@ class _Store:
 
     async def load(self, session_id: str) -> SessionRecord:
         raise not_found(session_id)
+
+    async def renew(self, sessions: Sequence[SessionRecord]) -> None: ...
+
+    async def memory(self) -> StoreMemory:
+        return StoreMemory()
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         return {}

@@ -8,10 +8,11 @@ import math
 import re
 import threading
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from math import prod
 from typing import Any
@@ -22,9 +23,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider import limits
 from outrider.errors import BadRequest, ConfigError, Overloaded
+from outrider.fair_turns import TwoLanes, Waiting
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.grammar.token_mask import TokenMask
-from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
 
 _SPACES: Any = {"whitespace_pattern": " "}
@@ -128,7 +129,10 @@ def backend_json(tokenizer: Any) -> str:
 
 
 class Grammars:
-    """The grammars of one process: the most recently used ones, and all that are still referenced.
+    """The grammars of one process: some recently used ones, and all that are still referenced. The
+    number and the bytes of the kept constraints are limited, because a grammar may take some
+    hundred times the memory of its constraint. The tenant with the most bytes loses its grammars
+    first, so that no tenant's constraints are compiled again because of another tenant.
     Any thread may call `find` and `get`. Tenants share no grammars, so that response times and
     refusals reveal nothing about another tenant's requests."""
 
@@ -139,14 +143,25 @@ class Grammars:
         self.now: Callable[[], float] = time.monotonic
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._found: Newest[_Key, Grammar | _Refusal] = Newest(limits.GRAMMARS_MAX)
+        self._found: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
+        """The least recently used first."""
+        self._num_bytes: Counter[str] = Counter()
+        """Tenant -> bytes of the constraints of its grammars in `_found`."""
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
         """All grammars that are still referenced."""
         self._slow: WeakSet[Grammar] = WeakSet()  # grammars that have delayed a step once
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
         """Grammars that took too long to process draft tokens. They are no longer applied to draft
         tokens. Only the thread that runs steps may use this set."""
-        self._calls = SharedCalls[_Key, Grammar | _Refusal](limits.COMPILE_THREADS, "grammar")
+        self._calls = SharedCalls[_Key, Grammar | _Refusal]()
+        allowed = Waiting(
+            limits.COMPILATION_BYTES_PER_TENANT_MAX, limits.COMPILATION_BYTES_MAX,
+            "bytes of constraints await compilation", "compilation_bytes",
+        )  # fmt: skip
+        self._threads = TwoLanes(
+            limits.COMPILE_THREADS, limits.LONG_COMPILE_THREADS, "grammar",
+            limits.SHORT_CONSTRAINT_BYTES, allowed,
+        )  # fmt: skip
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
         """The grammar, or the error that refused the constraint. None = unknown."""
@@ -162,16 +177,20 @@ class Grammars:
         return found
 
     async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """Like `get`, but compiles on other threads. Raises `Overloaded` if too many constraints
-        wait to be compiled, or if this constraint waits too long."""
+        """Like `get`, but compiles on other threads, at which tenants take turns. Raises
+        `Overloaded` if too many constraints wait, or if this constraint waits too long."""
         key = tenant, constraint.digest()
         found = self._look_up(key)
         if found is None:
-            if len(self._calls) >= (most := limits.COMPILATIONS_MAX) and key not in self._calls:
-                raise Overloaded(f"{most} constraints wait to be compiled; try later")
+            compiling = partial(self._compile, constraint, tenant)
             try:
                 async with asyncio.timeout(limits.COMPILE_WAIT_S_MAX):
-                    found = await self._calls.result(key, lambda: self._compile(constraint, tenant))
+                    found = await self._calls.share(
+                        key,
+                        lambda: asyncio.create_task(
+                            self._threads.run(tenant, compiling, len(constraint.text))
+                        ),
+                    )
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
         if isinstance(found, _Refusal):
@@ -205,7 +224,7 @@ class Grammars:
 
     def close(self) -> None:
         """Starts no more compilations. Does not wait for running ones."""
-        self._calls.close()
+        self._threads.close()
 
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
         with self._lock:
@@ -214,7 +233,7 @@ class Grammars:
                 self._drop(key)
                 return None
             if found is not None:
-                self._found[key] = found
+                self._insert(key, found)
             return found
 
     def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
@@ -235,16 +254,36 @@ class Grammars:
     def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
         with self._lock:
             self._drop(key)
-            self._found[key] = found
+            self._insert(key, found)
             if isinstance(found, Grammar):
                 self._held[key] = found
 
     def _known(self, key: _Key) -> Grammar | _Refusal | None:
         return self._found.get(key) or self._held.get(key)
 
+    def _insert(self, key: _Key, found: Grammar | _Refusal) -> None:
+        """Keeps `found` as the newest. Forgets others, the oldest of the largest tenant first."""
+        self._forget(key)
+        self._found[key] = found
+        self._num_bytes[key[0]] += _size(found)
+        while len(self._found) > limits.GRAMMARS_MAX or (
+            self._num_bytes.total() > limits.GRAMMAR_BYTES_MAX and len(self._found) > 1
+        ):
+            largest = max((tenant for tenant, _ in self._found), key=self._num_bytes.__getitem__)
+            self._forget(next(one for one in self._found if one[0] == largest))
+
+    def _forget(self, key: _Key) -> None:
+        if (found := self._found.pop(key, None)) is not None:
+            self._num_bytes[key[0]] -= _size(found)
+            self._num_bytes += Counter()  # Removes entries that are 0.
+
     def _drop(self, key: _Key) -> None:
-        self._found.pop(key, None)
+        self._forget(key)
         self._held.pop(key, None)
+
+
+def _size(found: Grammar | _Refusal) -> int:
+    return len(found.constraint.text) if isinstance(found, Grammar) else 0
 
 
 def _grammar_text(constraint: Constraint) -> str:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from outrider.errors import BadRequest
@@ -24,7 +25,7 @@ class ConstraintKind(StrEnum):
     CHOICE = "choice"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Constraint:
     """A constraint that the whole completion must match. The class methods that make a constraint
     do not check whether it can be compiled."""
@@ -112,6 +113,11 @@ class Constraint:
 
     def digest(self) -> bytes:
         """A 128-bit hash that is the same in every process."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
+        # All sessions of a request have the same constraint object, which may be long.
         content = f"{self.kind}\n{self.text}".encode()
         return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 

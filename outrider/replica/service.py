@@ -71,9 +71,9 @@ later. By then, pages of expired or silent sessions may be free."""
 
 
 class SteppedService(ReplicaService):
-    """Serves any number of connections with one worker. Runs items in order of arrival, in batches
-    of distinct sessions. If a step has several answers for a connection, sends them in one call.
-    All methods must be called on the event loop's thread.
+    """Serves any number of connections with one worker. Runs items in batches of distinct sessions.
+    Tenants take turns, each with its oldest items. If a step has several answers for a connection,
+    sends them in one call. All methods must be called on the event loop's thread.
 
     A role that does more than queue items overrides `submit` and `_forget`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -150,6 +151,18 @@ def undrawn(key: ReplyKey) -> Refused:
     return refusal(key, DeadlineExceeded("the time limit ended before a token was drawn"))
 
 
+def _in_turns(works: Sequence[StepRequest]) -> Sequence[StepRequest]:
+    """Returns the oldest request of each tenant, then the second of each, and so on."""
+    num_before: Counter[str] = Counter()
+
+    def turn(work: StepRequest) -> int:
+        tenant: str = work.item.head.tenant
+        num_before[tenant] += 1
+        return num_before[tenant]
+
+    return sorted(works, key=turn)
+
+
 class RequestQueue:
     """Requests in order of arrival. Requests that a step did not finish keep their place."""
 
@@ -177,7 +190,8 @@ class RequestQueue:
         self.waiting.append(work)
 
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
-        """Takes three lists of requests out of the queue, each in order of arrival:
+        """Takes three lists of requests out of the queue. Tenants take turns, each with its oldest
+        request:
 
         1. For a step: the oldest request of each session. `max_batch` limits each of three kinds
            separately: new requests, requests that an earlier step began, and requests that found no
@@ -192,7 +206,7 @@ class RequestQueue:
         newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        for work in self.waiting:
+        for work in _in_turns(self.waiting):
             session_id = work.session_id
             if work.sender.closed or (work.answered and newest[session_id] is not work):
                 unwanted.append(work)

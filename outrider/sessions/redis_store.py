@@ -7,11 +7,13 @@
                                       counters (JSON), prefix_digest, tokens_start, tokens_end,
                                       logprobs_start, logprobs_end; rewrite ('1' after Redis lost a
                                       take-over, until the owner has sent all tokens again);
-                                      pending_tokens_start, ... (the byte ranges sent so far)
+                                      pending_tokens_start, ... (the byte ranges sent so far);
+                                      shared (the digest of a shared text, if there is one)
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte
                                       logprobs_start to logprobs_end (excluded)
+    <prefix>shared:{<digest>}         string: parameters that sessions have in common; expires
     <prefix>key:{<key>}               string: value stored by `claim_key`; expires
     <prefix>replicated                string: written before each WAIT for replicas
 
@@ -34,7 +36,15 @@ from pydantic import TypeAdapter
 from outrider import errors, limits
 from outrider.sessions import store
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import Call, Script, ScriptRunner, check_server, new_client
+from outrider.sessions.redis_connection import (
+    Call,
+    Script,
+    ScriptRunner,
+    calling,
+    check_server,
+    new_client,
+)
+from outrider.shared_calls import SharedCalls
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
@@ -47,6 +57,9 @@ _TAKE_OVER = Script("layout", "take_over", replicated=True)
 _FINISH = Script("layout", "admit", "finish", replicated=True)
 _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
+_RENEW = Script("layout", "renew")
+_SHARE = Script("share", replicated=True)
+_READ_SHARED = Script("read_shared")
 _CLAIM_KEY = Script("claim_key", replicated=True)
 Field = str | int | bytes
 _CANCEL = "cancel:"
@@ -57,30 +70,42 @@ class RedisStore(store.SessionStore):
     """A `SessionStore` in one Redis server, opened by `connect`."""
 
     lease_ms = limits.SESSION_LEASE_MS
-    session_ttl_ms = limits.SESSION_TTL_S * 1000
     finished_ttl_ms = limits.FINISHED_TTL_S * 1000
+    key_ttl_ms = limits.KEY_TTL_S * 1000
 
     def __init__(
-        self, client: redis.asyncio.Redis, key_prefix: str, wait_replicas: int = 0
-    ) -> None:
+        self, client: redis.asyncio.Redis, key_prefix: str, wait_replicas: int = 0,
+        resume_grace_ms: int = 0,
+    ) -> None:  # fmt: skip
         self._client = client
+        self.session_ttl_ms = resume_grace_ms + limits.SESSION_RESERVE_S * 1000
+        self._sharing: SharedCalls[str, None] = SharedCalls()
+        """Running calls that store a shared text, by the text's digest."""
         self._scripts = ScriptRunner(client, wait_replicas, f"{key_prefix}replicated")
         self._key_prefix = key_prefix
 
     @classmethod
-    async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
+    async def connect(
+        cls, address: RedisAddress, *, wait_replicas: int = 0, resume_grace_ms: int = 0
+    ) -> Self:
         """Connects to the server. Raises `ConfigError` if the server cannot keep sessions. If fewer
         than `wait_replicas` replicas of Redis have a call's data after `REDIS_WAIT_MS`, the call
-        raises `StoreUnavailable`. Calls about leases, and `release`, do not wait for replicas."""
+        raises `StoreUnavailable`. Calls about leases, `renew` and `release` do not wait for
+        replicas. An unfinished session without an owner can be resumed for `resume_grace_ms`, and
+        expires `SESSION_RESERVE_S` later."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
         except BaseException:
             await client.aclose()
             raise
-        return cls(client, address.key_prefix, wait_replicas)
+        return cls(client, address.key_prefix, wait_replicas, resume_grace_ms)
 
     async def open(self, session: store.SessionRecord) -> None:
+        shared: tuple[Field, ...] = ()
+        if (text := session.shared) is not None:
+            await self._share(text)
+            shared = "shared", text.digest
         opened = (
             session.tenant, session.seed, session.rule, session.parameters, session.prompt_length
         )  # fmt: skip
@@ -89,7 +114,7 @@ class RedisStore(store.SessionStore):
             encode_tokens(session.token_ids),
             "epoch", session.epoch, "owner", session.owner,
             "state", "running", "finish_reason", "",
-            "opened", _OPENED.dump_json(opened), *_progress(session),
+            "opened", _OPENED.dump_json(opened), *_progress(session), *shared,
         )  # fmt: skip
         if answer == 0:
             raise errors.InvariantError(f"another session has the id {session.session_id}")
@@ -107,6 +132,20 @@ class RedisStore(store.SessionStore):
             _outcome(one.session_id, one.epoch, answer)
             for one, answer in zip(appends, answers, strict=True)
         ]
+
+    async def renew(self, sessions: Sequence[store.SessionRecord]) -> None:
+        calls = [(self._keys(one.session_id), (self.session_ttl_ms,)) for one in sessions]
+        for start in range(0, len(calls), limits.CALLS_PER_PIPELINE_MAX):
+            some = calls[start : start + limits.CALLS_PER_PIPELINE_MAX]
+            await self._scripts.run_all(_RENEW, some)
+        for text in {one.shared for one in sessions if one.shared is not None}:
+            await self._share(text)
+
+    async def memory(self) -> store.StoreMemory:
+        async with calling(self._client):
+            info = await self._client.info("memory")
+        most = info.get("maxmemory") or info.get("total_system_memory", 0)
+        return store.StoreMemory(info.get("used_memory", 0), most)
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         call = self._lease(owner), (self.lease_ms,)
@@ -165,13 +204,27 @@ class RedisStore(store.SessionStore):
         )
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        call = (f"{self._key_prefix}key:{{{key}}}",), (value, replaces, self.session_ttl_ms)
+        call = (f"{self._key_prefix}key:{{{key}}}",), (value, replaces, self.key_ttl_ms)
         found: bytes = await self._scripts.run(_CLAIM_KEY, call)
         return found.decode()
 
     async def close(self) -> None:
         await self._scripts.close()
         await self._client.aclose()
+
+    async def _share(self, text: store.Shared) -> None:
+        """Stores a shared text, or restarts its time to live. It outlives all sessions that have
+        it, also those that finish. Simultaneous calls share one round trip."""
+        keys, ttl_ms = (self._shared_key(text.digest),), self.session_ttl_ms + self.finished_ttl_ms
+
+        async def share() -> None:
+            if not await self._scripts.run(_SHARE, (keys, (ttl_ms, ""))):
+                await self._scripts.run(_SHARE, (keys, (ttl_ms, text.text)))
+
+        await self._sharing.share(text.digest, lambda: asyncio.ensure_future(share()))
+
+    def _shared_key(self, digest: str) -> str:
+        return f"{self._key_prefix}shared:{{{digest}}}"
 
     async def _run(self, script: Script, session_id: str, *arguments: Field) -> Any:
         return await self._scripts.run(script, (self._keys(session_id), arguments))
@@ -214,7 +267,14 @@ class RedisStore(store.SessionStore):
                     return None
                 parts.append(part[-1])
             found.append(b"".join(parts))
-        decode = partial(decode_record, session_id, fields, *found)
+        shared = None
+        if digest := fields.get(b"shared", b"").decode():
+            text = await self._scripts.run(_READ_SHARED, ((self._shared_key(digest),), ()))
+            if not text:
+                raise errors.DataLoss(f"parameters of session {session_id} are not stored any more")
+            shared = store.Shared(digest, text.decode())
+        tokens, logprobs = found
+        decode = partial(decode_record, session_id, fields, tokens, logprobs, shared)
         if sum(map(len, found)) <= limits.RECORD_INLINE_BYTES:
             return decode()
         return await asyncio.to_thread(decode)
@@ -259,8 +319,9 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_record(
-    session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
-) -> store.SessionRecord:
+    session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes,
+    shared: store.Shared | None,
+) -> store.SessionRecord:  # fmt: skip
     """Decodes a session's hash, tokens and log-probabilities. Raises `DataLoss` if the tokens are
     not complete, or if the form of the data is unknown."""
     try:
@@ -272,7 +333,7 @@ def decode_record(
             session_id, tenant, fields[b"owner"].decode(), seed, rule, parameters, prompt_length,
             token_ids, int(fields[b"prefix_digest"]), int(fields[b"epoch"]), draft, target,
             _COUNTERS.validate_json(fields[b"counters"]), logprobs.decode(),
-            store.FinishReason(reason) if reason else None,
+            store.FinishReason(reason) if reason else None, shared,
         )  # fmt: skip
     except (KeyError, ValueError, struct.error) as error:
         reason = f"session {session_id} is stored in an unknown form: {error}"

@@ -22,8 +22,9 @@ class Session:
 
     def __init__(self, record: store.SessionRecord) -> None:
         check(record.finish_reason is None, "resumed a finished session")
-        self.record = replace(record, token_ids=(), logprobs="")
-        """The session's record without tokens. Only fields that never change are up to date."""
+        self.record = replace(record, token_ids=(), logprobs="", parameters="")
+        """The session's record without tokens and parameters. Only fields that never change are up
+        to date."""
         self.session_id, self.epoch = record.session_id, record.epoch
         self.prompt_length = record.prompt_length
         self.tokens = TokenSequence(record.token_ids)

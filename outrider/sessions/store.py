@@ -1,5 +1,6 @@
 """The interface of the session store, and the values that its methods take and return."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -84,6 +85,28 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """A text that several sessions of a tenant have in common. The store keeps it once."""
+
+    digest: str
+    text: str
+
+    @classmethod
+    def of(cls, tenant: str, text: str) -> Self:
+        """Tenants share no texts, so the store's answers reveal nothing about other tenants."""
+        content = f"{tenant}\n{text}".encode()
+        return cls(hashlib.blake2b(content, digest_size=16).hexdigest(), text)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """The memory of the store in bytes, `used` of `most`. `most` is 0 if it is unknown."""
+
+    used: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A session as it is stored."""
 
@@ -94,7 +117,8 @@ class SessionRecord:
     seed: int
     rule: Rule
     parameters: str
-    """JSON with all that is needed to continue the request. The store does not parse this JSON."""
+    """JSON with all that is needed to continue the request, but for what `shared` has. The store
+    does not parse this JSON."""
     prompt_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
@@ -105,16 +129,18 @@ class SessionRecord:
     logprobs: str = ""
     """A JSON line for each token after the prompt, or nothing."""
     finish_reason: FinishReason | None = None
+    shared: Shared | None = None
+    """JSON of further parameters, which other sessions may have, too."""
 
     @classmethod
     def new(
         cls, session_id: str, tenant: str, owner: str, seed: int, rule: Rule, parameters: str,
-        prompt_ids: tuple[int, ...],
+        prompt_ids: tuple[int, ...], shared: Shared | None = None,
     ) -> Self:  # fmt: skip
         """Returns the record of a new session."""
         return cls(
             session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,
-            TokenSequence(prompt_ids).digest(),
+            TokenSequence(prompt_ids).digest(), shared=shared,
         )  # fmt: skip
 
 
@@ -152,6 +178,13 @@ class SessionStore(Protocol):
         length is less than expected_length + len(token_ids), nothing was appended, and the owner
         sends the missing tokens again. If it is greater, nothing was appended, because the store
         has the tokens already. An append without tokens only asks for the length."""
+
+    async def renew(self, sessions: Sequence[SessionRecord]) -> None:
+        """Lets sessions live on that have had no append for some time. An unfinished session
+        expires if it is neither appended to nor renewed. Finished sessions stay unchanged."""
+
+    async def memory(self) -> StoreMemory:
+        """Tells how full the store is."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
@@ -196,7 +229,7 @@ class SessionStore(Protocol):
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """If the key has no value or the value `replaces`, stores `value`. If `value` is empty,
         only reads. Returns the key's value, or an empty text if there is none. The store keeps a
-        value as long as an unfinished session. Each call restarts this time."""
+        value for `KEY_TTL_S`. Each call restarts this time."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain
 
 from outrider import limits
@@ -29,7 +30,7 @@ class Rule(StrEnum):
         return self in (Rule.TOKEN, Rule.BLOCK)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """The transforms from logits to the sampled distribution."""
 
@@ -65,6 +66,10 @@ class SamplingParams:
 
     def hash(self) -> int:
         """A 64-bit hash that is the same in every process, and the same for 1 as for 1.0."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         *numbers, biases, min_tokens, ends = (getattr(self, each.name) for each in fields(self))
         parts = ([*numbers, min_tokens], chain.from_iterable(sorted(biases)), ends)
         named = repr([[*map(float, part)] for part in parts])

@@ -303,6 +303,19 @@ async def test_the_time_to_try_again_is_right(locked: Locked) -> None:
     await slots.close()
 
 
+async def test_resumptions_are_counted_once_also_those_of_unknown_sessions(locked: Locked) -> None:
+    """The bucket may go into debt by as many requests as it has room for."""
+    path = "/v1/sessions/cmpl-{}/resume"
+    async with locked.http("slow") as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        session_id = answer.json()["id"].removeprefix("cmpl-")
+        for _ in range(4):
+            assert (await client.post(path.format(session_id))).status_code == 200
+        assert (await client.post(path.format("0" * 32))).status_code == 404
+        refused = await client.post(path.format("1" * 32))
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+
+
 async def test_without_redis_no_generation_begins(locked: Locked) -> None:
     async with locked.client("two") as client, locked.client("alice") as unlimited:
         await client.complete(SHORT)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,26 @@ async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis
             await store.take_over(seen, OWNERS[1])
     finally:
         admin.config_set("maxmemory", 0)
+
+
+async def test_a_full_server_stores_ends(store: RedisStore, admin: redis.Redis) -> None:
+    """Otherwise sessions that nobody runs would keep the server full."""
+    for session_id in IDS:
+        await store.open(new_session(session_id))
+    admin.config_set("maxmemory", 1)
+    try:
+        assert (await store.memory()).used > (await store.memory()).most == 1
+        with pytest.raises(errors.StoreUnavailable, match="OOM"):
+            await store.open(new_session("f" * 32))
+        assert await store.finish(end_of(Session(new_session(IDS[0])))) == 3
+        await store.release(IDS[1], 1, OWNERS[0])
+        assert (await store.take_over(await store.load(IDS[1]), OWNERS[1])).epoch == 2
+        lost = replace(end_of(Session(new_session(IDS[2]))), epoch=2, owner=OWNERS[1], length=None)
+        await store.finish(lost)
+    finally:
+        admin.config_set("maxmemory", 0)
+    for session_id in (IDS[0], IDS[2]):
+        assert (await store.load(session_id)).finish_reason is not None
 
 
 async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.Redis) -> None:

@@ -270,6 +270,7 @@ _COMMANDS: dict[str, Callable[..., Reply]] = {
     "HMGET": lambda data, key, *names: [*map(data.typed(key, dict).get, names)],
     "HGETALL": lambda data, key: [part for pair in data.typed(key, dict).items() for part in pair],
     "SMEMBERS": lambda data, key: sorted(data.typed(key, set)),
+    "INFO": lambda data, section: b"used_memory:0\r\nmaxmemory:0\r\n",
     "FLUSHALL": lambda data: data.restore(({}, {})) or OK,
     "WAIT": lambda data, replicas, ms: 0,
     "EVALSHA": lambda data, sha, n, *words: data.run_script(sha, words[: int(n)], words[int(n) :]),

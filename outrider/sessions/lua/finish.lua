@@ -4,6 +4,7 @@
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
 -- If Redis aborts this script at any call, the script has at most raised the epoch (admit.lua), or
 -- finished a session without shortening its time to live.
+write_when_full(KEYS[1])  -- An end always fits.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 

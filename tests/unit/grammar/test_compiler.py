@@ -14,13 +14,7 @@ from outrider.errors import BadRequest, ConfigError, Incompatible, Overloaded
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer, check_alternatives
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
-from outrider.limits import (
-    ALTERNATIVES_MAX,
-    COMPILATIONS_MAX,
-    COMPILE_S_MAX,
-    LIST_ALTERNATIVE,
-    MASK_S_MAX,
-)
+from outrider.limits import ALTERNATIVES_MAX, COMPILE_S_MAX, LIST_ALTERNATIVE, MASK_S_MAX
 
 ITSELF = {"$ref": "#/$defs/a"}
 
@@ -136,17 +130,45 @@ async def test_tenants_share_neither_grammars_nor_refusals() -> None:
     known.close()
 
 
-async def test_no_more_wait_than_may() -> None:
+async def test_a_tenant_with_many_constraints_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How many bytes of constraints wait is limited."""
+    monkeypatch.setattr("outrider.limits.COMPILATION_BYTES_PER_TENANT_MAX", 56)
+    monkeypatch.setattr("outrider.limits.COMPILATION_BYTES_MAX", 66)
     known = grammars()
-    waiting = [
-        asyncio.ensure_future(known.prepare(Constraint.of_regex(f"a{index}")))
-        for index in range(COMPILATIONS_MAX)
-    ]
+    compiled = list[str]()
+
+    def slow(constraint: Constraint, tenant: str) -> Any:
+        time.sleep(0.01)
+        compiled.append(constraint.text)
+
+    monkeypatch.setattr(known, "_compile", slow)
+
+    async def prepare(text: str, tenant: str) -> None:
+        await known.prepare(Constraint.of_regex(text), tenant)
+
+    waiting = [asyncio.ensure_future(prepare(f"a{index:02}", "a")) for index in range(20)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="wait to be compiled"):
-        await known.prepare(Constraint.of_regex("b"))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="bytes of constraints await compilation for your tenant"):
+        await prepare("a20", "a")
+    await prepare("b", "b")
+    assert len(compiled) < 19
     await asyncio.gather(*waiting)
-    await known.prepare(Constraint.of_regex("b"))
+    known.close()
+
+
+async def test_the_largest_tenant_loses_its_grammars_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.limits.GRAMMAR_BYTES_MAX", 30)
+    known = grammars()
+    small = Constraint.of_regex("b")
+    await known.prepare(small, "b")
+    large = [Constraint.of_regex(f"a{index}aaaaaaaa") for index in range(5)]
+    for one in large:
+        await known.prepare(one, "a")
+    assert [known.find(one.digest(), "a") is not None for one in large] == [0, 0, 0, 1, 1]
+    assert known.find(small.digest(), "b") is not None
     known.close()
 
 

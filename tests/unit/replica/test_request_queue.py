@@ -1,13 +1,18 @@
 """The queue before a replica's steps: order of arrival, also for unfinished requests."""
 
+from dataclasses import replace
+
 from rounds import make_head
 
 from outrider.messages import DraftItem
 from outrider.replica.step_request import AnswerSender, RequestQueue, StepRequest, Unfinished
 
 
-def work(session: int, round_index: int = 0, expires_at: float = 9.0) -> StepRequest:
-    item = DraftItem(make_head((1, 2), session=session, round_index=round_index), 2)
+def work(
+    session: int, round_index: int = 0, expires_at: float = 9.0, tenant: str = ""
+) -> StepRequest:
+    head = replace(make_head((1, 2), session=session, round_index=round_index), tenant=tenant)
+    item = DraftItem(head, 2)
     return StepRequest(item, AnswerSender(lambda answers: None), 0.0, expires_at)
 
 
@@ -48,3 +53,10 @@ def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
         each.unfinished = Unfinished.WAITS
     queue = filled(*waiting, work(3, 1), work(4))
     assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0)]
+
+
+def test_tenants_take_turns() -> None:
+    queue = filled(*(work(session, tenant="a") for session in range(1, 6)), work(6, tenant="b"))
+    queue.add(work(7, tenant="b"))
+    taken = [names(queue.take(0.0)[0]) for _ in range(3)]
+    assert taken == [[(1, 0), (6, 0)], [(2, 0), (7, 0)], [(3, 0), (4, 0)]]

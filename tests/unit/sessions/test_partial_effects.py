@@ -16,7 +16,7 @@ from outrider import errors
 from outrider.sessions import state
 from outrider.sessions.redis_connection import Call, Script
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason, SessionRecord
+from outrider.sessions.store import Counters, FinishReason, SessionRecord, Shared
 from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError
 
 KEY = f"session:{{{IDS[0]}}}".encode()
@@ -87,6 +87,14 @@ async def send(store: ScriptStore, session: Session) -> Any:
 
 async def opening(bench: Bench) -> Work:
     return lambda store: store.open(new_session())
+
+
+def sharing() -> SessionRecord:
+    return replace(new_session(), shared=Shared.of("tenant", '{"constraint": 1}'))
+
+
+async def opening_with_a_shared_text(bench: Bench) -> Work:
+    return lambda store: store.open(sharing())
 
 
 async def appending(bench: Bench) -> Work:
@@ -160,7 +168,10 @@ def seen(record: SessionRecord | None) -> Any:
 
 @pytest.mark.parametrize(
     "prepare",
-    [opening, appending, appending_more, rewriting, finishing, cancelling_what_was_lost, *ONCE],
+    [
+        opening, opening_with_a_shared_text, appending, appending_more, rewriting, finishing,
+        cancelling_what_was_lost, *ONCE,
+    ],
 )  # fmt: skip
 async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
     prepare: Callable[[Bench], Awaitable[Work]],
@@ -307,3 +318,38 @@ async def test_a_key_keeps_its_first_value_until_that_is_replaced() -> None:
     for value, replaces in (("", ""), ("a", ""), ("b", ""), ("b", "a"), ("c", "a"), ("", "b")):
         found.append(await bench.claim_key("k", value, replaces))
     assert found == ["", "a", "a", "b", "b", "b"]
+
+
+async def test_sessions_share_one_copy_of_a_text_that_outlives_them() -> None:
+    bench, records = Bench(), [replace(sharing(), session_id=one) for one in IDS]
+    for record in records:
+        await bench.open(record)
+        assert await bench.load(record.session_id) == record
+    [shared] = [key for key in bench.data.sorted_keys() if key.startswith(b"shared:")]
+    await bench.finish(end_of(Session(records[0])))
+    for key in (f"session:{{{IDS[0]}}}", f"session:{{{IDS[1]}}}"):
+        assert bench.data.ttl_ms(key.encode()) < bench.data.ttl_ms(shared)
+    other = replace(records[0], session_id="a" * 32, shared=Shared.of("other", '{"constraint": 1}'))
+    await bench.open(other)
+    assert sum(key.startswith(b"shared:") for key in bench.data.sorted_keys()) == 2
+    bench.data.drop(shared)
+    with pytest.raises(errors.DataLoss, match=r"parameters of session .* are not stored any more"):
+        await bench.load(IDS[1])
+
+
+async def test_a_renewed_session_lives_on_with_its_shared_text() -> None:
+    now_ms = 1e12
+    bench = ScriptStore(lambda: now_ms)
+    running, ended = sharing(), new_session(IDS[1])
+    for record in (running, ended):
+        await bench.open(record)
+    await bench.finish(end_of(Session(ended)))
+    for _ in range(10):
+        now_ms += bench.session_ttl_ms / 2
+        await bench.renew([running, ended])
+    assert await bench.load(running.session_id) == running
+    with pytest.raises(errors.NotFound):
+        await bench.load(ended.session_id)
+    now_ms += 2 * bench.session_ttl_ms
+    await bench.renew([running])
+    assert not [key for key in bench.data.sorted_keys() if not key.startswith(b"shared:")]

@@ -171,7 +171,7 @@ async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
 @pytest.mark.parametrize("fields", [{}, {b"opened": b"[1]"}, {b"opened": b"\xff"}])
 def test_a_damaged_record_is_data_loss(fields: dict[bytes, bytes]) -> None:
     with pytest.raises(DataLoss, match="unknown form"):
-        decode_record("0" * 32, fields, b"", b"")
+        decode_record("0" * 32, fields, b"", b"", None)
 
 
 SECRET = "p@ss/w:rd"  # noqa: S105 (of no server)

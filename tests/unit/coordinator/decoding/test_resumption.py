@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from coordinator_bench import REQUEST, Bench, Letters, SlowText, bench, failing, tokens_of
+from coordinator_bench import CONFIG, REQUEST, Bench, Letters, SlowText, bench, failing, tokens_of
 from session_model import new_session
 
 from coordinator.decoding.detokenizer import Completion
@@ -25,7 +25,7 @@ from coordinator.decoding.resumption import (
     write_logprobs,
 )
 from coordinator.decoding.sessions import OwnedSessions
-from coordinator.requests.validation import GenerationParameters
+from coordinator.requests.validation import GenerationParameters, ParametersWriter
 from outrider import errors, limits
 from outrider.messages import PositionLogprobs
 from outrider.registry.registry import Starts
@@ -304,6 +304,19 @@ async def test_resumes_count_for_max_sessions() -> None:
         assert sum(isinstance(result, list) for result in results) == 2
 
 
+async def test_a_tenant_with_many_take_overs_keeps_no_other_out() -> None:
+    async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
+        each = [await left(made) for _ in range(limits.TAKE_OVERS_MAX)]
+        [few] = [await left(made, tenant="b")]
+        planted(made, take_over=slow(made.store.take_over, 0.02))
+        going = [asyncio.create_task(one.goes_on(other)) for one in each]
+        await asyncio.sleep(0)
+        events = other.service.resume(few.request, "b")
+        assert isinstance(await anext(events), Started)
+        assert len(tokens_of(few.heard) + tokens_of(await told(events))) == 30
+        await asyncio.gather(*going)
+
+
 async def test_concurrent_take_overs_are_limited() -> None:
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
         each = [await left(made) for _ in range(limits.TAKE_OVERS_MAX + 5)]
@@ -488,7 +501,7 @@ PARAMETERS = GenerationParameters(
 )  # fmt: skip
 RECORD = replace(
     new_session(prompt_ids=PARAMETERS.prompt),
-    parameters=PARAMETERS.to_json(),
+    parameters=ParametersWriter().write(PARAMETERS, "")[0],
     token_ids=(1, 2, 0, 1, 2),
     counters=Counters(5, 4, 1, 2),
     logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[-Infinity,[]]\n",
@@ -598,7 +611,7 @@ def test_log_probabilities_survive_the_store() -> None:
 async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
     size = limits.REPLAY_TOKENS_INLINE + is_long
     record = replace(RECORD, token_ids=(1,) * size, logprobs="")
-    sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
+    sessions: Any = OwnedSessions(*[None] * 4, CONFIG)  # type: ignore[arg-type]
     thread = await sessions.replay(record, threading.get_ident)
     assert (thread != threading.get_ident()) is is_long
 
@@ -607,7 +620,7 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
 async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
     """A call on a thread cannot be cancelled. Others wait, and are dropped at the end."""
     record = replace(RECORD, token_ids=(1,) * (limits.REPLAY_TOKENS_INLINE + 1), logprobs="")
-    sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
+    sessions: Any = OwnedSessions(*[None] * 4, CONFIG)  # type: ignore[arg-type]
     begun, goes_on = threading.Event(), threading.Event()
 
     def slow() -> None:

@@ -13,11 +13,13 @@ from script_store import ScriptStore
 from told_coordinator import MemorySlots
 
 from coordinator.auth.access_control import AccessControl, watch_keys
+from coordinator.decoding.sessions import RequestKey
 from coordinator.http_api.app import build_app
+from coordinator.http_api.progress import Progress, RepeatedRequests
 from coordinator.http_api.server import HttpOptions
 from coordinator.http_api.tools import ChatFormats
 from outrider.api_keys import Caller, given_keys, key_hash
-from outrider.errors import StoreUnavailable, Unavailable
+from outrider.errors import Overloaded, StoreUnavailable, Unavailable
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
 
 pytestmark = pytest.mark.virtual
@@ -400,7 +402,7 @@ async def test_what_a_key_keeps_expires() -> None:
         whole = await second.stream(path, body, KEY)
         assert await second.lengths() == [12]
         assert summary(await first.stream(path, body, KEY)) == summary(whole)
-        await asyncio.sleep(second.shared.session_ttl_ms / 1e3)
+        await asyncio.sleep(second.shared.key_ttl_ms / 1e3)
         assert not any(key.startswith(b"key:") for key in second.shared.data.sorted_keys())
 
 
@@ -423,3 +425,26 @@ async def test_a_request_with_a_key_outlasts_errors() -> None:
             first.target_link.send = send  # type: ignore[method-assign]
             assert summary(await second.stream(path, body, key)) == whole
             assert {*await second.lengths()} == {12}
+
+
+async def test_requests_that_wait_for_the_same_request_are_limited_for_each_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coordinator.http_api.progress.REPEATED_REQUESTS_MAX", 2)
+    repeated, keys = RepeatedRequests(), [RequestKey(str(number), "") for number in range(3)]
+
+    async def request(number: int, tenant: str = "a") -> None:
+        async with repeated.turn(keys[number], Progress(1), tenant):
+            await asyncio.sleep(1)
+
+    running = [asyncio.create_task(request(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(request(number)) for number in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as refused:
+        await request(2)
+    assert refused.value.limit == "repeated_requests"
+    await request(2, "b")
+    await asyncio.gather(*running, *waiting)
+    running = [asyncio.create_task(request(2)) for _ in range(3)]
+    await asyncio.gather(*running)

@@ -11,7 +11,7 @@ import pytest
 from models import byte_level_tokenizer
 
 from coordinator.requests import grammar_check
-from coordinator.requests.grammar_check import FairQueue, _Compiler
+from coordinator.requests.grammar_check import _Compiler
 from coordinator.requests.validation import PromptEncoder
 from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.grammar.constraint import Constraint
@@ -172,57 +172,3 @@ async def test_a_model_may_have_no_constraints(text: Any, said: str) -> None:
     with pytest.raises(BadRequest, match=f"^regex: {said}"):
         await prompts.check_constraint(Constraint.of_regex("a"), (), "a")
     await prompts.close()
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
-    """Waits for a place, and adds the name to `begun`. The tenant is the name's first letter."""
-
-    async def wait() -> None:
-        await queue.take(name[0])
-        begun.append(name)
-
-    return asyncio.create_task(wait())
-
-
-async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
-    compilers: list[Any] = ["c1", "c2"]
-    queue, begun = FairQueue(compilers), list[str]()
-    tasks = [take(queue, begun, f"a{index}") for index in range(6)]
-    await settle()
-    assert begun == ["a0", "a1"]
-    tasks += [take(queue, begun, name) for name in ("b0", "b1", "c0")]
-    await settle()
-    for _ in range(7):
-        queue.give_back(compilers[0])
-        await settle()
-    assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
-
-
-async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in (("COMPILATIONS_PER_TENANT_MAX", 3), ("COMPILATIONS_MAX", 5)):
-        monkeypatch.setattr(f"outrider.limits.{name}", number)
-    compiler: Any = "c"
-    queue, begun = FairQueue([compiler]), list[str]()
-    waiting = [take(queue, begun, f"a{index}") for index in range(4)]
-    await settle()
-    with pytest.raises(Overloaded, match=r"^3 of your constraints await compilation"):
-        await queue.take("a")
-    waiting += [take(queue, begun, f"b{index}") for index in range(2)]
-    await settle()
-    with pytest.raises(Overloaded, match=r"^5 constraints await compilation"):
-        await queue.take("c")
-    waiting[1].cancel()
-    await settle()
-    waiting.append(take(queue, begun, "c0"))
-    queue.give_back(compiler)
-    waiting[4].cancel()  # The task has been given the place, but has not run since.
-    for _ in range(4):
-        await settle()
-        queue.give_back(compiler)
-    await settle()
-    assert sorted(begun) == ["a0", "a2", "a3", "b1", "c0"]

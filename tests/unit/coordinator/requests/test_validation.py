@@ -15,6 +15,7 @@ from outrider.errors import BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
 from outrider.messages import ReplicaDescription
 from outrider.request import ChatMessage, GenerateRequest
+from outrider.sessions.store import SessionRecord
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 MODEL = ReplicaDescription("toy", "", "", 100, "float32", 50, (), 8)
@@ -162,6 +163,12 @@ def test_roles_are_names() -> None:
         assert caught.value.field == "chat.messages[1].role"
 
 
+def stored(parameters: validation.GenerationParameters) -> SessionRecord:
+    """A session with these parameters."""
+    text, shared = validation.ParametersWriter().write(parameters, "a")
+    return SessionRecord.new("0" * 32, "a", "c", 1, Rule.BLOCK, text, parameters.prompt, shared)
+
+
 def test_parameters_are_stored_and_read_again() -> None:
     for constraint in (None, Constraint.any_object(), Constraint.of_choices(["x", "é"])):
         sampling = SamplingParams(
@@ -173,11 +180,21 @@ def test_parameters_are_stored_and_read_again() -> None:
             rule=Rule.BLOCK, include_rounds=True, draft_deadline_ms=20, logprobs=2,
         )  # fmt: skip
         assert parameters.constraint == constraint
-        assert validation.GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
-    values = json.loads(checked().to_json())
+        assert validation.GenerationParameters.of(stored(parameters)) == parameters
+        large = replace(parameters, stop=("a" * limits.SHARED_BYTES_MIN,))
+        record = stored(large)
+        assert record.shared is not None
+        assert len(record.parameters) < 100
+        assert validation.GenerationParameters.of(record) == large
+        # A coordinator that does not know shared texts must not continue without these parameters.
+        with pytest.raises(DataLoss, match="cannot be read"):
+            validation.GenerationParameters.of(replace(record, shared=None))
+    values = json.loads(stored(checked()).parameters)
     values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
-        validation.GenerationParameters.from_json(json.dumps(values), PROMPT)
+        validation.GenerationParameters.of(
+            replace(stored(checked()), parameters=json.dumps(values))
+        )
 
 
 def test_a_prompt_and_max_tokens_must_fit_the_model() -> None:
@@ -205,12 +222,39 @@ async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
     if chat:
         made = [(ChatMessage("user", words),) for words in made]
     first, second = map(GenerateRequest, made)
-    tasks = [asyncio.create_task(prompts.encode(one, 100)) for one in [first] * 9 + [second]]
+    tasks = [asyncio.create_task(prompts.encode(one, 100, "a")) for one in [first] * 9 + [second]]
     await asyncio.sleep(0.05)
     tasks[0].cancel()
     goes_on.set()
     assert await asyncio.gather(*tasks[1:]) == [("chat" if chat else "text", (10,))] * 9
     assert text.encode.call_count + text.encode_chat.call_count == 2
     with pytest.raises(BadRequest, match="has 10 bytes; allowed: up to 8"):
-        await prompts.encode(first, 1)
+        await prompts.encode(first, 1, "a")
+    await prompts.close()
+
+
+async def test_a_short_prompt_waits_neither_for_long_ones_nor_for_all_of_another_tenant() -> None:
+    goes_on, encoded = threading.Event(), list[str]()
+
+    def slow(prompt: str, *_: object) -> list[int]:
+        if len(prompt) > limits.SHORT_PROMPT_BYTES:
+            goes_on.wait(10)
+        encoded.append(prompt[:2])
+        return [1]
+
+    text = Mock(token_bytes_max=2**20)
+    text.encode.side_effect = slow
+    prompts = validation.PromptEncoder(text)
+
+    async def encode(prompt: str) -> None:
+        await prompts.encode(GenerateRequest(prompt), 100, prompt[0])
+
+    filler = "x" * limits.SHORT_PROMPT_BYTES
+    long = [asyncio.create_task(encode(f"{name}{filler}")) for name in ("a1", "a2", "a3", "b1")]
+    await asyncio.sleep(0)
+    await encode("c1")
+    assert encoded == ["c1"]
+    goes_on.set()
+    await asyncio.gather(*long)
+    assert encoded == ["c1", "a1", "b1", "a2", "a3"] or encoded == ["c1", "a1", "a2", "b1", "a3"]
     await prompts.close()

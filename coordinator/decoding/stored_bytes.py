@@ -1,0 +1,138 @@
+"""Bounds the memory that each tenant's sessions take in the session store.
+
+Without a bound, one tenant could fill the store, and then no tenant's request could begin. A
+running session counts with the bytes that it may come to have. An ended session counts with the
+bytes that it has, until the store forgets it. Each coordinator counts the sessions that it runs or
+has ended. So the coordinators divide each tenant's share among them.
+"""
+
+import asyncio
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from coordinator.requests.validation import GenerationParameters
+from outrider import limits
+from outrider.errors import Overloaded
+from outrider.sessions.state import Session
+from outrider.sessions.store import SessionRecord, Shared, StoreMemory
+
+SESSION_BYTES = 2048
+"""Memory of the store for a session without tokens, of which Redis' keys take about half."""
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 32
+KEY_BYTES = 512
+"""Memory of the store for the value of an idempotency key."""
+_RETRY_MS = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    tenant: str
+    num_bytes: int
+    shared: Shared | None = None
+    until: float = math.inf
+    """Loop time at which the store forgets it; infinity while the session runs."""
+
+
+class StoredBytes:
+    """Counts the bytes of one coordinator's sessions in the store. A shared text counts once."""
+
+    def __init__(self, resume_grace_ms: int) -> None:
+        self._kept_s = resume_grace_ms / 1e3 + limits.FINISHED_TTL_S
+        self._memory, self._num_coordinators = StoreMemory(), 1
+        self._held: dict[str, _Held] = {}
+        """By session id, and by name of an idempotency key."""
+        self._ends: list[tuple[float, str]] = []
+        """A heap of times at which the store forgets something. An entry counts only if `_held`
+        has the same time."""
+        self._totals: Counter[str] = Counter()
+        self._uses: Counter[str] = Counter()
+        """Digest of a shared text -> number of entries in `_held` that have it."""
+
+    def learn(self, memory: StoreMemory, num_coordinators: int) -> None:
+        """Sets the store's memory, and the number of coordinators that use the store."""
+        self._memory, self._num_coordinators = memory, num_coordinators
+
+    def of(self, tenant: str) -> int:
+        """Returns the bytes of a tenant."""
+        now = asyncio.get_running_loop().time()
+        while self._ends and self._ends[0][0] <= now:
+            until, name = heapq.heappop(self._ends)
+            if name in self._held and self._held[name].until == until:
+                self._drop(name)
+        return self._totals[tenant]
+
+    def check(self, tenant: str) -> None:
+        """Raises `Overloaded` if the store is almost full, or if the tenant has used up its share.
+        The tenant without a name has no share of its own, because it has the store for itself."""
+        most, used = self._memory.most, self._memory.used
+        if most and used > most * limits.STORE_FULL_SHARE:
+            raise Overloaded(
+                f"the session store is almost full, with {used} of {most} bytes (maxmemory of "
+                "Redis); try again later",
+                _RETRY_MS,
+                "store_memory",
+            )
+        share = int(most * limits.STORE_TENANT_SHARE) // self._num_coordinators
+        if share and tenant and self.of(tenant) > share:
+            raise Overloaded(
+                f"your sessions may take {share} bytes of this coordinator's session store (a "
+                f"{round(1 / limits.STORE_TENANT_SHARE)}th of Redis' maxmemory, divided by the "
+                "number of coordinators); running sessions count with their max_tokens, and ended "
+                f"sessions count for {limits.FINISHED_TTL_S} s; try again later",
+                _RETRY_MS,
+                "tenant_store_memory",
+            )
+
+    def hold(self, record: SessionRecord, parameters: GenerationParameters) -> None:
+        """Counts a session that runs from now on."""
+        num_tokens = record.prompt_length + parameters.max_tokens
+        num_bytes = SESSION_BYTES + len(record.parameters) + TOKEN_BYTES * num_tokens
+        if parameters.logprobs is not None:
+            num_bytes += LOGPROB_BYTES * parameters.max_tokens * (1 + parameters.logprobs)
+        self._put(record.session_id, _Held(record.tenant, num_bytes, record.shared))
+
+    def end(self, session: Session) -> None:
+        """Counts a session with the bytes that it has, until the store has forgotten it."""
+        num_bytes = SESSION_BYTES + TOKEN_BYTES * session.length + sum(map(len, session.logprobs))
+        self._end(session.record, num_bytes)
+
+    def end_early(self, record: SessionRecord) -> None:
+        """Like `end`, for a session that has not begun to run."""
+        held = self._held.get(record.session_id)
+        if held is not None and held.until == math.inf:
+            self._end(record, SESSION_BYTES + TOKEN_BYTES * record.prompt_length)
+
+    def hold_key(self, tenant: str, name: str) -> None:
+        """Counts an idempotency key."""
+        until = asyncio.get_running_loop().time() + limits.KEY_TTL_S
+        self._put(name, _Held(tenant, KEY_BYTES, until=until))
+
+    def _end(self, record: SessionRecord, num_bytes: int) -> None:
+        until = asyncio.get_running_loop().time() + self._kept_s
+        self._put(record.session_id, _Held(record.tenant, num_bytes, record.shared, until))
+
+    def _put(self, name: str, held: _Held) -> None:
+        self._drop(name)
+        self._held[name] = held
+        self._totals[held.tenant] += held.num_bytes
+        if (shared := held.shared) is not None:
+            self._uses[shared.digest] += 1
+            if self._uses[shared.digest] == 1:
+                self._totals[held.tenant] += len(shared.text)
+        if held.until < math.inf:
+            heapq.heappush(self._ends, (held.until, name))
+
+    def _drop(self, name: str) -> None:
+        if (held := self._held.pop(name, None)) is None:
+            return
+        self._totals[held.tenant] -= held.num_bytes
+        if (shared := held.shared) is not None:
+            self._uses[shared.digest] -= 1
+            if not self._uses[shared.digest]:
+                del self._uses[shared.digest]
+                self._totals[held.tenant] -= len(shared.text)
+        if not self._totals[held.tenant]:
+            del self._totals[held.tenant]

@@ -1,0 +1,127 @@
+"""Gives tenants turns at places that are scarce, such as threads, so that none waits for all the
+work of another."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from outrider.errors import Overloaded
+
+Place = TypeVar("Place")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How much may wait, of one tenant and in all. Something larger may wait if nothing else
+    does."""
+
+    tenant_max: int
+    total_max: int
+    what: str
+    """What waits, for the error, such as `constraints await compilation`."""
+    limit: str
+    """`Overloaded.limit`; for a tenant's limit, after `tenant_`."""
+
+
+class FairQueue(Generic[Place]):
+    """Assigns places. Tenants take turns, each with its oldest work."""
+
+    def __init__(self, places: Iterable[Place], allowed: Waiting | None = None) -> None:
+        """`allowed` is None if the caller limits how much waits."""
+        # The place that was used last comes first. If it is a process, the process runs already.
+        self._idle: asyncio.LifoQueue[Place] = asyncio.LifoQueue()
+        for place in places:
+            self.give_back(place)
+        self._allowed = allowed
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Only the work that holds its tenant's lock waits for a place."""
+        self._waiting: Counter[str] = Counter()
+
+    async def take(self, tenant: str, size: int = 1) -> Place:
+        """Waits for a place. Raises `Overloaded` if too much work waits already."""
+        if (allowed := self._allowed) is not None:
+            own, total = self._waiting[tenant], self._waiting.total()
+            if own and own + size > allowed.tenant_max:
+                most = f"for your tenant; allowed: {allowed.tenant_max}"
+                reason = f"{own} {allowed.what} {most}; try again later"
+                raise Overloaded(reason, limit=f"tenant_{allowed.limit}")
+            if total and total + size > allowed.total_max:
+                most = f"for all tenants; allowed: {allowed.total_max}"
+                reason = f"{total} {allowed.what} {most}; try again later"
+                raise Overloaded(reason, limit=allowed.limit)
+        self._waiting[tenant] += size
+        try:
+            async with self._turns[tenant]:
+                return await self._idle.get()
+        finally:
+            self._waiting[tenant] -= size
+            if not self._waiting[tenant]:
+                del self._waiting[tenant], self._turns[tenant]
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Holds a place. Raises the error of `take`."""
+        place = await self.take(tenant)
+        try:
+            yield
+        finally:
+            self.give_back(place)
+
+    def give_back(self, place: Place) -> None:
+        self._idle.put_nowait(place)
+
+
+class FairThreads:
+    """Threads at which tenants take turns."""
+
+    def __init__(self, num_threads: int, name: str, allowed: Waiting | None = None) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._turns = FairQueue(range(num_threads), allowed)
+
+    async def run(self, tenant: str, call: Callable[[], Result], size: int = 1) -> Result:
+        """Runs a call on a thread. If the caller stops waiting, a call that has begun goes on, and
+        keeps its place until it ends. Raises the errors of `FairQueue.take`, and of `call`."""
+        place, loop = await self._turns.take(tenant, size), asyncio.get_running_loop()
+
+        def ended(_: Future[Result]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._turns.give_back, place)
+
+        try:
+            running = self._threads.submit(call)
+        except RuntimeError:  # `close` was called meanwhile.
+            raise asyncio.CancelledError from None
+        running.add_done_callback(ended)
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        """Starts no more calls. Does not wait for running calls."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class TwoLanes:
+    """Threads for short work, and others for long work. Work cannot be interrupted, so otherwise
+    short work would wait until long work ends."""
+
+    def __init__(
+        self, num_short: int, num_long: int, name: str, short_max: int, allowed: Waiting
+    ) -> None:
+        """Work whose size is above `short_max` is long."""
+        self._short_max = short_max
+        self._short = FairThreads(num_short, name, allowed)
+        self._long = FairThreads(num_long, f"{name}-long", allowed)
+
+    async def run(self, tenant: str, call: Callable[[], Result], size: int) -> Result:
+        """See `FairThreads.run`."""
+        lane = self._long if size > self._short_max else self._short
+        return await lane.run(tenant, call, size)
+
+    def close(self) -> None:
+        """See `FairThreads.close`."""
+        self._short.close()
+        self._long.close()

@@ -1,0 +1,95 @@
+"""Turns of tenants at scarce places."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from outrider.errors import Overloaded
+from outrider.fair_turns import FairQueue, FairThreads, Waiting
+
+THINGS = Waiting(3, 5, "things wait", "things")
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def take(queue: FairQueue[Any], begun: list[str], name: str) -> asyncio.Task[None]:
+    """Waits for a place, and adds the name to `begun`. The tenant is the name's first letter."""
+
+    async def wait() -> None:
+        await queue.take(name[0])
+        begun.append(name)
+
+    return asyncio.create_task(wait())
+
+
+async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
+    places = ["c1", "c2"]
+    queue, begun = FairQueue(places), list[str]()
+    tasks = [take(queue, begun, f"a{index}") for index in range(6)]
+    await settle()
+    assert begun == ["a0", "a1"]
+    tasks += [take(queue, begun, name) for name in ("b0", "b1", "c0")]
+    await settle()
+    for _ in range(7):
+        queue.give_back(places[0])
+        await settle()
+    assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
+
+
+async def test_what_waits_is_limited() -> None:
+    queue, begun = FairQueue(["c"], THINGS), list[str]()
+    waiting = [take(queue, begun, f"a{index}") for index in range(4)]
+    await settle()
+    with pytest.raises(Overloaded, match=r"^3 things wait for your tenant; allowed: 3; try"):
+        await queue.take("a")
+    waiting += [take(queue, begun, f"b{index}") for index in range(2)]
+    await settle()
+    with pytest.raises(Overloaded, match=r"^5 things wait for all tenants; allowed: 5; try"):
+        await queue.take("c")
+    waiting[1].cancel()
+    await settle()
+    waiting.append(take(queue, begun, "c0"))
+    queue.give_back("c")
+    waiting[4].cancel()  # The task has been given the place, but has not run since.
+    for _ in range(4):
+        await settle()
+        queue.give_back("c")
+    await settle()
+    assert sorted(begun) == ["a0", "a2", "a3", "b1", "c0"]
+
+
+async def test_sizes_are_limited_but_something_may_always_wait() -> None:
+    queue, begun = FairQueue[str]([], THINGS), list[str]()
+    waiting = asyncio.create_task(queue.take("a", 100))
+    await settle()
+    with pytest.raises(Overloaded) as refused:
+        await queue.take("a", 1)
+    assert refused.value.limit == "tenant_things"
+    with pytest.raises(Overloaded) as refused:
+        await queue.take("b", 1)
+    assert refused.value.limit == "things"
+    waiting.cancel()
+    await settle()
+    take(queue, begun, "b").cancel()
+
+
+async def test_a_call_that_nobody_awaits_keeps_its_thread_until_it_ends() -> None:
+    threads, goes_on, called = FairThreads(1, "test"), threading.Event(), list[str]()
+    left = asyncio.create_task(threads.run("a", goes_on.wait))
+    await settle()
+    left.cancel()
+    others = [
+        asyncio.create_task(threads.run(name[0], lambda name=name: called.append(name)))
+        for name in ("a1", "a2", "b1")
+    ]
+    await asyncio.sleep(0.05)
+    assert called == []
+    goes_on.set()
+    await asyncio.gather(*others)
+    assert called == ["a1", "b1", "a2"]
+    threads.close()
