@@ -303,6 +303,24 @@ async def test_the_time_to_try_again_is_right(locked: Locked) -> None:
     await slots.close()
 
 
+async def test_a_full_server_keeps_slots(locked: Locked) -> None:
+    """Otherwise the slots of running generations would expire, and others could take them."""
+    caller, slots = Caller("one", "o", concurrency=1), RedisSlots(locked.redis)
+    client = redis.asyncio.Redis.from_url(locked.redis.url)
+    await slots.take(caller, ["a"], 1)
+    [(_, before)] = await client.zrange("outrider:limit:{one}:slots", 0, -1, withscores=True)
+    await client.config_set("maxmemory", 1)
+    try:
+        await asyncio.sleep(0.01)
+        await slots.keep({"one": (["a"], [])})
+    finally:
+        await client.config_set("maxmemory", 0)
+    [(_, after)] = await client.zrange("outrider:limit:{one}:slots", 0, -1, withscores=True)
+    assert after > before
+    await client.aclose()
+    await slots.close()
+
+
 async def test_resumptions_are_counted_once_also_those_of_unknown_sessions(locked: Locked) -> None:
     """The bucket may go into debt by as many requests as it has room for."""
     path = "/v1/sessions/cmpl-{}/resume"
