@@ -39,7 +39,7 @@ async def answer_once(
     """What a coordinator sends: the events that the client lacks."""
     progress, session_id = Progress(1, asked.last_event_id), ""
     new = RequestKey(asked.key, "digest")
-    async with repeated.turn(new, progress):
+    async with repeated.turn(new, progress, tenant=""):
         key = await service.known(new)
         resume = progress.resume_request(0)
         async with aclosing(service.generate_once(asked.request, key, resume)) as events:
