@@ -62,7 +62,7 @@ BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
 seconds, or hardly any time."""
 REDIS_JUMP_S_MAX = 5.0
 """Redis expires keys by its wall clock, so its jumps move expiry."""
-FULL_S_MAX = 40.0
+FULL_S_MAX = 25.0
 OUSTED_S_MAX = 8.0
 HUNG_S_MAX = 60.0
 """Longest time until the fleet has killed a hung replica, also if Redis, Ray's head and the fleet's

@@ -237,10 +237,10 @@ class History:
         self.num_losses = 0
         self.broken: InvariantError | None = None
         """The first invalid stored state, if any."""
-        self.slots_renewed: dict[str, float] = {}
-        """Coordinator -> time at which it last took or renewed slots."""
+        self.slots_renewed: dict[tuple[str, str], float] = {}
+        """Coordinator, slot -> time at which it last took or renewed the slot."""
         self.slots_freed: set[tuple[str, str]] = set()
-        """Names of coordinator and slot."""
+        """Coordinator, slot."""
         self.on_last_token: Callable[[str], object] | None = None
         """If set, called with the owner when a session's last token is stored."""
 
@@ -285,11 +285,14 @@ class History:
         for command in commands:
             if command[0] != b"EVALSHA" or command[1] not in (_TAKE, _KEEP):
                 continue
-            self.slots_renewed[client.name] = asyncio.get_running_loop().time()
-            _, *slots = command[3 + int(command[2]) :]
+            arguments, num_freed = command[3 + int(command[2]) :], 0
+            first = 4
             if command[1] == _KEEP:
-                freed = slots[1 : 1 + int(slots[0])]
-                self.slots_freed |= {(client.name, slot.decode()) for slot in freed}
+                first, num_freed = 2, int(arguments[1])
+            slots = [(client.name, slot.decode()) for slot in arguments[first:]]
+            self.slots_freed.update(slots[:num_freed])
+            now = asyncio.get_running_loop().time()
+            self.slots_renewed.update(dict.fromkeys(slots[num_freed:], now))
 
     def held(self, session_id: str, token_ids: Sequence[int]) -> bool:
         beginning = encode_tokens(token_ids)

@@ -85,7 +85,7 @@ SHAPES = {
     "constraint",
     "deadline_error",
 }
-SEEDS_FOR_ALL = 100
+SEEDS_FOR_ALL = 400
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
 Cell = tuple[str, int, int, int]

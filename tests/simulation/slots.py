@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from coordinator.auth.access_control import AccessControl
 from outrider.api_keys import Caller
 from outrider.client import Client
 from outrider.errors import Overloaded, Unavailable, check
@@ -58,9 +57,15 @@ class SlotWatch:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._num_losses = 0
+        self._clock_jump_s = 0.0
         self._begun: set[tuple[str, str]] = set()
         """Names of coordinator and slot."""
         self._excused: set[tuple[str, str]] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any coordinator has had a slot."""
+        return bool(self._redis.history.slots_renewed)
 
     def note_begun(self, coordinator: str, session_id: str) -> None:
         """A generation of any caller has begun."""
@@ -68,22 +73,23 @@ class SlotWatch:
 
     def look(self, nodes: Iterable[Any]) -> None:
         """Raises `InvariantError` if more generations run than are allowed."""
-        loop, history = asyncio.get_running_loop(), self._redis.history
-        all_lost = self._redis.has_lost(self._num_losses)
-        self._num_losses = history.num_losses
-        ended = history.slots_freed & self._begun
+        now, history = asyncio.get_running_loop().time(), self._redis.history
+        renewed, clock_jump_s = history.slots_renewed, self._redis.process.clock_jump_s
+        all_lost = self._redis.has_lost(self._num_losses) or clock_jump_s != self._clock_jump_s
+        self._num_losses, self._clock_jump_s = history.num_losses, clock_jump_s
+        freed = history.slots_freed & self._begun
         held: set[str] = set()
         kept: set[tuple[str, str]] = set()
         for node in nodes:
-            access: AccessControl = node.access
-            mine = {(node.name, slot) for slot in access._held.get(LIMITED.name, ())}
-            renewed_at = history.slots_renewed.get(node.name, loop.time())
-            if all_lost or loop.time() - renewed_at > EXPIRED_S:
-                self._excused |= mine
-            others = {slot for name, slot in ended if name != node.name}
-            self._excused |= {one for one in mine if one[1] in others}
-            kept |= mine
-            held |= {slot for name, slot in mine - self._excused}
+            for slot in node.access._held.get(LIMITED.name, ()):
+                one = node.name, slot
+                has_expired = now - renewed.setdefault(one, now) > EXPIRED_S
+                is_freed = any(name != node.name and slot == other for name, other in freed)
+                if all_lost or has_expired or is_freed:
+                    self._excused.add(one)
+                kept.add(one)
+                if one not in self._excused:
+                    held.add(slot)
         self._excused &= kept
         check(len(held) <= LIMITED.concurrency, f"{LIMITED} runs {held}")
 

@@ -12,7 +12,6 @@ import pytest
 
 from coordinator import service
 from coordinator.auth.access_control import Grant, RedisSlots
-from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.loop import OutputQueue, SessionRun
 from coordinator.decoding.resumption import Replayed
 from coordinator.decoding.sessions import OwnedSessions
@@ -237,17 +236,14 @@ def slots_not_counted(patch: Patch) -> None:
 
 
 def full_store_ends_sessions(patch: Patch) -> None:
-    """A session that waits for the store for long fails, instead of going on afterwards."""
-    wait = SessionCommits.room
+    """A stream waits for the store as long as a session decodes without it, not to its deadline."""
+    begin = OutputQueue.__init__
 
-    async def impatient(self: SessionCommits, num_tokens: int = 1) -> None:
-        try:
-            async with asyncio.timeout(UNCOMMITTED_MS_MAX / 1e3):
-                await wait(self, num_tokens)
-        except TimeoutError:
-            raise StoreUnavailable("planted") from None
+    def impatient(self: OutputQueue, commits: Any, until: float, observer: Any) -> None:
+        now = asyncio.get_running_loop().time()
+        begin(self, commits, min(until, now + UNCOMMITTED_MS_MAX / 1e3), observer)
 
-    patch.setattr(SessionCommits, "room", impatient)
+    patch.setattr(OutputQueue, "__init__", impatient)
 
 
 def mailbox_left_behind(patch: Patch) -> None:

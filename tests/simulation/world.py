@@ -39,7 +39,7 @@ LOOK_AHEADS = 0, 3
 """Numbers of outcomes for which drafts look ahead, equally often."""
 FRONT_PORT = 50051
 STOP_S = 1.0
-CLOSING_S = max(COMMIT_GRACE_S, SLOT_LEASE_MS / 1e3) + 0.1
+CLOSING_S = COMMIT_GRACE_S + 0.1
 """By then everything that has just ended is closed."""
 RESUME_TIMEOUT_S = 60.0
 WHOLE_S_MAX = 90.0
@@ -285,6 +285,8 @@ class World:
     async def stop(self) -> None:
         """Stops all, and checks that nothing is left over."""
         await asyncio.sleep(CLOSING_S)
+        if self.slots.is_used:
+            await asyncio.sleep(max(0.0, SLOT_LEASE_MS / 1e3 - CLOSING_S))
         self.slots.check_end(self.nodes("coordinator"))
         for node in self.nodes("coordinator"):
             node.check_work()
