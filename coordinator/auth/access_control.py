@@ -23,7 +23,7 @@ import logging
 import math
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -162,24 +162,37 @@ class AccessControl:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
         self._empty_until.pop(caller, None)
 
-    async def count_resumption(self, caller: Caller) -> None:
-        """Counts one request of the caller, who names a session that may not exist. Takes no slot.
-        Raises the errors of `admit`."""
-        if caller.requests_per_minute and self._store is not None:
-            await self._store.take(replace(caller, concurrency=0), [], RESUME_DEPTH)
+    async def count(self, caller: Caller, resumes: Callable[[], Awaitable[bool]]) -> None:
+        """Counts one request of the caller, before the request costs anything. If the bucket is
+        empty, `resumes` says whether the request resumes a session. Raises `Overloaded` with the
+        time to wait, `StoreUnavailable`, and the errors of `resumes`."""
+        if not caller.requests_per_minute or self._store is None:
+            return
+        asked = asyncio.get_running_loop().time()
+        try:
+            await self._store.take(caller, (), 1)
+        except RateExceeded as error:
+            if not await resumes():
+                self._empty_until[caller] = asked + error.retry_after_ms / 1e3
+                raise
+            await self._store.take(caller, (), RESUME_DEPTH)
 
     @asynccontextmanager
     async def admit(
-        self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1,
+        self,
+        caller: Caller,
+        resumes: Sequence[str] = (),
+        num_generations: int = 1,
+        *,
         is_counted: bool = False,
-    ) -> AsyncIterator[Grant]:  # fmt: skip
-        """Counts one request of the caller unless it `is_counted` already, and holds a slot for
-        each generation until the context ends. `resumes` has the ids of resumed sessions. If a
-        limit is reached, raises `Overloaded` with the time to wait. Raises `StoreUnavailable`.
-        After an error, no slot is held."""
-        names: list[str] = []
+    ) -> AsyncIterator[Grant]:
+        """Counts one request of the caller unless it `is_counted`, and holds a slot for each
+        generation until the context ends. `resumes` has the ids of resumed sessions. If a limit is
+        reached, raises `Overloaded` with the time to wait. Raises `StoreUnavailable`. After an
+        error, no slot is held."""
         if is_counted:
             caller = replace(caller, requests_per_minute=0)
+        names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:
                 names = [*resumes] or [secrets.token_hex(16) for _ in range(num_generations)]

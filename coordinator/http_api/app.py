@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -22,6 +21,7 @@ from coordinator.auth.access_control import AccessControl
 from coordinator.http_api import answers, bodies, reading, schemas
 from coordinator.http_api.answers import EventStream, Json
 from coordinator.http_api.bodies import CompletionBody, TranslatedBody
+from coordinator.http_api.body_route import Admission, BodyRoute
 from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send_part
@@ -139,6 +139,17 @@ class Generations:
         self._service, self._access = service, access
         self._repeated = RepeatedRequests()
 
+    async def resumes(self, request: Request) -> bool:
+        """Whether a request asks for an answer that an earlier request has begun. Raises
+        `BadRequest` if the earlier request with its `Idempotency-Key` was different."""
+        if "answer_id" in request.path_params:
+            return True
+        key = request.headers.get("idempotency-key")
+        if key is None:
+            return False
+        [first] = request_keys(key, request.state.caller.tenant, request.state.digest, 1)
+        return bool((await self._service.known(first)).session_id)
+
     def answer(
         self, request: Request, asked: TranslatedBody, kind: Callable[..., EventStream],
         headers: RepeatHeaders, session_id: str = "",
@@ -165,8 +176,8 @@ class Generations:
         """Yields the events of all choices. Continues the session `session_id` or the sessions of
         the `key`, if there are any. Otherwise opens new sessions.
 
-        All choices count as one request of the caller. Each choice counts as one generation until
-        the last choice ends. No choice runs before all are admitted. Raises `BadRequest` if the
+        The request must have been counted. Each choice counts as one generation until the last
+        choice ends. No choice runs before all are admitted. Raises `BadRequest` if the
         caller may not run so many choices at a time. Also raises the service's errors."""
         service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
@@ -187,8 +198,7 @@ class Generations:
                 each = asked.requests
                 streams = [service.generate(one, tenant, trace, resumable=False) for one in each]
             else:
-                content = request.url.path.encode() + b"\n" + await request.body()
-                new = request_keys(key, tenant, content, number)
+                new = request_keys(key, tenant, request.state.digest, number)
                 await exits.enter_async_context(self._repeated.turn(new[0], progress, tenant))
                 keys = await asyncio.gather(*map(service.known, new))
                 streams = [
@@ -201,8 +211,7 @@ class Generations:
                 await exits.enter_async_context(aclosing(stream))
             interleaved = _interleaved(streams, asked, progress)
             running = await exits.enter_async_context(aclosing(interleaved))
-            # A session's resumption was counted when its parameters were read.
-            admitted = self._access.admit(caller, resumed, number, is_counted=bool(session_id))
+            admitted = self._access.admit(caller, resumed, number, is_counted=True)
             grant = await exits.enter_async_context(admitted)
             async for index, event in running:
                 await grant.note(event, index)
@@ -252,19 +261,18 @@ def build_app(
     """Makes the application of a coordinator. By default, the model's chat template decides the
     `formats` of tool calls and reasoning."""
     access = options.access
+    runs = Generations(service, access)
     app = schemas.DocumentedApp(
         title="Outrider", version=version("outrider"), responses=_ERRORS, redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads scripts from other hosts. `show_page` replaces it.
         redoc_url=None,
     )  # fmt: skip
-    app.router.route_class = reading.BodyRoute
-    app.state.access = access
-    app.state.num_bytes = Counter()
+    app.router.route_class = BodyRoute
+    app.state.admission = Admission(access, runs.resumes)
     app.add_middleware(reading.Entrance, access=access, hosts=options.hosts)
     reading.add_error_handlers(app)
-    runs = Generations(service, access)
-    _add_generation(app, service, access, runs, formats or ChatFormats(service.text))
-    _add_tokens(app, service, access)
+    _add_generation(app, service, runs, formats or ChatFormats(service.text))
+    _add_tokens(app, service)
     _add_models(app, service)
     _add_operation(app, service, options.metrics)
     return app
@@ -282,9 +290,8 @@ _RESUMED = {one.id_prefix: one for one in (answers.ChatAnswer, answers.Completio
 
 
 def _add_generation(
-    app: FastAPI, service: CoordinatorService, access: AccessControl, runs: Generations,
-    formats: ChatFormats,
-) -> None:  # fmt: skip
+    app: FastAPI, service: CoordinatorService, runs: Generations, formats: ChatFormats
+) -> None:
 
     @app.post("/v1/chat/completions", responses=schemas.CHAT)
     async def chat_completions(
@@ -311,9 +318,7 @@ def _add_generation(
         prefix, session_id = answer_id[:-32], answer_id[-32:]
         if prefix not in _RESUMED or not re.fullmatch("[0-9a-f]{32}", session_id):
             raise SessionNotFound(f"there is no session {answer_id[:64]}")
-        caller = cast(Caller, request.state.caller)
-        await access.count_resumption(caller)
-        parameters = await service.stored_parameters(session_id, caller.tenant)
+        parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
         echoes = parameters.prompt_logprobs is not None
         asked = TranslatedBody(body, (parameters,), names={}, echoes=echoes, form=form)
@@ -338,19 +343,17 @@ def _add_generation(
         return runs.answer(request, asked, lambda *_: answers.NativeEvents(service.text), headers)
 
 
-def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
-    # Each call counts as a request of the caller, but not as a generation.
+def _add_tokens(app: FastAPI, service: CoordinatorService) -> None:
 
     @app.post("/tokenize", responses={200: {"model": schemas.Tokenized}})
     async def tokenize(body: bodies.TokenizeBody, request: Request) -> Response:
         """Returns the tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
-        async with access.admit(request.state.caller, num_generations=0):
-            try:
-                tenant = request.state.caller.tenant
-                token_ids = await service.tokenize(asked.requests[0], special, tenant)
-            except BadRequest as error:
-                raise asked.renamed(error, 0) from error
+        tenant = request.state.caller.tenant
+        try:
+            token_ids = await service.tokenize(asked.requests[0], special, tenant)
+        except BadRequest as error:
+            raise asked.renamed(error, 0) from error
 
         def as_json() -> str:
             strs, text, length = None, service.text, service.served.max_model_len
@@ -365,10 +368,9 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
     @app.post("/detokenize")
     async def detokenize(body: bodies.DetokenizeBody, request: Request) -> schemas.Detokenized:
         """Returns the text of tokens. Special tokens appear by their names."""
-        async with access.admit(request.state.caller, num_generations=0):
-            tenant = request.state.caller.tenant
-            text = await service.detokenize(body.tokens, body.model, tenant)
-            return schemas.Detokenized(prompt=text)
+        tenant = request.state.caller.tenant
+        text = await service.detokenize(body.tokens, body.model, tenant)
+        return schemas.Detokenized(prompt=text)
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:

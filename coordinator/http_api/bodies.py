@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
 from coordinator.http_api.tools import (
@@ -25,8 +25,8 @@ from coordinator.http_api.tools import (
     AnswerForm,
     ChatFormats,
     Tools,
-    check_arguments,
-    parsed_call,
+    call_for_template,
+    parsed_arguments,
     tools_of,
 )
 from outrider import limits
@@ -48,6 +48,8 @@ Wished = list[tuple[str, Constraint]]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
 """A list that may be long. Its validation stops at the first wrong item."""
+Parts = Annotated[Several[Item], Field(max_length=limits.CONTENT_PARTS_MAX)]
+"""The parts of one message."""
 
 
 def asks_nothing(names: str, *values: Any) -> Unserved:
@@ -111,6 +113,34 @@ def must_be(words: str) -> pydantic.WrapValidator:
             raise ValueError(f"must be {words}") from None
 
     return pydantic.WrapValidator(validate)
+
+
+def at_most(num_max: int) -> pydantic.BeforeValidator:
+    """Makes a validator that refuses a long object before its entries are validated. With
+    `max_length` alone, pydantic would make an error for each wrong entry."""
+
+    def validate(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > num_max:
+            raise ValueError(f"should have at most {num_max} items; got {len(value)}")
+        return value
+
+    return pydantic.BeforeValidator(validate)
+
+
+def converted(
+    given: Any, convert: Callable[[Any], Any], result: type[Any] | None = None
+) -> pydantic.GetPydanticSchema:
+    """Makes an annotation for a field whose caller gives a value of the type `given`. The field
+    gets what `convert` makes of this value. A value of the class `result` is converted already."""
+
+    def validate(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        if result is not None and isinstance(value, result):
+            return value
+        return convert(handler(value))
+
+    return pydantic.GetPydanticSchema(
+        lambda _, handler: core_schema.no_info_wrap_validator_function(validate, handler(given))
+    )
 
 
 class Speculation(Body):
@@ -198,7 +228,11 @@ class GenerationBody(Body):
     stream: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] = Field(default={}, max_length=limits.LOGIT_BIAS_ENTRIES_MAX)
+    logit_bias: Annotated[
+        dict[str, float],
+        Field(max_length=limits.LOGIT_BIAS_ENTRIES_MAX),
+        at_most(limits.LOGIT_BIAS_ENTRIES_MAX),
+    ] = {}
     """For each token id, a number that is added to the token's logit."""
     top_k: int | None = None
     min_p: float | None = None
@@ -210,6 +244,7 @@ class GenerationBody(Body):
     structured_outputs: Annotated[
         dict[Literal["json", "json_object", "regex", "choice"], Any],
         pydantic.BeforeValidator(_without_nulls),
+        at_most(limits.HTTP_FIELDS_MAX),
     ] = {}
     """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
 
@@ -322,9 +357,12 @@ class ResumeBody(StreamedBody):
     stream: bool = True
 
 
+Arguments = Annotated[dict[str, Any], converted(str, parsed_arguments)]
+
+
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: Arguments
     """A JSON object, as text."""
 
 
@@ -363,7 +401,7 @@ class Message(Body):
     }
 
     role: Annotated[str, pydantic.AfterValidator(_known_role)]
-    content: str | Several[TextPart] | None = None
+    content: str | Parts[TextPart] | None = None
     reasoning_content: str = ""
     tool_calls: Annotated[Several[CalledTool], Field(max_length=limits.CALLS_MAX)] = []
     tool_call_id: str | None = None
@@ -380,20 +418,22 @@ class Message(Body):
             raise field_error("tool_call_id", "is missing; give the id of the answered call")
         return self
 
-    def turn(self, place: str) -> ChatMessage:
-        """Returns the message for the chat template. `place` is the message's path in the body.
-        Raises `BadRequest` if a call's arguments are not a JSON object."""
-        calls = list[dict[str, Any]]()
-        for index, call in enumerate(self.tool_calls):
-            field, function = f"{place}.tool_calls[{index}].function.arguments", call.function
-            calls.append(parsed_call(call.id, function.name, function.arguments, field))
+    def turn(self) -> ChatMessage:
+        """Returns the message for the chat template."""
         more: dict[str, Any] = {
             "reasoning_content": self.reasoning_content,
-            "tool_calls": calls,
+            "tool_calls": [
+                call_for_template(call.id, call.function.name, call.function.arguments)
+                for call in self.tool_calls
+            ],
             "tool_call_id": self.tool_call_id,
         }
         more = {name: value for name, value in more.items() if value}
         return ChatMessage(self.role, lines(self.content or ""), more)
+
+
+Turn = Annotated[ChatMessage, converted(Message, Message.turn, ChatMessage)]
+"""A `Message`, as the chat template gets it."""
 
 
 class OfFunction(Body):
@@ -424,10 +464,12 @@ class NamedTool(OfFunction):
 TemplateVariable = (
     Annotated[str, Field(max_length=limits.TEMPLATE_VARIABLE_CHARS_MAX)] | int | float | bool | None
 )
-Messages = Annotated[Several[Message], Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX)]
+Messages = Annotated[Several[Turn], Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX)]
 ToolList = Annotated[Several[Tool], Field(max_length=limits.TOOLS_MAX)]
 TemplateVariables = Annotated[
-    dict[str, TemplateVariable], Field(max_length=limits.TEMPLATE_VARIABLES_MAX)
+    dict[str, TemplateVariable],
+    Field(max_length=limits.TEMPLATE_VARIABLES_MAX),
+    at_most(limits.TEMPLATE_VARIABLES_MAX),
 ]
 
 
@@ -471,9 +513,6 @@ class ChatBody(ChoicesBody, ConversationBody):
     def translate(self, formats: ChatFormats | None = None) -> TranslatedBody:
         """`formats` says how the model writes calls and reasoning. None = answers are not parsed.
         Raises `BadRequest` for fields that contradict each other."""
-        calls = [call for message in self.messages for call in message.tool_calls]
-        check_arguments([call.function.arguments for call in calls], "messages")
-        turns = [one.turn(f"messages[{index}]") for index, one in enumerate(self.messages)]
         old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has both fields.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
@@ -486,7 +525,7 @@ class ChatBody(ChoicesBody, ConversationBody):
         named = choice.function if isinstance(choice, NamedTool) else choice
         most = old if new is None else new
         return self._conversation(
-            tuple(turns), functions, named, names, most, self.logprobs, formats
+            tuple(self.messages), functions, named, names, most, self.logprobs, formats
         )
 
 

@@ -6,28 +6,31 @@
 The gateway forwards each request to a coordinator. If that coordinator does not answer, or cannot
 serve the request now, the gateway tries the next coordinator. To resume a stream, the gateway
 repeats the request with the same `Idempotency-Key`, and with the id of the last event that the
-client has (docs/http.md). If the client gives no `Idempotency-Key`, the gateway adds one.
+client has (docs/http.md). If the client gives no `Idempotency-Key`, the gateway adds one. So it
+keeps each body until the answer ends. Longer bodies are in temporary files.
 """
 
 import asyncio
 import logging
 import math
+import os
 import re
 import secrets
 import socket
 import ssl
-from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import random
+from typing import IO
 
 import httpx2
 from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.auth.access_control import OPEN
-from coordinator.http_api.reading import Entrance, add_error_handlers, whole_body
+from coordinator.auth.access_control import OPEN, AccessControl
+from coordinator.http_api.incoming import IncomingBodies
+from coordinator.http_api.reading import Entrance, add_error_handlers
 from coordinator.http_api.server import LiveResponse, send_part
 from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
@@ -62,6 +65,8 @@ Generated text cannot contain these bytes, because its quotes are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
 """Finds the deadline in a body. Parsing the whole body would delay all other streams."""
+_PART_BYTES = 64 * 2**10
+"""A body is sent in parts of this size."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -97,10 +102,15 @@ class Coordinators:
 class Forwarded(LiveResponse):
     """The response to a client, made of the responses of one or several coordinators."""
 
-    def __init__(self, coordinators: Coordinators, request: Request, body: bytes) -> None:
+    _body: IO[bytes]
+    """The body of the request, while the response is called."""
+
+    def __init__(
+        self, coordinators: Coordinators, bodies: IncomingBodies, request: Request
+    ) -> None:
         super().__init__()
-        self._coordinators = coordinators
-        self._method, self._body = request.method, body
+        self._coordinators, self._bodies, self._request = coordinators, bodies, request
+        self._method = request.method
         query = request.scope["query_string"]
         self._target = request.scope["raw_path"] + (b"?" + query if query else b"")
         if not self._target.startswith(b"/"):
@@ -108,13 +118,18 @@ class Forwarded(LiveResponse):
         self._passed = _passed_on(request.headers.raw, _NOT_ASKED)
         if request.method == "POST" and KEY not in request.headers:
             self._passed.append((KEY.encode(), secrets.token_hex(16).encode()))
-        found = _DEADLINE.search(body)
-        deadline_ms = DEADLINE_MS_DEFAULT if found is None else int(found[1])
-        self._deadline_s = min(deadline_ms, DEADLINE_MS_MAX) / 1e3
+        self._deadline_s = 0.0
         self._last_id = request.headers.get(LAST_ID, "")
         self._has_sent = False
         self._num_failures = 0
         """Number of failed tries since the last event."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._bodies.read(self._request) as self._body:
+            found = _DEADLINE.search(self._body.read())
+            deadline_ms = DEADLINE_MS_DEFAULT if found is None else int(found[1])
+            self._deadline_s = min(deadline_ms, DEADLINE_MS_MAX) / 1e3
+            await super().__call__(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._answer(send)
@@ -176,12 +191,14 @@ class Forwarded(LiveResponse):
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
+        if size := self._body.seek(0, os.SEEK_END):
+            headers.append((b"content-length", b"%d" % size))
         extensions: dict[str, object] = {"timeout": _TIMEOUT.as_dict()}
         if self._coordinators.tls_name:
             extensions["sni_hostname"] = self._coordinators.tls_name
         asked = httpx2.Request(
             self._method, httpx2.URL(url).copy_with(raw_path=self._target), headers=headers,
-            content=self._body or None, extensions=extensions,
+            content=_parts(self._body) if size else None, extensions=extensions,
         )  # fmt: skip
         found = await self._coordinators.transport.handle_async_request(asked)
         try:
@@ -208,6 +225,12 @@ class Forwarded(LiveResponse):
                 self._num_failures = 0
 
 
+async def _parts(file: IO[bytes]) -> AsyncIterator[bytes]:
+    file.seek(0)
+    while part := file.read(_PART_BYTES):
+        yield part
+
+
 def _reason(error: object) -> str:
     """Returns an error's text. If it has none, returns its class's name, such as `read error`."""
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
@@ -231,15 +254,18 @@ def _passed_on(
     return [one for one in found if one[0].decode("latin-1") not in left_out]
 
 
-def build_gateway(coordinators: Coordinators, hosts: Collection[str] = ()) -> FastAPI:
-    """Makes the application of a gateway. For `hosts`, see `HttpOptions.hosts`."""
+def build_gateway(
+    coordinators: Coordinators, hosts: Collection[str] = (), access: AccessControl = OPEN
+) -> FastAPI:
+    """Makes the application of a gateway. For `hosts`, see `HttpOptions.hosts`. `access` knows the
+    API keys of the coordinators, or asks for no keys."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Entrance, access=OPEN, hosts=hosts)
+    app.add_middleware(Entrance, access=access, hosts=hosts)
     add_error_handlers(app)
-    num_bytes = Counter[str]()
+    bodies = IncomingBodies(by_address=True, spools=True)
 
     @app.api_route("/{path:path}", methods=list(_METHODS))
     async def forward(request: Request) -> Response:
-        return Forwarded(coordinators, request, await whole_body(request, num_bytes))
+        return Forwarded(coordinators, bodies, request)
 
     return app

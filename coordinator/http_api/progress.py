@@ -130,12 +130,12 @@ class Progress:
         return f"{self.num_parts}:{'.'.join(each)}{begun}"
 
 
-def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
-    """Derives a key for each choice from the `Idempotency-Key`. Raises `BadRequest`."""
+def request_keys(key: str, tenant: str, digest: str, num_choices: int) -> list[RequestKey]:
+    """Derives a key for each choice from the `Idempotency-Key`. `digest` is a hash of the request.
+    Raises `BadRequest`."""
     if not _KEY.fullmatch(key):
         reason = f"must be 1 to {IDEMPOTENCY_KEY_CHARS_MAX} printable ASCII characters"
         raise BadRequest("Idempotency-Key", reason)
-    digest = hashlib.sha256(request).hexdigest()
     names = (json.dumps([tenant, key, index]).encode() for index in range(num_choices))
     return [RequestKey(hashlib.sha256(name).hexdigest(), digest) for name in names]
 

@@ -1,21 +1,18 @@
-"""Reads the bodies of requests within limits, and writes JSON and errors in OpenAI's form.
+"""Parses the bodies of requests within limits, and writes JSON and errors in OpenAI's form.
 
 Parsing a body blocks the event loop, which must renew the coordinator's lease every 0.5 s. So
-`read_body` refuses a body with too many values before it parses the body.
+`check_size` refuses a body with too many values before the body is parsed.
 """
 
-import asyncio
 import json
 import logging
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.datastructures import Headers
@@ -25,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
 from outrider import errors, limits
-from outrider.api_keys import ANYBODY, Caller
+from outrider.api_keys import ANYBODY
 from outrider.refusals import count_refusal
 
 _log = logging.getLogger(__name__)
@@ -189,27 +186,8 @@ _BOM = b"\xef\xbb\xbf"
 _OPENINGS = (b"[", b"{")
 _MARKS = (*_OPENINGS, b",", b":")
 """Every key or value in an object or list follows one of these bytes."""
-_QUOTES_MAX = 2 * (limits.HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
-
-
-class BodyRoute(APIRoute):
-    """If the route takes a body, checks the caller's rate limit, and then calls `read_body`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def read(request: Request) -> Response:
-            state = request.app.state
-            state.access.check_rate(request.state.caller)
-            request._body = data = await whole_body(request, state.num_bytes)
-            if data:  # FastAPI calls `Request.json`, which returns `_json` without parsing again.
-                is_json = "json" in request.headers.get("content-type", "").lower()
-                request._json = read_body(data) if is_json else None
-            return await handle(request)
-
-        return handle if self.body_field is None else read
 
 
 class Unsent(Response):
@@ -218,53 +196,31 @@ class Unsent(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
-async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
-    """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
-    than `HTTP_BODY_S_MAX`, or pauses for `HTTP_BODY_PART_S_MAX`. `num_bytes` counts the bytes of
-    incomplete bodies by tenant. All tenants together may have at most `HTTP_BODIES_BYTES_MAX`. With
-    API keys, each tenant may have at most `HTTP_TENANT_BODIES_BYTES_MAX`."""
-    caller: Caller = request.state.caller
-    tenant, data, now = caller.tenant, bytearray(), asyncio.get_running_loop().time
-    end = now() + limits.HTTP_BODY_S_MAX
-    try:
-        async with asyncio.timeout(limits.HTTP_BODY_PART_S_MAX) as late:
-            async for part in request.stream():
-                late.reschedule(min(end, now() + limits.HTTP_BODY_PART_S_MAX))
-                data += part
-                num_bytes[tenant] += len(part)
-                if len(data) > (most := limits.HTTP_BODY_BYTES_MAX):
-                    raise errors.TooLarge(f"the body has more than {most} bytes", "http_body")
-                if num_bytes.total() > limits.HTTP_BODIES_BYTES_MAX:
-                    raise errors.Unavailable("too many bodies are being read; try again later")
-                most = limits.HTTP_TENANT_BODIES_BYTES_MAX
-                if caller is not ANYBODY and num_bytes[tenant] > most:
-                    raise errors.Overloaded(
-                        f"the bodies that the tenant {tenant!r} is sending have more than {most} "
-                        "bytes together; try again later",
-                        limit="http_tenant_bodies",
-                    )
-        return bytes(data)
-    except TimeoutError:
-        whole, part_s = limits.HTTP_BODY_S_MAX, limits.HTTP_BODY_PART_S_MAX
-        reason = f"the body did not arrive within {whole} s, or paused for {part_s} s"
-        raise HTTPException(408, reason, {"connection": "close"}) from None
-    finally:
-        num_bytes[tenant] -= len(data)
-        if not num_bytes[tenant]:
-            del num_bytes[tenant]
-
-
 def read_body(data: bytes) -> Any:
-    """Returns the value of a body. Raises `BadRequest` if the body is not JSON in UTF-8, or has
-    more than `HTTP_VALUES_MAX` values or `HTTP_CONTAINERS_MAX` lists and objects."""
-    if _too_many(data):  # Some marks may be within strings. Count again without strings.
+    """Returns the value of a body. Raises the errors of `check_size` and `parse`."""
+    check_size(data)
+    return parse(data)
+
+
+def check_size(data: bytes) -> None:
+    """Raises `BadRequest` if a body exceeds a limit of `exceeded`."""
+    if found := exceeded(data):
+        raise of_body(f"has more than {found}")
+
+
+def exceeded(data: bytes) -> str:
+    """Names the limit that some JSON exceeds: `HTTP_VALUES_MAX` values, `HTTP_STRINGS_MAX` strings
+    and keys, or `HTTP_CONTAINERS_MAX` lists and objects. "" = no limit is exceeded. Does not parse
+    the JSON."""
+    found = _too_many(data)
+    if found:  # Some marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        # Each string is a key or a value, so too many strings are too many values.
-        found = f"more than {limits.HTTP_VALUES_MAX} values"
-        if bare.count(b'"') <= _QUOTES_MAX:
-            found = _too_many(b"".join(bare.split(b'"')[::2]))
-        if found:
-            raise of_body(f"has {found}")
+        found = _too_many_strings(bare) or _too_many(b"".join(bare.split(b'"')[::2]))
+    return found
+
+
+def parse(data: bytes) -> Any:
+    """Returns the value of a body that is JSON in UTF-8. Raises `BadRequest`."""
     try:
         return from_json(data.removeprefix(_BOM))
     except ValueError as error:
@@ -272,12 +228,17 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """Describes the exceeded limit. "" = no limit is exceeded. Marks within strings count, too."""
+    """Names the exceeded limit. "" = no limit is exceeded. Marks within strings count, too."""
     if sum(map(data.count, _OPENINGS)) > limits.HTTP_CONTAINERS_MAX:
-        return f"more than {limits.HTTP_CONTAINERS_MAX} lists and objects"
+        return f"{limits.HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > limits.HTTP_VALUES_MAX:
-        return f"more than {limits.HTTP_VALUES_MAX} values"
-    return ""
+        return f"{limits.HTTP_VALUES_MAX} values"
+    return _too_many_strings(data)
+
+
+def _too_many_strings(data: bytes) -> str:
+    is_over = data.count(b'"') > 2 * limits.HTTP_STRINGS_MAX
+    return f"{limits.HTTP_STRINGS_MAX} strings and keys" if is_over else ""
 
 
 def is_open(path: str) -> bool:

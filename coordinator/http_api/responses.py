@@ -11,8 +11,18 @@ from pydantic import Field, model_validator
 
 from coordinator.http_api import bodies
 from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
-from coordinator.http_api.bodies import ANY_VALUE, Body, Several, asks_nothing, lines
-from coordinator.http_api.tools import ChatFormats, Part, call_id_of, check_arguments, parsed_call
+from coordinator.http_api.bodies import (
+    ANY_VALUE,
+    Arguments,
+    Body,
+    Parts,
+    Several,
+    asks_nothing,
+    at_most,
+    converted,
+    lines,
+)
+from coordinator.http_api.tools import ChatFormats, Part, call_for_template, call_id_of
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished, RoundReport, Started
 from outrider.sessions.store import FinishReason
@@ -54,12 +64,12 @@ class Item(Body):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
-    content: str | Several[ItemText] = ""
+    content: str | Parts[ItemText] = ""
     call_id: str = ""
     name: str = ""
-    arguments: str = ""
+    arguments: Arguments = Field(default={})
     """A JSON object, as text."""
-    output: str | Several[ItemText] = ""
+    output: str | Parts[ItemText] = ""
 
     @model_validator(mode="after")
     def _has_the_fields_of_its_type(self) -> Self:
@@ -71,19 +81,27 @@ class Item(Body):
             raise bodies.field_error(name, f"is not a field of a {self.type}")
         return self
 
-    def turn(self, place: str) -> Json:
-        """Returns fields of a `ChatMessage`. `place` is the item's path. Raises `BadRequest`."""
+    def turn(self) -> TurnPart:
+        """Returns what the item adds to the conversation."""
         match self.type:
             case "message":
                 role = "system" if self.role == "developer" else self.role
-                return {"role": role, "content": lines(self.content)}
+                return TurnPart(role=role, content=lines(self.content))
             case "function_call":
-                call = parsed_call(self.call_id, self.name, self.arguments, f"{place}.arguments")
-                return {"role": "assistant", "tool_calls": [call]}
+                call = call_for_template(self.call_id, self.name, self.arguments)
+                return TurnPart(role="assistant", tool_calls=[call])
             case "function_call_output":
                 output = lines(self.output)
-                return {"role": "tool", "content": output, "tool_call_id": self.call_id}
-        return {"role": "assistant", _REASONING: lines(self.content)}
+                return TurnPart(role="tool", content=output, tool_call_id=self.call_id)
+        return TurnPart({"role": "assistant", _REASONING: lines(self.content)})
+
+
+class TurnPart(dict[str, Any]):
+    """Fields of a `ChatMessage`."""
+
+
+ItemTurn = Annotated[TurnPart, converted(Item, Item.turn, TurnPart)]
+"""An `Item`, as a part of the conversation."""
 
 
 class ResponsesTool(bodies.FunctionTool, bodies.OfFunction):
@@ -126,7 +144,7 @@ class ResponsesBody(bodies.ConversationBody):
 
     input: (
         Annotated[
-            Several[Item],
+            Several[ItemTurn],
             # `instructions` becomes one more message.
             Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),
         ]
@@ -137,7 +155,7 @@ class ResponsesBody(bodies.ConversationBody):
     max_output_tokens: int | None = None
     text: TextOptions = TextOptions()
     include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
-    metadata: dict[str, str] = Field(default={}, max_length=16)
+    metadata: Annotated[dict[str, str], at_most(16)] = Field(default={}, max_length=16)
     """Repeated in the answer. Has no other effect."""
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Several[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
@@ -162,12 +180,11 @@ class ResponsesBody(bodies.ConversationBody):
         follow each other in this order, they become one message."""
         items, turns = self.input, list[Json]()
         if isinstance(items, str):
-            items = [Item(role="user", content=items)]
+            items = [TurnPart(role="user", content=items)]
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
-        check_arguments([item.arguments for item in items], "input")
-        for index, item in enumerate(items):
-            turn = item.turn(f"input[{index}]")
+        for item in items:
+            turn = dict(item)
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
             if turn.get(_REASONING) == "":
                 continue

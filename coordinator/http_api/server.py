@@ -20,7 +20,8 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -38,7 +39,7 @@ from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.reading import error_body, error_response, to_json
 from outrider import limits
 from outrider.config import CoordinatorConfig, is_loopback
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import ConfigError, Overloaded, Unavailable
 from outrider.files import FileWatch
 from outrider.transport.server import check_port
 
@@ -128,22 +129,56 @@ class _State(IntEnum):
     BUSY = 2
 
 
-class OpenConnections(dict["HttpConnection", _State]):
-    """The connections of one server, in the order in which they entered their states."""
+def connections_max() -> int:
+    """The maximum number of a server's connections."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return limits.HTTP_CONNECTIONS_MAX
+    return min(limits.HTTP_CONNECTIONS_MAX, descriptors // 2)
+
+
+class OpenConnections:
+    """The connections of one server, by state."""
 
     def __init__(self) -> None:
-        super().__init__()
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if descriptors == resource.RLIM_INFINITY:
-            descriptors = 2 * limits.HTTP_CONNECTIONS_MAX
-        self.num_max = min(limits.HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """The maximum number of connections. It is exceeded only while all connections are busy."""
+        self.num_max = connections_max()
+        """This number is exceeded only while all connections are busy."""
+        # In an ordered dict, the first key is found at once, also after many removals.
+        self._by_state: dict[_State, OrderedDict[HttpConnection, None]] = {
+            state: OrderedDict() for state in _State
+        }
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_state.values()))
+
+    def __iter__(self) -> Iterator[HttpConnection]:
+        for connections in self._by_state.values():
+            yield from connections
+
+    @property
+    def are_busy(self) -> bool:
+        return len(self) == len(self._by_state[_State.BUSY])
+
+    def enter(self, connection: HttpConnection, state: _State) -> bool:
+        """Returns whether the connection was in another state, or in none."""
+        if connection in self._by_state[state]:
+            return False
+        self.leave(connection)
+        self._by_state[state][connection] = None
+        return True
+
+    def leave(self, connection: HttpConnection) -> None:
+        for connections in self._by_state.values():
+            connections.pop(connection, None)
 
     def make_room(self) -> None:
-        if len(self) >= self.num_max:
-            oldest = min(self, key=self.__getitem__)
-            if self[oldest] is not _State.BUSY:
-                oldest.break_off()
+        """At the limit, breaks off the connection that is longest in its state."""
+        if len(self) < self.num_max:
+            return
+        for state in (_State.INCOMPLETE, _State.IDLE):
+            for connection in self._by_state[state]:
+                connection.break_off()
+                return
 
 
 class HttpConnection(H11Protocol):
@@ -217,15 +252,17 @@ class HttpConnection(H11Protocol):
         self._late = self._late or self.loop.call_later(limits.HTTP_HEADERS_S, self.break_off)
 
     def _enter(self, state: _State) -> None:
-        if self._open.get(self) is not state:
-            self._leave_state()
-            self._open[self] = state
+        if self._open.enter(self, state):
+            self._forget_headers()
 
     def _leave_state(self) -> None:
+        self._forget_headers()
+        self._open.leave(self)
+
+    def _forget_headers(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
-        self._open.pop(self, None)
 
 
 class HttpServer:
@@ -242,7 +279,6 @@ class HttpServer:
             self._answer, interface="asgi3", lifespan="off", ws="none", loop="none",
             log_config=None, access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=limits.HTTP_KEEP_ALIVE_S,
-            limit_concurrency=self._open.num_max + 1,  # uvicorn refuses requests at the limit.
         )  # fmt: skip
         config.load()
         self._server = uvicorn.Server(config)
@@ -266,23 +302,30 @@ class HttpServer:
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request, and records its duration. While the server stops, each response closes
-        its connection. If the request is cancelled before the response has begun, for example while
-        the body arrives, responds with an error."""
+        """Serves a request, and records its duration. Refuses a request on a connection beyond the
+        limit. While the server stops, each response closes its connection. If the request is
+        cancelled before the response has begun, for example while the body arrives, responds with
+        an error."""
         status: int | None = None
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self._server.should_exit:
+                if self._server.should_exit or is_refused:
                     last = (b"connection", b"close")
                     message = {**message, "headers": [*message["headers"], last]}
             await send(message)
 
-        begun = time.monotonic()
+        begun, most = time.monotonic(), self._open.num_max
+        is_refused = len(self._open) > most
         try:
-            await self._app(scope, receive, send_noted)
+            if is_refused:
+                message = f"the server has {most} connections, the most allowed; try again later"
+                refusal = error_response(Overloaded(message, limit="http_connections"))
+                await refusal(scope, receive, send_noted)
+            else:
+                await self._app(scope, receive, send_noted)
         except asyncio.CancelledError:
             if status is not None:
                 raise
@@ -306,7 +349,7 @@ class HttpServer:
             self.failed = True
         await self._leave_port(listening)
         for _ in range(round(limits.HTTP_LAST_REQUEST_S / _POLL_S)):
-            if any(state is not _State.BUSY for state in self._open.values()):
+            if not self._open.are_busy:
                 await asyncio.sleep(_POLL_S)
         for connection in [one for one in self._open if one.handshake is not None]:
             connection.break_off()

@@ -423,27 +423,25 @@ def tools_of(
     return Tools(whole, named, choice == REQUIRED, several)
 
 
-def check_arguments(texts: Sequence[str], field: str) -> None:
-    """Raises `BadRequest` if the arguments of all calls together would take too long to parse."""
-    if sum(text.count("{") + text.count("[") for text in texts) > limits.HTTP_CONTAINERS_MAX:
-        most = f"{limits.HTTP_CONTAINERS_MAX} lists and objects in all"
-        raise BadRequest(field, f"the arguments of the calls have more than {most}")
-
-
 def call_id_of(session_id: str, index: int) -> str:
     """Makes a call's id: nine letters and digits, as Mistral's chat templates require."""
     return hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:9]
 
 
-def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """Returns a call for chat templates. Raises `BadRequest`, which names `field`."""
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call. Raises `ValueError` if they are not a JSON object."""
     try:
-        found = from_json(arguments) if arguments else {}
+        found = from_json(text) if text else {}
     except ValueError as error:
-        raise BadRequest(field, f"is not JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise BadRequest(field, "must be a JSON object")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": found}}
+        raise ValueError("must be a JSON object")
+    return found
+
+
+def call_for_template(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call in the form that chat templates read."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import ssl
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 PORT = 8080
 STOP_S = 10.0
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?")
-SETTINGS = ("host", "insecure", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+SETTINGS = ("host", "insecure", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 """Settings of a coordinator that the gateway also has."""
+_DOCS = {
+    "api_key_file": "the coordinators' file of API keys; the gateway then refuses a request "
+    "without one of these keys before it reads the body, and limits the bodies of each tenant"
+}
 
 
 @command(
@@ -47,7 +52,10 @@ SETTINGS = ("host", "insecure", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
         "--stop-timeout-s", type=Seconds(0, config.WAIT_S_MAX), default=STOP_S, metavar="S",
         help="how long a stop waits for running requests, s",
     ),
-    *(setting_option(config.deployment_settings()[key]) for key in SETTINGS),
+    *(
+        setting_option(config.deployment_settings()[key], doc=_DOCS.get(key, ""))
+        for key in SETTINGS
+    ),
     json_option(),
     *grouped("Coordinators with TLS", trust_options()),
 )  # fmt: skip
@@ -56,26 +64,31 @@ def gateway(arguments: Arguments) -> int:
 
 
 async def _serve(arguments: Arguments) -> int:
+    from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
     from coordinator.http_api.gateway import build_gateway
     from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 
     record = None if arguments.coordinators is not None else _running()
     given = whole_paths(config.merge(arguments.settings, {}))
     host = given.pop("host", config.LOOPBACK)
-    is_keyed = given.pop("insecure", False) or (record is not None and record.asks_for_keys)
+    is_keyed = given.pop("insecure", False) or "api_key_file" in given
+    is_keyed = is_keyed or (record is not None and record.asks_for_keys)
     if not (is_keyed or config.is_loopback(host) or given.get("ssl_ca_certs")):
         raise SettingError(
             "host",
             f"{host!r} is reachable from other machines, but the coordinators possibly "
-            "require no API key; use 127.0.0.1, or give --insecure if the coordinators require "
-            "keys or the network is trusted",
+            "require no API key; use 127.0.0.1, give the coordinators' --api-key-file, or give "
+            "--insecure if the coordinators require keys or the network is trusted",
         )
     coordinators = _coordinators(arguments, record)
     checked = build(config.CoordinatorConfig, given)
     check_security_files(checked)
-    options = HttpOptions(host, arguments.port, tls=TlsFiles.of(checked))
+    access = OPEN
+    if checked.api_key_file:
+        access = AccessControl(watch_keys(Path(checked.api_key_file)))
+    options = HttpOptions(host, arguments.port, access=access, tls=TlsFiles.of(checked))
     hosts = () if is_keyed else options.hosts
-    server = HttpServer(options, build_gateway(coordinators, hosts))
+    server = HttpServer(options, build_gateway(coordinators, hosts, access))
     await server.start()
     scheme = "http" if options.tls is None else "https"
     url = f"{scheme}://{server.address}"

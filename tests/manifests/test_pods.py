@@ -129,7 +129,17 @@ def test_the_gateway_is_started_before_the_coordinators() -> None:
     [one] = template["spec"]["containers"]
     assert one["command"][:2] == ["outrider", "gateway"]
     asked = parse(one["command"][1:])
-    assert asked.settings == {"host": "0.0.0.0", "insecure": True}  # noqa: S104 (in its pod)
+    keys = "/etc/outrider/keys/keys"
+    assert asked.settings == {"host": "0.0.0.0", "api_key_file": keys}  # noqa: S104 (in its pod)
+    assert {"name": "keys", "mountPath": "/etc/outrider/keys", "readOnly": True} in one[
+        "volumeMounts"
+    ]
+    [secret] = [each["secret"] for each in template["spec"]["volumes"] if each["name"] == "keys"]
+    assert secret["secretName"] == "callers"
+    assert secret["items"] == [{"key": "keys", "path": "keys"}]
+    without = rendering.render((), ["gateway.enabled=true"])
+    [open_to_all] = rendering.pods(without)["gateway"]["spec"]["containers"]
+    assert parse(open_to_all["command"][1:]).settings["insecure"] is True
     assert asked.coordinators == "http://speculation:80"
     service = rendering.of_kind(manifests, "Service")["speculation"]
     assert "http" in [each["name"] for each in service["spec"]["ports"] if each["port"] == 80]

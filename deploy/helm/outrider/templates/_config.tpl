@@ -39,7 +39,7 @@
 {{- $_ := set $own "redis_ca_file" (printf "/etc/outrider/redis/%s" .Values.redis.external.caKey) -}}
 {{- end -}}
 {{- with .Values.security }}
-{{- with .keysSecret }}{{ $_ := set $own "api_key_file" (printf "/etc/outrider/keys/%s" $.Values.security.keysKey) }}{{ end -}}
+{{- if .keysSecret }}{{ $_ := set $own "api_key_file" (include "outrider.keysPath" $) }}{{ end -}}
 {{- with .internalTlsSecret }}{{ $_ := set $own "internal_tls_dir" "/etc/outrider/internal" }}{{ end -}}
 {{- end -}}
 {{- /* Before actors start, Kubernetes may have to start pods and fetch their image. */ -}}

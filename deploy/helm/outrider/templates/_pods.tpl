@@ -157,11 +157,33 @@ models are read-only. */}}
 {{- end }}
 {{- end -}}
 
+{{/* The file of API keys, for the processes that check them. */}}
+{{- define "outrider.keysPath" -}}
+/etc/outrider/keys/{{ .Values.security.keysKey }}
+{{- end -}}
+
+{{- define "outrider.keysMount" -}}
+{{- if .Values.security.keysSecret }}
+- {name: keys, mountPath: /etc/outrider/keys, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "outrider.keysVolume" -}}
+{{- if .Values.security.keysSecret }}
+- name: keys
+  secret:
+    secretName: {{ .Values.security.keysSecret }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .Values.security.keysKey }}, path: {{ .Values.security.keysKey }}}
+{{- end }}
+{{- end -}}
+
 {{/* The API keys of callers, and the certificate of a role. Takes the root and the role's name. The
 mounts are whole directories, so that running pods see changes of a Secret. */}}
 {{- define "outrider.lockMounts" -}}
-{{- if and .root.Values.security.keysSecret (eq .name "coordinator") }}
-- {name: keys, mountPath: /etc/outrider/keys, readOnly: true}
+{{- if eq .name "coordinator" }}
+{{- include "outrider.keysMount" .root }}
 {{- end }}
 {{- if .root.Values.security.internalTlsSecret }}
 - {name: internal-tls, mountPath: /etc/outrider/internal, readOnly: true}
@@ -169,13 +191,8 @@ mounts are whole directories, so that running pods see changes of a Secret. */}}
 {{- end -}}
 
 {{- define "outrider.lockVolumes" -}}
-{{- if and .root.Values.security.keysSecret (eq .name "coordinator") }}
-- name: keys
-  secret:
-    secretName: {{ .root.Values.security.keysSecret }}
-    defaultMode: 0440
-    items:
-      - {key: {{ .root.Values.security.keysKey }}, path: {{ .root.Values.security.keysKey }}}
+{{- if eq .name "coordinator" }}
+{{- include "outrider.keysVolume" .root }}
 {{- end }}
 {{- with .root.Values.security.internalTlsSecret }}
 - name: internal-tls

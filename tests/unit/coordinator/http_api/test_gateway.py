@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from unittest.mock import AsyncMock
@@ -10,13 +11,17 @@ import httpx
 import httpx2
 import pytest
 
+from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.reading import error_body, to_json
+from outrider import limits
+from outrider.api_keys import given_keys
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
 from outrider.errors import Unavailable
 
 pytestmark = pytest.mark.virtual
 
+API_KEY, OTHER_KEY = "0123456789abcdef0123", "another-key-0123456"
 URLS = "http://a:1,http://b:2"
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 EVENTS = [
@@ -81,12 +86,14 @@ Step = httpx2.Response | Exception | Callable[[httpx2.Request], httpx2.Response]
 class Deployment(httpx2.AsyncBaseTransport):
     """Coordinators that answer each request with the next step. The last step is repeated."""
 
-    def __init__(self, *steps: Step) -> None:
+    def __init__(self, *steps: Step, access: AccessControl = OPEN) -> None:
         self._steps = list(steps)
         self.asked: list[httpx2.Request] = []
-        self.app = build_gateway(Coordinators(EndpointPool(URLS, str, first=0), self))
+        coordinators = Coordinators(EndpointPool(URLS, str, first=0), self)
+        self.app = build_gateway(coordinators, access=access)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        await request.aread()
         self.asked.append(request)
         step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
         if isinstance(step, Exception):
@@ -94,10 +101,11 @@ class Deployment(httpx2.AsyncBaseTransport):
         return step if isinstance(step, httpx2.Response) else step(request)
 
     async def call(
-        self, body: Any = None, method: str = "POST", path: str = "/v1/completions", **headers: str
-    ) -> httpx.Response:
+        self, body: Any = None, method: str = "POST", path: str = "/v1/completions",
+        client: str = "127.0.0.1", **headers: str,
+    ) -> httpx.Response:  # fmt: skip
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        transport = httpx.ASGITransport(self.app)
+        transport = httpx.ASGITransport(self.app, client=(client, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             return await http.request(method, path, json=body, headers=named)
 
@@ -264,6 +272,88 @@ async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(close
     await calling
     assert silent.closed
     assert (b"shutting down" in told[-1]["body"]) == closes
+
+
+@pytest.mark.parametrize("size", [0, limits.HTTP_BODY_IN_MEMORY_BYTES, 2**20])
+async def test_a_body_is_sent_whole_to_each_coordinator(size: int) -> None:
+    made = Deployment(refusal(503), stream(EVENTS[0], then=ERRORS["reset"]), rest)
+    body = BODY | {"user": "x" * size}
+    assert (await made.call(body)).content == WHOLE
+    assert len(made.asked) == 3
+    for one in made.asked:
+        assert json.loads(one.content) == body
+        assert int(one.headers["content-length"]) == len(one.content)
+        assert "transfer-encoding" not in one.headers
+
+
+async def test_a_running_stream_has_its_body_in_a_file() -> None:
+    """It must keep the body, but not in memory."""
+    go_on = asyncio.Event()
+
+    async def kept(size: int) -> int:
+        made = Deployment(httpx2.Response(200, headers=SSE, stream=Body(EVENTS[0], then=go_on)))
+        parts = [b'{"user":"', *[b"x" * 2**16] * (size // 2**16), b'"}', None]
+        begun = asyncio.Event()
+
+        async def receive() -> Any:
+            part = parts.pop(0) if parts else await go_on.wait()
+            return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+
+        async def handle(request: httpx2.Request) -> httpx2.Response:
+            async for _ in request.stream:  # type: ignore[union-attr]
+                pass
+            begun.set()
+            return httpx2.Response(200, headers=SSE, stream=Body(EVENTS[0], then=go_on))
+
+        made.handle_async_request = handle  # type: ignore[method-assign]
+        tracemalloc.start()
+        calling = asyncio.create_task(made.run("POST", "/v1/completions", receive, []))
+        await begun.wait()
+        await asyncio.sleep(1.0)
+        found, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
+        return found
+
+    await kept(2**16)
+    assert await kept(2**21) < 2**18
+
+
+async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
+    """The gateway asks for a key if it knows those of the coordinators."""
+    made = Deployment(rest, access=AccessControl(watch_keys(None, given_keys(API_KEY))))
+    told, receive = list[Any](), AsyncMock(side_effect=AssertionError("reads the body"))
+    await made.run("POST", "/v1/completions", receive, told)
+    assert (told[0]["status"], receive.call_count, made.asked) == (401, 0, [])
+    assert (await made.call(BODY, authorization="Bearer wrong")).status_code == 401
+    assert (await made.call(BODY, authorization=f"Bearer {API_KEY}")).content == WHOLE
+    assert made.headers("authorization") == [f"Bearer {API_KEY}"]
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_one_caller_leaves_room_for_others(
+    has_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bodies of running requests count, by tenant or, without keys, by address."""
+    monkeypatch.setattr(limits, "HTTP_SPOOLED_BYTES_MAX", 4 * 64)
+    keys = watch_keys(None, given_keys(f"{API_KEY},{OTHER_KEY}")) if has_keys else None
+    silent = [Body(EVENTS[0], then=asyncio.Event()) for _ in range(2)]
+    answers = [httpx2.Response(200, headers=SSE, stream=one) for one in silent]
+    made = Deployment(*answers, rest, access=AccessControl(keys))
+    mallory = {"authorization": f"Bearer {API_KEY}"} if has_keys else {"client": "1.2.3.4"}
+    alice = {"authorization": f"Bearer {OTHER_KEY}"} if has_keys else {"client": "1.2.3.5"}
+    running = [asyncio.create_task(made.call(BODY, **mallory)) for _ in range(2)]
+    await asyncio.sleep(1.0)
+    refused = await made.call(BODY, **mallory)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    owner = "the tenant 'key-" if has_keys else "the address 1.2.3.4 have more than 64 bytes"
+    assert owner in refused.json()["error"]["message"]
+    assert (await made.call(BODY, **alice)).content == WHOLE
+    for one in running:
+        one.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert (await made.call(BODY, **mallory)).content == WHOLE
 
 
 async def test_a_path_that_is_none_is_refused() -> None:

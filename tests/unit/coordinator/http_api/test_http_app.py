@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +19,11 @@ from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 
 from coordinator.auth.access_control import OPEN, AccessControl, RateExceeded, watch_keys
+from coordinator.decoding.sessions import RequestKey
 from coordinator.http_api.app import Generated, HttpOptions, build_app
 from coordinator.http_api.progress import Progress
 from coordinator.http_api.tools import ChatFormats
+from outrider import refusals
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Unavailable
 from outrider.messages import PositionLogprobs
@@ -283,9 +287,12 @@ async def test_a_body_that_stays_away_is_given_up(
     assert (await front.post()).status_code == 200
 
 
-def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
+def locked(
+    directory: Path, concurrency: int = 1, requests_per_minute: int = 0
+) -> tuple[Front, MemorySlots]:
     """An application that asks for keys, with the key of its only caller."""
-    key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
+    caller = Caller("alice", "team", requests_per_minute, concurrency)
+    key = add_key(directory / "keys", caller)
     slots = MemorySlots(1500, 0.02)
     return Front(Service(*WHOLE), AccessControl(watch_keys(directory / "keys"), slots), key), slots
 
@@ -347,12 +354,12 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is the store asked. Routes without a body answer."""
-    front, slots = locked(tmp_path)
+    front, slots = locked(tmp_path, requests_per_minute=60)
     take = AsyncMock(side_effect=RateExceeded(Caller("alice", "team"), 300))
     monkeypatch.setattr(slots, "take", take)
     begun = asyncio.get_running_loop().time()
     assert (await front.post()).status_code == 429
-    monkeypatch.setattr("coordinator.http_api.reading.read_body", None)  # Calling this would fail.
+    monkeypatch.setattr("coordinator.http_api.incoming.IncomingBodies.read", None)  # Would fail.
     found = await front.post(nothing=1)
     assert (found.status_code, found.headers["retry-after"], take.call_count) == (429, "1", 1)
     assert "requests a minute" in found.json()["error"]["message"]
@@ -362,19 +369,108 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     assert (await front.post()).status_code == 200
 
 
+async def test_a_wrong_body_counts_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a caller could have any number of bodies parsed."""
+    front, slots = locked(tmp_path, requests_per_minute=60)
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+    for number, path in enumerate(paths, 1):
+        found = await front.send("POST", path, json={"no": "body"})
+        assert (found.status_code, slots.depths) == (400, [1] * number)
+    monkeypatch.setattr("coordinator.http_api.reading.parse", None)  # Calling this would fail.
+    empty = RateExceeded(Caller("alice", "team", 60), 300)
+    monkeypatch.setattr(slots, "take", AsyncMock(side_effect=empty))
+    assert (await front.post(no=1)).status_code == 429
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_resumption_is_admitted_although_the_bucket_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """A request with an `Idempotency-Key` is one if the key has a session. Its caller's bucket is
+    deeper for resumptions."""
+    front, slots = locked(tmp_path, requests_per_minute=60)
+    depths = list[int]()
+
+    async def take(caller: Caller, names: Sequence[str], depth: int) -> None:
+        depths.append(depth)
+        if caller.requests_per_minute and depth == 1:
+            raise RateExceeded(caller, 300)
+
+    async def known(key: RequestKey) -> RequestKey:
+        return replace(key, session_id="5" * 32) if is_known else key
+
+    monkeypatch.setattr(slots, "take", take)
+    monkeypatch.setattr(front.service, "known", known)
+    headers = {"authorization": f"Bearer {front.key}", "idempotency-key": "k"}
+    assert (await front.post(headers)).status_code == (200 if is_known else 429)
+    assert depths[:2] == ([1, 2] if is_known else [1])
+    assert (await front.post(headers)).status_code == (200 if is_known else 429)
+
+
+async def test_a_running_stream_does_not_keep_its_body() -> None:
+    """It keeps only what the answer needs."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Waiting(Service):
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+            yield STARTED
+            yield TOKENS
+            await go_on.wait()
+            yield FINISHED
+
+    front = Front(Waiting())
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+
+    async def kept(num_chars: int) -> int:
+        """Bytes that a stream keeps after its body, of which most is a field that is ignored."""
+        body = {**BODY, "stream": True, "user": "x" * num_chars}
+        given = [json.dumps(body).encode()]
+        del body
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": given.pop()} if given else await go_on.wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.set()
+
+        tracemalloc.start()
+        running = asyncio.create_task(front.app(scope, receive, send))
+        async with asyncio.timeout(20):
+            await begun.wait()
+        found, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        begun.clear()
+        return found
+
+    await kept(1)
+    assert await kept(2**21) < 2**19
+
+
 @pytest.mark.parametrize(
-    ("limit", "status", "said"),
+    ("limit", "share", "kind", "said"),
     [
-        ("HTTP_BODIES_BYTES_MAX", 503, "too many bodies"),
-        ("HTTP_TENANT_BODIES_BYTES_MAX", 429, "the bodies that the tenant 'team' is sending"),
+        ("HTTP_BODIES_BYTES_MAX", 1, "http_bodies_bytes", "the server holds bodies of"),
+        ("HTTP_BODIES_BYTES_MAX", 4, "http_owner_bytes", "the bodies of the tenant 'team' have"),
+        ("HTTP_CONNECTIONS_MAX", 4, "http_owner_bodies", "the tenant 'team' is sending 2 bodies"),
     ],
 )
 async def test_bodies_are_bounded_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, status: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, share: int, kind: str, said: str
 ) -> None:
-    """All bodies, and those of all keys of a tenant. A body counts until it is complete or its
+    """All bodies, and those of all keys of a tenant. A body counts until it is validated or its
     client has gone."""
-    monkeypatch.setattr(f"outrider.limits.{limit}", 2 * len(json.dumps(BODY)))
+    num_bytes = 1 if limit == "HTTP_CONNECTIONS_MAX" else len(json.dumps(BODY))
+    monkeypatch.setattr("outrider.limits.HTTP_OWNERS_MIN", share)
+    monkeypatch.setattr(f"outrider.limits.{limit}", share * 2 * num_bytes)
+    monkeypatch.setattr(refusals, "REFUSALS", counted := Counter[str]())
     ann, bob, eve = (
         add_key(tmp_path / "keys", Caller(name, tenant))
         for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))
@@ -383,9 +479,10 @@ async def test_bodies_are_bounded_together(
     gone, slow = [SlowBody(front, key) for key in (ann, bob)]
     await asyncio.sleep(0.05)
     refused = await front.post()
-    assert (refused.status_code, refused.headers["retry-after"]) == (status, "1")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert said in refused.json()["error"]["message"]
-    if status == 429:
+    assert counted == {kind: 1}
+    if share > 1:
         other = SlowBody(front, eve)
         other.end()
         assert (await other.answer).status_code == 200

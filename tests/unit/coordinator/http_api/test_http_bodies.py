@@ -28,8 +28,8 @@ from outrider.transport.request_codec import request_from_proto, request_to_prot
 
 USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-GAP_S = 0.25
-"""Most processor time between two turns of the event loop, which must renew leases every 0.5 s."""
+GAP_S = 0.05
+"""Most processor time between two turns of the event loop."""
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/generate"
 
 
@@ -274,6 +274,19 @@ def filled(before: str, item: str, after: str) -> bytes:
     return (before + ",".join([item] * (room // (len(item) + 1))) + after).encode()
 
 
+def with_entries(field: str, num: int, value: str) -> bytes:
+    """A body whose field has so many entries."""
+    entries = ",".join(f'"{number}":{value}' for number in range(num))
+    return f'{CONVERSATION}"{field}":{{{entries}}}}}'.encode()
+
+
+def long_chat(**fields: Any) -> bytes:
+    """As many messages with these fields as are allowed."""
+    message = {"role": "assistant", "content": "x" * 400, **fields}
+    return json.dumps({"messages": [message] * limits.CHAT_MESSAGES_MAX}).encode()
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 CONVERSATION = '{"messages":[{"role":"user","content":"a"}],'
 BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "messages": (NATIVE, lambda: filled('{"messages":[', '{"role":"a"}', "]}"), None),
@@ -297,6 +310,32 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
         CHAT,
         lambda: (CONVERSATION + f'"chat_template_kwargs":{{"{"k" * 4_000_000}":[]}}}}').encode(),
         f"chat_template_kwargs.{'k' * SHOWN_CHARS_MAX}...",
+    ),
+    "too many biases": (CHAT, lambda: with_entries("logit_bias", 140_000, "1"), None),
+    "wrong biases": (CHAT, lambda: with_entries("logit_bias", 65_000, "[]"), None),
+    "biases of texts": (CHAT, lambda: with_entries("logit_bias", 65_000, '"a"'), "logit_bias"),
+    "constraints": (
+        CHAT, lambda: with_entries("structured_outputs", 130_000, "1"), "structured_outputs"
+    ),
+    "template variables": (
+        CHAT, lambda: with_entries("chat_template_kwargs", 130_000, "1"), "chat_template_kwargs"
+    ),
+    "long conversation": (CHAT, long_chat, "model"),
+    "calls": (
+        CHAT, lambda: json.dumps({"messages": [
+            {"role": "assistant", "tool_calls": [CALL]}
+        ] * (limits.HTTP_CONTAINERS_MAX // 4 - 1)}).encode(), "model",
+    ),
+    "parts": (
+        CHAT, lambda: json.dumps({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}] * limits.CONTENT_PARTS_MAX}
+        ]}).encode(), "model",
+    ),
+    "arguments": (
+        CHAT, lambda: filled(
+            '{"messages":[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f",'
+            '"arguments":"{\\"a\\":[', "1", ']}"}}]}]}'
+        ), "messages",
     ),
     "tokens": (COMPLETIONS, lambda: filled('{"prompt":[', "1234567", "]}"), "model"),
     "text with marks": (COMPLETIONS, lambda: filled('{"prompt":"', '[{\\"a\\":1}]', '"}'), "model"),

@@ -135,7 +135,6 @@ def test_it_stands_for_a_chat_completion(fields: Any, chat: Any) -> None:
         ({"input": [message("user", [{"type": "input_image"}])]}, "input[0].content[0].type: "),
         ({"input": [message("user", "a", tool_calls=[])]}, "input[0].tool_calls: there is no"),
         ({"input": [message("user", "a"), call(), call("[1]")]}, "input[2].arguments: "),
-        ({"input": [call("[" * 2**17)]}, "input: the arguments of the calls have more than"),
         ({"input": [{**RESULT, "call_id": None}]}, "input[0].call_id: is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: input should be 'function'; got"),
         ({"tools": [{**FLAT, "defer_loading": True}]}, "tools[0].defer_loading: is not supported"),

@@ -353,7 +353,9 @@ async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
     async with two() as (first, second):
         formats = ChatFormats(cast(Any, Text()), reasoning_parser="deepseek_r1")
         for one in (first, second):
-            one.app = build_app(one.service, HttpOptions(access=one.app.state.access), formats)
+            one.app = build_app(
+                one.service, HttpOptions(access=one.app.state.admission.access), formats
+            )
         _, _, content = await first.call(*FORMS["chat"], leaves_after=3, dies=True)
         resume = f"/v1/sessions/{events_of(content)[0][1]['id']}/resume"
         message = json.loads(await second.whole(resume, {"stream": False}))["choices"][0]["message"]

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,8 +21,9 @@ from told_coordinator import FINISHED, STARTED, ToldCoordinator
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
-from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from coordinator.http_api.server import HttpOptions, HttpServer, OpenConnections, TlsFiles, _State
 from deploy.fleet.preflight import check_ports
+from outrider import refusals
 from outrider.api_keys import given_keys
 from outrider.client import Client
 from outrider.config import load_config
@@ -293,8 +296,11 @@ async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
 
 
 @pytest.mark.usefixtures("few")
-async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
+async def test_idle_connections_make_room_and_busy_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The one that has been idle for longest goes first."""
+    monkeypatch.setattr(refusals, "REFUSALS", counted := Counter[str]())
     go_on = asyncio.Event()
     service = Service(go_on=go_on)
     async with AsyncExitStack() as stack:
@@ -311,9 +317,39 @@ async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
                 await asyncio.sleep(0.01)
         async with connected(port) as pair:
             pair[1].write(GET)
-            assert (await pair[0].readline()).startswith(b"HTTP/1.1 503 ")
+            head = (await pair[0].readuntil(b"\r\n\r\n")).lower()
+            assert head.startswith(b"http/1.1 429 ")
+            assert {b"connection: close", b"retry-after: 1"} <= {*head.split(b"\r\n")}
+            error = json.loads(await pair[0].read())["error"]
+            assert f"the server has {NUM_PLACES} connections" in error["message"]
+            assert counted == {"http_connections": 1}
         go_on.set()
         assert await asyncio.gather(*running) == [200] * NUM_PLACES
+
+
+def test_room_is_made_at_once_among_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most connections are idle. Looking at all of them for each new connection took 4 s of CPU
+    time."""
+    monkeypatch.setattr("coordinator.http_api.server.connections_max", lambda: 8192)
+    connections, num_broken = OpenConnections(), 0
+
+    class Connection:
+        def break_off(self) -> None:
+            nonlocal num_broken
+            num_broken += 1
+            connections.leave(self)  # type: ignore[arg-type]
+
+    def enter() -> None:
+        connections.make_room()
+        connections.enter(Connection(), _State.IDLE)  # type: ignore[arg-type]
+
+    for _ in range(8192):
+        enter()
+    began = time.thread_time()
+    for _ in range(8192):
+        enter()
+    assert time.thread_time() - began < 0.5
+    assert (num_broken, len(connections)) == (8192, 8192)
 
 
 @pytest.mark.usefixtures("few")

@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,25 @@ from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from deploy.cli.main import main, parse
+from outrider.api_keys import Caller, add_key
 
 WAIT_S = 20.0
+
+
+@asynccontextmanager
+async def gateway(words: list[str], capsys: pytest.CaptureFixture[str]) -> AsyncIterator[str]:
+    """Runs the command until it is told to stop, and yields its URL."""
+    from deploy.cli.gateway import _serve
+
+    running = asyncio.create_task(_serve(parse(["gateway", "--port", "0", "--json", *words])))
+    async with asyncio.timeout(WAIT_S):
+        shown = ""
+        while not shown:
+            await asyncio.sleep(0.01)
+            shown = capsys.readouterr().out
+        yield json.loads(shown)["url"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
@@ -30,7 +49,7 @@ async def test_it_answers_until_it_is_told_to_stop(
 ) -> None:  # fmt: skip
     """The certificate of the deployment may name another host."""
     told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
-    files, words, settings = None, ["gateway", "--port", "0", "--json"], {}
+    files, words, settings = None, list[str](), {}
     context: Any = True
     if tls:
         own = Made(tmp_path, "own", "127.0.0.1" if named else "coordinators.example")
@@ -47,22 +66,33 @@ async def test_it_answers_until_it_is_told_to_stop(
     else:
         runs = record(http_address=server.address, settings=settings)
         monkeypatch.setattr("deploy.cli.gateway.running_deployment", lambda _: runs)
-    from deploy.cli.gateway import _serve
+    async with (
+        gateway(words, capsys) as url, httpx.AsyncClient(base_url=url, verify=context) as http,
+    ):  # fmt: skip
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+        body = {"prompt": [1], "stream": True}
+        assert "data: [DONE]" in (await http.post("/v1/completions", json=body)).text
+    await server.stop()
 
-    running = asyncio.create_task(_serve(parse(words)))
-    async with asyncio.timeout(WAIT_S):
-        shown = ""
-        while not shown:
-            await asyncio.sleep(0.01)
-            shown = capsys.readouterr().out
-        url = json.loads(shown)["url"]
-        async with httpx.AsyncClient(base_url=url, verify=context) as http:
-            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
-            body = {"prompt": [1], "stream": True}
-            assert "data: [DONE]" in (await http.post("/v1/completions", json=body)).text
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await running == 0
-        await server.stop()
+
+async def test_it_asks_for_the_coordinators_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may then listen on all addresses, and has any name."""
+    told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
+    server = HttpServer(HttpOptions(), build_app(told, HttpOptions()))
+    await server.start()
+    key = add_key(tmp_path / "keys", Caller("alice"))
+    words = ["--coordinators", f"http://{server.address}", "--host", "0.0.0.0"]  # noqa: S104
+    async with (
+        gateway([*words, "--api-key-file", str(tmp_path / "keys")], capsys) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        headers = {"host": "gateway.example"}
+        assert (await http.get("/v1/models", headers=headers)).status_code == 401
+        headers["authorization"] = f"Bearer {key}"
+        assert (await http.get("/v1/models", headers=headers)).json()["data"][0]["id"] == "m"
+    await server.stop()
 
 
 @pytest.mark.parametrize(
@@ -74,6 +104,7 @@ async def test_it_answers_until_it_is_told_to_stop(
         (["--port", "70000"], "--port: 70000 is not in the range"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile: needs ssl_certfile, too"),
         (["--ssl-certfile", "c", "--ssl-keyfile", "k"], "--ssl-certfile: cannot read "),
+        (["--api-key-file", "no"], "--api-key-file: cannot read "),
         (["--client-cert", "c"], "a certificate goes with its key; give both"),
         (["--ca-cert", "no"], "cannot read no"),
     ],

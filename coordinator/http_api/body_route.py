@@ -1,0 +1,183 @@
+"""Admits requests with a body, and validates the body without holding up the event loop.
+
+The validation of a long body would block the loop for up to half a second. So it is divided into
+steps. In each turn of the loop there is at most one step, and tenants take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+
+from coordinator.auth.access_control import AccessControl
+from coordinator.http_api import reading
+from coordinator.http_api.bodies import Turn
+from coordinator.http_api.incoming import IncomingBodies
+from coordinator.http_api.responses import ItemTurn
+from outrider import limits
+from outrider.errors import BadRequest
+
+_LONG: Mapping[str, TypeAdapter[Any]] = {
+    "messages": TypeAdapter(Turn),
+    "input": TypeAdapter(ItemTurn),
+}
+"""Fields with long lists, whose items are validated one by one."""
+_SHORT = 64
+"""A list with at most so many items is validated with the rest of its body."""
+_PRESENT = b"{}"
+"""Stands for a body that is validated already. FastAPI looks whether there is a body, and takes
+its value from `Request.json`."""
+Step = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Turns:
+    """Lets tenants take turns at validating long bodies."""
+
+    def __init__(self) -> None:
+        self._of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._step = asyncio.Lock()
+
+    @asynccontextmanager
+    async def begin(self, tenant: str) -> AsyncIterator[Step]:
+        """Waits until no other body of the tenant is being validated. Yields a function that makes
+        a context for each step. Within this context, the caller must not wait for anything."""
+        lock = self._of_tenants.setdefault(tenant, asyncio.Lock())
+        async with lock:
+            yield self._next_step
+
+    @asynccontextmanager
+    async def _next_step(self) -> AsyncIterator[None]:
+        async with self._step:  # Locks are given in the order in which they are asked for.
+            await asyncio.sleep(0)
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the routes of an application need to admit requests and to validate their bodies."""
+
+    access: AccessControl
+    resumes: Callable[[Request], Awaitable[bool]]
+    """Whether a request continues an earlier request."""
+    incoming: IncomingBodies = field(default_factory=IncomingBodies)
+    turns: Turns = field(default_factory=Turns)
+
+
+class BodyRoute(APIRoute):
+    """If the route takes a body, counts the request of the caller before the body is parsed.
+    `Request.app.state.admission` must be an `Admission`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, body_field = super().get_route_handler(), self.body_field
+        if body_field is None:
+            return handle
+
+        def validate(value: Any) -> Any:
+            found, wrong = body_field.validate(value, loc=("body",))
+            if wrong:
+                raise reading.wrong_body(wrong)
+            return found
+
+        async def take_in(request: Request) -> None:
+            admission: Admission = request.app.state.admission
+            caller = request.state.caller
+            admission.access.check_rate(caller)
+            async with admission.incoming.read(request) as file:
+                data = file.read()
+                if "idempotency-key" in request.headers:
+                    request.state.digest = await _digest(request, data)
+                await admission.access.count(caller, lambda: admission.resumes(request))
+                is_json = "json" in request.headers.get("content-type", "").lower()
+                request._body = data and _PRESENT
+                request._json = None
+                if data and is_json:
+                    request._json = await _validated(data, validate, admission.turns, caller.tenant)
+
+        async def respond(request: Request) -> Response:
+            await take_in(request)
+            return await handle(request)
+
+        return respond
+
+
+async def _digest(request: Request, data: bytes) -> str:
+    """Hashes the path and the body of a request."""
+    found = hashlib.sha256(request.url.path.encode() + b"\n")
+    if len(data) > limits.HTTP_BODY_INLINE_BYTES:
+        await asyncio.to_thread(found.update, data)  # Releases the GIL.
+    else:
+        found.update(data)
+    return found.hexdigest()
+
+
+async def _validated(data: bytes, validate: Callable[[Any], Any], turns: Turns, tenant: str) -> Any:
+    """Returns a validated body. Raises `BadRequest`."""
+    if len(data) <= limits.HTTP_BODY_INLINE_BYTES:
+        value = reading.read_body(data)
+        _check_arguments(value)
+        return validate(value)
+    async with turns.begin(tenant) as step:
+        async with step():
+            reading.check_size(data)
+        async with step():
+            value = reading.parse(data)
+        async with step():
+            _check_arguments(value)
+        await _validate_items(value, step)
+        async with step():
+            return validate(value)
+
+
+async def _validate_items(value: Any, step: Step) -> None:
+    """Replaces the items of long lists by what their validation returns. Does not validate lists
+    that are too long, because they are refused later."""
+    for name, adapter in _LONG.items():
+        items = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(items, list) or not _SHORT < len(items) <= limits.CHAT_MESSAGES_MAX:
+            continue
+        index = 0
+        while index < len(items):
+            async with step():
+                end = time.monotonic() + limits.HTTP_BODY_STEP_MS / 1e3
+                while index < len(items) and time.monotonic() < end:
+                    try:
+                        items[index] = adapter.validate_python(items[index])
+                    except ValidationError as error:
+                        wrong = error.errors(include_url=False)
+                        raise reading.wrong_body(
+                            [{**one, "loc": (name, index, *one["loc"])} for one in wrong]
+                        ) from None
+                    index += 1
+
+
+def _check_arguments(value: Any) -> None:
+    """Refuses a body whose calls' arguments would be too large as a body of their own. Raises
+    `BadRequest`."""
+    for name in _LONG:
+        items = value.get(name) if isinstance(value, dict) else None
+        texts = [*_arguments(items)] if isinstance(items, list) else []
+        if found := reading.exceeded("".join(texts).encode(errors="surrogatepass")):
+            raise BadRequest(name, f"the arguments of the calls have more than {found}")
+
+
+def _arguments(items: list[Any]) -> Iterator[str]:
+    """Yields the arguments of all calls, before the items are validated."""
+    for item in items:
+        match item:
+            case {"tool_calls": [*calls]}:
+                for call in calls:
+                    match call:
+                        case {"function": {"arguments": str(text)}}:
+                            yield text
+            case {"arguments": str(text)}:
+                yield text

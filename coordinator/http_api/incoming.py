@@ -1,0 +1,110 @@
+"""Takes in the bodies of requests, within limits on bytes, time and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from tempfile import SpooledTemporaryFile
+from typing import IO
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+
+from coordinator.http_api.server import connections_max
+from outrider import limits
+from outrider.api_keys import ANYBODY, Caller
+from outrider.errors import Overloaded, TooLarge, Unavailable
+
+
+class IncomingBodies:
+    """The bodies that a server holds, counted by owner. The owner is the tenant of the request's
+    API key. A request without a key has no owner or, with `by_address`, its client's address."""
+
+    def __init__(self, *, by_address: bool = False, spools: bool = False) -> None:
+        """With `spools`, bodies longer than `HTTP_BODY_IN_MEMORY_BYTES` are in temporary files."""
+        self._by_address, self._spools = by_address, spools
+        self._num_bytes = Counter[str]()
+        self._num_incomplete = Counter[str]()
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[IO[bytes]]:
+        """Reads the body of a request, yields it as a file, and holds it until the context ends.
+
+        Raises `TooLarge` if the body exceeds `HTTP_BODY_BYTES_MAX`, and `HTTPException` (408) if
+        it takes longer than `HTTP_BODY_S_MAX` or pauses for `HTTP_BODY_PART_S_MAX`. Raises
+        `Overloaded` if all bodies together exceed `HTTP_BODIES_BYTES_MAX` (`HTTP_SPOOLED_BYTES_MAX`
+        with `spools`), or if one owner has more than `1 / HTTP_OWNERS_MIN` of these bytes, or as
+        large a share of the server's connections with incomplete bodies."""
+        owner, most = self._owner(request), connections_max() // limits.HTTP_OWNERS_MIN
+        if owner and self._num_incomplete[owner] >= most:
+            raise Overloaded(
+                f"{owner} is sending {most} bodies, the most allowed at a time; try again later",
+                limit="http_owner_bodies",
+            )
+        memory_max = limits.HTTP_BODY_IN_MEMORY_BYTES if self._spools else 0  # 0 = no limit
+        with SpooledTemporaryFile[bytes](memory_max) as file:
+            try:
+                self._num_incomplete[owner] += 1
+                try:
+                    await self._receive(request, owner, file)
+                finally:
+                    _subtract(self._num_incomplete, owner, 1)
+                file.seek(0)
+                yield file
+            finally:
+                _subtract(self._num_bytes, owner, file.seek(0, os.SEEK_END))
+
+    def _owner(self, request: Request) -> str:
+        caller: Caller = request.state.caller
+        if caller is not ANYBODY:
+            return f"the tenant {caller.tenant!r}"
+        if self._by_address and request.client is not None:
+            return f"the address {request.client.host}"
+        return ""
+
+    async def _receive(self, request: Request, owner: str, file: IO[bytes]) -> None:
+        now = asyncio.get_running_loop().time
+        end = now() + limits.HTTP_BODY_S_MAX
+        try:
+            async with asyncio.timeout(limits.HTTP_BODY_PART_S_MAX) as late:
+                async for part in request.stream():
+                    late.reschedule(min(end, now() + limits.HTTP_BODY_PART_S_MAX))
+                    self._check_room(owner, file.tell(), len(part))
+                    _store(file, part)
+                    self._num_bytes[owner] += len(part)
+        except TimeoutError:
+            whole, part_s = limits.HTTP_BODY_S_MAX, limits.HTTP_BODY_PART_S_MAX
+            reason = f"the body did not arrive within {whole} s, or paused for {part_s} s"
+            raise HTTPException(408, reason, {"connection": "close"}) from None
+
+    def _check_room(self, owner: str, size: int, num_more: int) -> None:
+        if size + num_more > (most := limits.HTTP_BODY_BYTES_MAX):
+            raise TooLarge(f"the body has more than {most} bytes", "http_body")
+        most = limits.HTTP_SPOOLED_BYTES_MAX if self._spools else limits.HTTP_BODIES_BYTES_MAX
+        if self._num_bytes.total() + num_more > most:
+            raise Overloaded(
+                f"the server holds bodies of {most} bytes, the most allowed; try again later",
+                limit="http_bodies_bytes",
+            )
+        most //= limits.HTTP_OWNERS_MIN
+        if owner and self._num_bytes[owner] + num_more > most:
+            raise Overloaded(
+                f"the bodies of {owner} have more than {most} bytes together; try again later",
+                limit="http_owner_bytes",
+            )
+
+
+def _store(file: IO[bytes], part: bytes) -> None:
+    try:
+        file.write(part)
+    except OSError as error:
+        raise Unavailable(f"the body cannot be stored: {error.strerror or error}") from error
+
+
+def _subtract(counts: Counter[str], owner: str, number: int) -> None:
+    counts[owner] -= number
+    if not counts[owner]:
+        del counts[owner]
