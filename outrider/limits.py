@@ -46,8 +46,12 @@ LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that has used them up i
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
+GRPC_MESSAGES_AWAITED_MAX = 8  # messages of a caller that may arrive at a time; others wait
+GRPC_MESSAGE_S_MAX = 60  # for the message of a call to arrive
+GRPC_STUCK_WRITE_S = 30  # a call whose client takes no data for this time ends
 GRPC_METADATA_BYTES_MAX = 16 * 2**10
-GRPC_PENDING_CALLS_MAX = 8192  # calls not yet begun; gRPC's lower default would drop some
+GRPC_STREAMS_MAX = 1024  # calls of one connection; clients wait before they make more calls
+GRPC_PENDING_CALLS_MAX = 2048  # calls of one method that are not yet begun; gRPC drops others
 GRPC_PENDING_S_MAX = 60  # gRPC drops a call that has not begun after this time
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # a connection without calls is closed after this time
@@ -56,6 +60,9 @@ GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long an old connection's cal
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on a second stream, the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
+GRPC_CALLS_PER_CALLER_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX  # calls of a caller at a time
+STRANGER_CALLS_PER_ADDRESS_MAX = 64  # calls without a valid key, such as probes, of an address
+STRANGER_CALLS_MAX = 1024  # calls without a valid key in all
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
 STUCK_WRITE_MS = 1_000  # a full stream is cut if its client reads nothing for this time
@@ -196,4 +203,3 @@ KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
 SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count towards their key's limit
 SLOT_RENEWAL_MS = 1_000  # how often a coordinator renews its slots
 SLOT_RETRY_MS = 1_000  # delay before a retry with a key whose slots are all taken
-HEALTH_WATCHES_MAX = 64  # calls that watch a server's health; these calls need no key
