@@ -1,5 +1,6 @@
 """The coordinator's gRPC interface. It translates protobuf messages to Python values and back."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -7,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from coordinator.auth.access_control import OPEN, AccessControl, current_caller
 from outrider.api_keys import Caller
 from outrider.errors import Overloaded
-from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS
+from outrider.limits import DEADLINE_MS_MAX, RECORD_READS_MAX, SLOT_RETRY_MS
 from outrider.request import Event
 from outrider.transport.codec import session_id_from_wire
 from outrider.transport.request_codec import (
@@ -16,11 +17,14 @@ from outrider.transport.request_codec import (
     resume_from_proto,
     session_to_proto,
 )
-from outrider.transport.server import Context
+from outrider.transport.server import Context, must_be_taken
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 
 from .service import CoordinatorService
+
+SLOW_CLIENT_S = 5.0
+"""How long after the deadline a client may take to receive the rest of the answer."""
 
 
 class CoordinatorServicer:
@@ -39,6 +43,7 @@ class CoordinatorServicer:
         cancelled after `resume_grace_ms` unless it is resumed."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
+        _end_soon_after(asked.deadline_ms or self._service.config.deadline_ms)
         return self._events(self._service.generate(asked, caller.tenant, trace))
 
     def resume(
@@ -46,6 +51,7 @@ class CoordinatorServicer:
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams the events that the client lacks."""
         caller, asked = current_caller(), resume_from_proto(request)
+        _end_soon_after(asked.deadline_ms or DEADLINE_MS_MAX)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
 
@@ -103,6 +109,11 @@ class CoordinatorServicer:
             model=served.model, vocab_size=served.vocab_size, max_model_len=served.max_model_len,
             num_running=self._service.num_running,
         )  # fmt: skip
+
+
+def _end_soon_after(deadline_ms: int) -> None:
+    """Gives a client that reads slowly a little time after the deadline of its generation."""
+    must_be_taken(asyncio.get_running_loop().time() + deadline_ms / 1e3 + SLOW_CLIENT_S)
 
 
 def _traceparent(context: Context) -> str:

@@ -154,7 +154,7 @@ class Proposer(StepWorker):
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
         new = [work for work in works if not hasattr(work, "draft")]
-        self._admit(new)
+        self._admit(new, len(works) - len(new))
         for work in new:
             if work.answer is Unfinished.WAITS and not self._waits_for_pages(work):
                 held = self._engine.length(work.head.session_id)

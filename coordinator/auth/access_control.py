@@ -146,13 +146,20 @@ class AccessControl:
             raise Unauthenticated("authorization: this API key does not exist")
         return found
 
-    def check_call(self, method: str, context: Context) -> None:
-        """Identifies the caller of a gRPC method. Health checks need no API key."""
-        if not method.startswith(HEALTH_PATH):
-            metadata = context.invocation_metadata() or ()
-            _CALLER.set(
-                self.identify([str(value) for key, value in metadata if key == "authorization"])
+    def check_call(self, method: str, context: Context) -> str | None:
+        """Identifies the caller of a gRPC method, and returns the caller's name (see `Guard`).
+        Health checks need no API key."""
+        metadata = context.invocation_metadata() or ()
+        try:
+            caller = self.identify(
+                [str(value) for key, value in metadata if key == "authorization"]
             )
+        except Unauthenticated:
+            if method.startswith(HEALTH_PATH):
+                return None
+            raise
+        _CALLER.set(caller)
+        return caller.name
 
     def check_rate(self, caller: Caller) -> None:
         """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket

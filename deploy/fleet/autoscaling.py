@@ -15,6 +15,11 @@ The wanted number of a role grows at once, in proportion to the load, at most by
 `GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
 `COOLDOWN_S` pass between two changes of a role. While fewer replicas run than are wanted, the
 wanted number does not grow. It then shrinks only if a replica runs and none is leaving.
+
+At a constant load, the number must not go up and down. The causes of growth are not always seen in
+the busy share, for example if requests wait although replicas are rarely busy. So a number that was
+too few is not tried again for `MEMORY_S`, unless the busy share has fallen below `CALM` times the
+share at that time. And the last draft stays while sessions run, even if it is idle.
 """
 
 import asyncio
@@ -24,7 +29,7 @@ from collections.abc import Mapping, Sequence
 
 from outrider.config import AutoscaleConfig
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ReplicaRecord, Role
+from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 1.0
@@ -33,6 +38,7 @@ SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
 COOLDOWN_S = 15.0
 CALM = 0.6
 IDLE = 0.01
+MEMORY_S = 3600.0
 
 Records = Mapping[Role, Sequence[ReplicaRecord]]
 Change = tuple[Role, int, str]
@@ -46,15 +52,20 @@ class Autoscaler:
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm_since: dict[Role, float] = {}
+        self._too_few: dict[Role, dict[int, tuple[float, float]]] = {role: {} for role in ROLES}
+        """Role -> number of replicas that was too few -> when, and the total of their busy shares.
+        """
 
     async def look(self) -> None:
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
         records = await self._registry.fleet()
-        for change in self.decide(asyncio.get_running_loop().time(), wanted, records):
-            _log.info("wanted: %s=%d, %s", *change)
-            await self._registry.want({change[0]: change[1]})
+        now = asyncio.get_running_loop().time()
+        for role, count, reason in self.decide(now, wanted, records):
+            # `outrider scale` may have changed the number meanwhile, and then has the last word.
+            if await self._registry.change_wanted(role, wanted[role], count):
+                _log.info("wanted: %s=%d, %s", role, count, reason)
 
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
         changes = []
@@ -84,13 +95,22 @@ class Autoscaler:
         if excess > 1:
             self._calm_since.pop(role, None)
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
-            return (role, grown, reason) if grown > count and num_there == count else None
+            if grown == count or num_there != count:
+                return None
+            if count:
+                self._too_few[role][count] = now, load * count
+            return role, grown, reason
         num_left = min(num_there, count - 1)
         if num_left > 0:
             fewer_load = load * num_there / num_left
         else:
-            fewer_load = math.inf if load > IDLE else 0.0
-        if max(excess, fewer_load) >= CALM or count <= least:
+            needed = load > IDLE or (role == "draft" and _num_sessions(records))
+            fewer_load = math.inf if needed else 0.0
+        was_too_few = any(
+            number >= count - 1 and now < at + MEMORY_S and load * num_there >= CALM * total
+            for number, (at, total) in self._too_few[role].items()
+        )
+        if max(excess, fewer_load) >= CALM or was_too_few or count <= least:
             self._calm_since.pop(role, None)
             return None
         since = self._calm_since.setdefault(role, now)
@@ -100,8 +120,7 @@ class Autoscaler:
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float, float, str]:
     """Returns the load divided by its bound, the replicas' busy share, and a log text of both."""
-    found, front = records[role], records["coordinator"]
-    sessions = sum(one.load for one in front)
+    found, front, sessions = records[role], records["coordinator"], _num_sessions(records)
     if role == "target":
         queue = _mean([one.figures.queue_steps for one in found])
         used = _mean([(one.figures.busy or 0.0) * (one.figures.fill or 0.0) for one in found])
@@ -120,6 +139,10 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float,
     busy = _mean([one.figures.busy for one in found])
     reason = f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
     return waits / config.autoscale_draft_waits, busy, reason
+
+
+def _num_sessions(records: Records) -> int:
+    return sum(one.load for one in records["coordinator"])
 
 
 def _num_staying(records: Sequence[ReplicaRecord]) -> int:

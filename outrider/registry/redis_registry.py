@@ -35,7 +35,12 @@ from outrider.sessions.redis_connection import calling, new_client
 _log = logging.getLogger(__name__)
 _STARTED = "started"
 WANTED_TTL_S = 7 * 86_400
-"""Time from the last call of `want`, `wanted` or `note_started` until the hash `wanted` expires."""
+"""Time from the last access to the hash `wanted` until it expires. (`started` does not count.)"""
+_COMPARE_AND_SET = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
 
 
 class RedisRegistry:
@@ -101,6 +106,13 @@ class RedisRegistry:
         """Stores the wanted number of replicas of each role in `counts`."""
         fields = [part for role, count in counts.items() for part in (role, count)]
         await self._run(("HSET", self._wanted, *fields), self._expiry)
+
+    async def change_wanted(self, role: Role, seen: int, count: int) -> bool:
+        """Stores the wanted number of a role's replicas if the stored number is still `seen`.
+        Returns whether it was."""
+        words = ("EVAL", _COMPARE_AND_SET, 1, self._wanted, role, seen, count)
+        is_stored, _ = await self._run(words, self._expiry)
+        return bool(is_stored)
 
     async def wanted(self) -> dict[Role, int]:
         """Returns the numbers that `want` stored. Omits numbers outside 0..`REPLICAS_MAX`."""

@@ -84,18 +84,19 @@ class TokenBudget:
         self._num_decoding = 0.0  # largest number of rounds in a recent step; falls like n
         self._corrections = {False: 1.0, True: 1.0}  # measured / predicted time, by `has_prefix`
 
-    def share(self, demands: Sequence[TokenDemand]) -> list[int]:
+    def share(self, demands: Sequence[TokenDemand], num_carried: int = 0) -> list[int]:
         """Returns how many tokens of each of the `demands` this step runs. `demands` are in order
         of arrival. A round gets all its tokens or none. A prefix may also get a chunk that leaves
-        at least `num_last` tokens for later steps. At least one demand gets tokens. Without
-        demands, the step only continues earlier work, and its time is not predicted."""
+        at least `num_last` tokens for later steps. The step also continues `num_carried` rounds of
+        earlier steps, with one token each. Without these, at least one demand gets tokens. Without
+        demands, the time of the step is not predicted."""
         if not demands:
             self.drop_step()
             return []
         grants = [0] * len(demands)
         prefixes = [i for i, demand in enumerate(demands) if not demand.is_round]
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
-        load, later_pass = _Load(), _Load()
+        load = later_pass = _Load(num_carried, num_carried)
         for index, demand in enumerate(demands):
             # The first round always fits, so that a series of prefixes cannot keep it waiting.
             rows = self._max_tokens - (spared.rows if load.rows else 0)

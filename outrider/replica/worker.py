@@ -96,9 +96,9 @@ class StepWorker:
         self._num_slots = self.figures.pages.num_slots
         self._decoding: list[str] = []  # the sessions of the last step that ran rounds
 
-    def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """Decides which items run. The items are of distinct sessions, and in order of arrival.
-        Returns a result for each item:
+    def admit(self, demands: Sequence[SlotDemand], num_carried: int = 0) -> list[Admission]:
+        """Decides which items run. The items are of distinct sessions, and in order of arrival. The
+        step also continues `num_carried` items of earlier steps. Returns a result for each item:
 
             Admitted      The item runs.
             CONTINUES     The step has no room left for the item.
@@ -119,7 +119,7 @@ class StepWorker:
             self._give_way()
             if not self._engine.can_hold(steps):
                 self._place(demands, found, wholes)
-        admissions = self._grant(demands, found)
+        admissions = self._grant(demands, found, num_carried)
         for name, admission in zip(names, admissions, strict=True):
             if name in new and not isinstance(admission, Admitted):
                 self._engine.release(name)  # The next step may find a longer cached prefix.
@@ -186,12 +186,14 @@ class StepWorker:
                 return True
         raise InvariantError("preempting every session that may lose did not free enough pages")
 
-    def _grant(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> list[Admission]:
+    def _grant(
+        self, demands: Sequence[SlotDemand], found: Sequence[_Found], num_carried: int
+    ) -> list[Admission]:
         if not any(map(self._engine.length, self._decoding)):
             self._budget.expect_no_rounds()
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [_token_demand(demands[i], entry) for i, entry in aligned.items()]
-        grants = self._budget.share(wanted)
+        grants = self._budget.share(wanted, num_carried)
         rounds = [
             demands[i].head.session_id
             for i, one, granted in zip(aligned, wanted, grants, strict=True)
@@ -248,8 +250,8 @@ class StepWorker:
     def _note_figures(self) -> None:
         self.figures.pages = self._engine.page_counts()
 
-    def _admit(self, works: Sequence[Any]) -> None:
-        """Calls `_prepare` for items that are admitted, and answers the others."""
+    def _admit(self, works: Sequence[Any], num_carried: int = 0) -> None:
+        """Calls `_prepare` for items that are admitted (see `admit`), and answers the others."""
         for work in works:
             try:
                 work.sampling = work.head.params()
@@ -257,7 +259,7 @@ class StepWorker:
             except OutriderError as error:
                 work.answer = refusal(work.head.key, error)
         valid = [work for work in works if work.answer is None]
-        admissions = self.admit([work.demand for work in valid])
+        admissions = self.admit([work.demand for work in valid], num_carried)
         for work, admission in zip(valid, admissions, strict=True):
             if isinstance(admission, Admitted):
                 try:

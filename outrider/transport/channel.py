@@ -32,6 +32,9 @@ def server_options(
         ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
+        ("grpc.max_concurrent_streams", limits.GRPC_STREAMS_MAX),
+        # gRPC would enlarge the windows of all calls, also of those whose messages nobody awaits.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", int(shares_port)),
         *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
         ("grpc.max_connection_age_grace_ms", limits.GRPC_AGE_GRACE_MS),

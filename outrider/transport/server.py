@@ -12,13 +12,14 @@ A servicer raises errors of `outrider.errors`, and does not call `context.abort`
 
 import asyncio
 import errno
+import math
 import re
 import socket
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc
@@ -29,19 +30,29 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as reflection
 from grpc_reflection.v1alpha import reflection_pb2
 
-from outrider.errors import BadRequest, ConfigError, NotFound, Overloaded, check
-from outrider.limits import HEALTH_WATCHES_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider import limits
+from outrider.errors import BadRequest, ConfigError, DeadlineExceeded, NotFound, Unavailable, check
+from outrider.transport.callers import OpenCalls, source
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
-Guard = Callable[[str, Context], None]
-"""Called with `/package.Service/Method` before the messages of a call are read. If the call is not
-allowed, raises the error for the caller."""
+Guard = Callable[[str, Context], str | None]
+"""Called with `/package.Service/Method` before the messages of a call are read. Returns the name
+under which the caller's calls are counted, empty = count by address. Returns None for a stranger
+who may make this call without a valid key: the call's message is not read, so that a stranger
+cannot make the server hold it. If the call is not allowed, raises the error for the caller."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
+_TAKEN_UNTIL: ContextVar[float] = ContextVar("taken_until")
+
+
+def must_be_taken(until: float) -> None:
+    """Says until when (on the event loop's clock) the client must have taken the answer of the
+    current call. After that time, a message that cannot be sent ends the call."""
+    _TAKEN_UNTIL.set(until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +103,14 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             options=server_options(
                 shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
             ),
-            # gRPC refuses calls beyond this number with RESOURCE_EXHAUSTED.
-            maximum_concurrent_rpcs=2 * SESSIONS_PER_COORDINATOR_MAX,
         )
+        # A registered method has its own queue, so a flood of health checks delays no other call.
+        for service in served:
+            prefix, methods = service.descriptor.full_name, service.descriptor.methods
+            paths = {method.name: f"/{prefix}/{method.name}" for method in methods}
+            handlers = {name: _handler(weakref.proxy(self), path) for name, path in paths.items()}
+            self._server.add_registered_method_handlers(prefix, handlers)  # type: ignore[attr-defined]
+        self._open = OpenCalls()
         self._port = 0
 
     @property
@@ -135,31 +151,50 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         await self._server.wait_for_termination()
 
     def service(self, details: Any) -> Any:
-        return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
+        return _handler(self, details.method)  # an unknown method
 
-    async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """Every method is registered as stream -> stream, because gRPC would read a unary request
-        before the guard is called."""
+    async def answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+        """Answers a call. The call is counted until its client has taken the answer."""
         is_known = path in self._methods
-        try:
-            if self._options.guard is not None:
-                self._options.guard(path, context)
-            if is_known:
-                await self._call(path, frames, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the one place that maps every error
-            await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # Not in `try`: on an ended call this raises, and `except` would log.
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+        known, refusal = self._check(path, context)
+        name = known or source(context.peer())
+        counting = self._open.of_stranger if known is None else self._open.of_caller
+        with ExitStack() as counted:
+            try:
+                counted.enter_context(counting(name))
+                if refusal is not None:
+                    raise refusal
+                if is_known:
+                    await self._call(path, None if known is None else frames, context, name)
+            except grpc.aio.BaseError:  # The client has left, or the call was aborted already.
+                raise
+            except Exception as error:  # noqa: BLE001 - the one place that maps every error
+                await abort(context, error, path[1:].replace("/", "."))
+            if not is_known:  # Not in `try`: on an ended call this raises, and `except` would log.
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
-    async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+    def _check(self, path: str, context: Context) -> tuple[str | None, Exception | None]:
+        """Returns the answer of the guard, and the error that it raised."""
+        if self._options.guard is None:
+            return "", None
+        try:
+            return self._options.guard(path, context), None
+        except Exception as error:  # noqa: BLE001 - `answer` raises it
+            return None, error
+
+    async def _call(
+        self, path: str, frames: AsyncIterator[bytes] | None, context: Context, name: str
+    ) -> None:
+        """Makes a call of the caller `name`. Without `frames`, the request is an empty message."""
         method, call = self._methods[path]
         request_type = GetMessageClass(method.input_type)
-        if method.client_streaming:
-            given: Any = (_decode(request_type, data) async for data in frames)
+        given: Any
+        if frames is None:
+            given = request_type()
+        elif method.client_streaming:
+            given = (_decode(request_type, data) async for data in frames)
         else:
-            data = await anext(aiter(frames), None)
+            data = await self._open.message(frames, name)
             if data is None:
                 raise BadRequest("message", "is missing")
             given = _decode(request_type, data)
@@ -167,10 +202,45 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if not method.server_streaming:
             await context.write((await replies).SerializeToString())
             return
+        write = context.write if method.client_streaming else _Writer(context).write
         async with aclosing(replies):  # Runs the iterator's `finally` as soon as the call ends.
             async for reply in replies:
-                data = reply if isinstance(reply, bytes) else reply.SerializeToString()
-                await context.write(data)
+                await write(reply if isinstance(reply, bytes) else reply.SerializeToString())
+
+
+def _handler(server: RpcServer, path: str) -> Any:
+    """Every method is registered as stream -> stream, because gRPC would read a unary request
+    before the guard is called."""
+
+    async def answer(frames: AsyncIterator[bytes], context: Context) -> None:
+        await server.answer(path, frames, context)
+
+    return grpc.stream_stream_rpc_method_handler(answer)
+
+
+class _Writer:
+    """Sends the messages of an answer to a client that must take them in time."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._has_begun = False
+
+    async def write(self, data: bytes) -> None:
+        """Raises an error if the client does not take the message in time."""
+        if not self._has_begun:  # Together with a message that is not taken, no status can be sent.
+            await self._context.send_initial_metadata(())
+            self._has_begun = True
+        until = _TAKEN_UNTIL.get(math.inf)
+        stuck_at = asyncio.get_running_loop().time() + limits.GRPC_STUCK_WRITE_S
+        try:
+            async with asyncio.timeout_at(min(until, stuck_at)):
+                await self._context.write(data)
+        except TimeoutError:
+            if until < stuck_at:
+                reason = "deadline_ms: the client did not take the answer in time"
+                raise DeadlineExceeded(reason) from None
+            reason = f"the client took no data for {limits.GRPC_STUCK_WRITE_S} s"
+            raise Unavailable(reason) from None
 
 
 class _Health:
@@ -180,7 +250,6 @@ class _Health:
         self._names = ("", *names)
         self._status: Any = Serving.NOT_SERVING
         self._changed = asyncio.Event()
-        self._num_watches = 0
 
     def set(self, status: Any) -> None:
         self._status = status
@@ -199,22 +268,13 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """Yields the status now and after each change. Raises `Overloaded` at `HEALTH_WATCHES_MAX`
-        watchers. Without this limit, callers without a key could use up all concurrent calls."""
-        if self._num_watches >= HEALTH_WATCHES_MAX:
-            raise Overloaded(
-                f"there are {HEALTH_WATCHES_MAX} health watchers already", limit="health_watches"
-            )
-        self._num_watches += 1
-        try:
-            while True:
-                changed, status = self._changed, self._status
-                if request.service not in self._names:
-                    status = Serving.SERVICE_UNKNOWN
-                yield health_pb2.HealthCheckResponse(status=status)
-                await changed.wait()
-        finally:
-            self._num_watches -= 1
+        """Yields the status now and after each change."""
+        while True:
+            changed, status = self._changed, self._status
+            if request.service not in self._names:
+                status = Serving.SERVICE_UNKNOWN
+            yield health_pb2.HealthCheckResponse(status=status)
+            await changed.wait()
 
 
 def _join(host: str, port: int) -> str:

@@ -53,6 +53,17 @@ async def test_deployments_do_not_see_each_other(
     await second.close()
 
 
+async def test_a_wanted_number_changes_only_if_it_is_still_the_one_seen(
+    registry: RedisRegistry, admin: redis.Redis
+) -> None:
+    assert not await registry.change_wanted("target", 1, 2)
+    await registry.want({"target": 3, "draft": 1})
+    assert not await registry.change_wanted("target", 1, 2)
+    assert await registry.change_wanted("target", 3, 2)
+    assert await registry.wanted() == {"target": 2, "draft": 1}
+    assert admin.ttl("p:wanted:{d}") > 0
+
+
 async def test_replicas_lie_in_redis_as_documented(
     registry: RedisRegistry, admin: redis.Redis
 ) -> None:

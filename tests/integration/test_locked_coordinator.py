@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 import redis.asyncio
+from bare_http2 import bare_connection
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -27,6 +28,7 @@ from outrider.sessions.redis_address import RedisAddress
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.channel import PLAIN, open_channel
 from outrider.transport.server import ServerOptions
+from outrider.v1 import coordinator_pb2 as pb
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 GREEDY = SamplingParams(temperature=0.0)
@@ -351,19 +353,18 @@ async def test_without_redis_no_generation_begins(locked: Locked) -> None:
         await client.complete(SHORT)
 
 
-async def test_health_watches_without_a_key_are_limited(
+async def test_calls_without_a_key_take_no_room_from_others(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These calls need no key, so they must not take room from calls that have one."""
-    monkeypatch.setattr("outrider.transport.server.HEALTH_WATCHES_MAX", 2)
-    async with open_channel(locked.addresses[0]) as channel:
+    monkeypatch.setattr("outrider.limits.STRANGER_CALLS_PER_ADDRESS_MAX", 2)
+    async with open_channel(locked.addresses[0]) as channel, locked.client("alice") as alice:
         watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
         calls = [watch(b"") for _ in range(2)]
         for call in calls:
             await call.read()
 
-        async def is_let_in() -> bool:
-            call = watch(b"")
+        async def is_let_in(**metadata: str) -> bool:
+            call = watch(b"", metadata=tuple(metadata.items()))
             with suppress(grpc.aio.AioRpcError):
                 await call.read()
                 return True
@@ -371,7 +372,27 @@ async def test_health_watches_without_a_key_are_limited(
             return False
 
         assert not await is_let_in()
+        assert not await is_let_in(authorization="Bearer wrong")
+        assert await is_let_in(authorization=f"Bearer {locked.keys['alice']}")
+        assert (await alice.complete(SHORT)).token_ids
         calls[0].cancel()
         async with asyncio.timeout(5):
             while not await is_let_in():
                 await asyncio.sleep(0.02)
+
+
+async def test_a_session_ends_at_its_deadline_though_its_client_takes_no_data(
+    locked: Locked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.grpc_api.SLOW_CLIENT_S", 0.1)
+    asked = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1, 2, 3]), max_tokens=4000, ignore_eos=True, deadline_ms=500
+    )
+    coordinator = locked.stack.coordinator
+    async with bare_connection(locked.addresses[0], window=0) as bare, asyncio.timeout(5):
+        stream = bare.call("/outrider.v1.Coordinator/Generate", locked.keys["alice"])
+        bare.send(stream, asked.SerializeToString())
+        while not coordinator.num_running:
+            await asyncio.sleep(0.01)
+        while coordinator.num_running:
+            await asyncio.sleep(0.01)

@@ -303,3 +303,24 @@ def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
     plain = rendering.render()
     assert not {"api_key_file", "internal_tls_dir"} & rendering.settings(plain).keys()
     assert not any(map(_mounted, rendering.ray_pods(plain).values()))
+
+
+def test_a_digest_alone_chooses_the_image() -> None:
+    """A tag may later name another image."""
+    shown = "sha256:" + 8 * "0123abcd"
+    plain = rendering.render(values=["gateway.enabled=true"])
+    values = [f"image.digest={shown}", f"redis.image.digest={shown}", "gateway.enabled=true"]
+    pinned = rendering.render(values=values)
+    images = [
+        {
+            one["image"]
+            for pod in rendering.pods(found).values()
+            for one in pod["spec"]["containers"]
+        }
+        for found in (plain, pinned)
+    ]
+    assert images == [{"outrider:0.1.0", "redis:7.4"}, {f"outrider@{shown}", f"redis@{shown}"}]
+    for wrong in ("0123abcd", f"{shown}0", shown.replace(":", "-")):
+        refused = rendering.helm((), (f"image.digest={wrong}",))
+        assert refused.returncode
+        assert "image.digest" in refused.stderr.replace("/", ".")

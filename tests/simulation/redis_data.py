@@ -273,6 +273,9 @@ _COMMANDS: dict[str, Callable[..., Reply]] = {
     "INFO": lambda data, section: b"used_memory:0\r\nmaxmemory:0\r\n",
     "FLUSHALL": lambda data: data.restore(({}, {})) or OK,
     "WAIT": lambda data, replicas, ms: 0,
+    "EVAL": lambda data, source, *words: data.run(
+        (b"EVALSHA", data.load_script(source), *words)
+    ),
     "EVALSHA": lambda data, sha, n, *words: data.run_script(sha, words[: int(n)], words[int(n) :]),
     "SCRIPT": lambda data, load, source: data.load_script(source),
     "SET": _set, "GETRANGE": _getrange, "SETRANGE": _setrange, "HSET": _hset, "SADD": _sadd,

@@ -125,9 +125,9 @@ def unbounded(session: int, num_tokens: int, **fields: Any) -> DraftItem:
 class Interrupted:
     """A draft after a step that ended for one of two sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_seqs: int = 8) -> None:
         self.engine = ToyEngine(pass_s=PASS_S)
-        self.proposer = Proposer(ModelDrafter(self.engine), TokenBudget(512, 8))
+        self.proposer = Proposer(ModelDrafter(self.engine), TokenBudget(512, max_num_seqs))
         deadline = DraftDeadline(2.5 * PASS_S, lambda: self.engine.stated_seconds)
         self.long = unbounded(LONG, 16)
         short, unfinished = self.step(unbounded(SHORT, 8, deadline=deadline), self.long)
@@ -178,6 +178,20 @@ def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:
         if name == session_name(LONG)
     )
     assert num_run == len(PROMPT) + 15
+
+
+def test_an_unended_draft_keeps_its_seat_in_the_next_step() -> None:
+    """Engines refuse a pass with more than `max_num_seqs` sequences. The item without a seat has
+    its turn later."""
+    draft = Interrupted(max_num_seqs=2)
+    fresh = [unbounded(FRESH, 2), unbounded(4, 2)]
+    reply, first, second = draft.step(draft.long, *fresh)
+    assert reply.proposal.token_ids == undisturbed()
+    assert first.proposal.token_ids == undisturbed()[:2]
+    assert second is Unfinished.CONTINUES
+    assert max(map(len, draft.engine.batches)) == 2
+    [second] = draft.step(fresh[1])
+    assert second.proposal.token_ids == undisturbed()[:2]
 
 
 def test_a_crash_leaves_what_an_unended_draft_has_drawn_proposed() -> None:

@@ -40,6 +40,21 @@ def test_a_step_is_shared_out(
     assert TokenBudget(max_tokens, max_steps).share(demands) == grants
 
 
+@pytest.mark.parametrize(
+    ("num_carried", "demands", "grants"),
+    [
+        (2, [ROUND, ROUND, prefix(60)], [0, 0, 0]),
+        (1, [ROUND, ROUND], [9, 0]),
+        (1, [prefix(60), ROUND], [60, 0]),
+        (1, [prefix(600)], [99]),
+    ],
+)
+def test_rounds_of_earlier_steps_keep_their_seats_and_tokens(
+    num_carried: int, demands: list[TokenDemand], grants: list[int]
+) -> None:
+    assert TokenBudget(100, 2).share(demands, num_carried) == grants
+
+
 def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
     """Later, when only the rounds of the others go on, it waits as any single prompt."""
     rounds = [ROUND] * 7

@@ -14,7 +14,16 @@
 {{- define "outrider.gatewayPort" -}}8080{{- end -}}
 
 {{- define "outrider.image" -}}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- include "outrider.imageName" (merge (dict "defaultTag" .Chart.AppVersion) .Values.image) -}}
+{{- end -}}
+
+{{/* Takes the values of an image. A digest names one image for ever, so it has no need of a tag. */}}
+{{- define "outrider.imageName" -}}
+{{- if .digest -}}
+{{- printf "%s@%s" .repository .digest -}}
+{{- else -}}
+{{- printf "%s:%s" .repository (default .defaultTag .tag) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Ray's pods do not have these labels: KubeRay's services select pods by app.kubernetes.io/name. */}}

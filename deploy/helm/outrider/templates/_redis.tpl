@@ -92,7 +92,7 @@ spec:
           type: RuntimeDefault
       containers:
         - name: redis
-          image: {{ $root.Values.redis.image.repository }}:{{ $root.Values.redis.image.tag }}
+          image: {{ include "outrider.imageName" $root.Values.redis.image }}
           imagePullPolicy: {{ $root.Values.redis.image.pullPolicy }}
           # Process lists show arguments, so the password is passed by standard input.
           command:

@@ -105,6 +105,41 @@ def test_no_draft_is_kept_for_nobody_and_one_comes_for_anybody() -> None:
     assert fleet.look(81) == {"draft": 1}
 
 
+def test_an_idle_draft_stays_while_sessions_run_that_may_need_one() -> None:
+    """Otherwise it would come and go without end."""
+    fleet = Fleet(draft=0)
+    fleet.says["draft"]["busy"] = 0.0
+    changes = [fleet.look(now) for now in range(1800)]
+    assert [one for one in changes if one] == [{"draft": 1}]
+
+
+@pytest.mark.parametrize(
+    ("role", "too_few"),
+    [("target", {"queue_steps": 2.0}), ("draft", {}), ("coordinator", {"loop_lag_ms": 150.0})],
+)
+def test_a_number_that_was_too_few_is_not_tried_again_soon(
+    role: Role, too_few: dict[str, float]
+) -> None:
+    """A single replica is too few, but two replicas are hardly busy. At the same load, one replica
+    is tried again after an hour. At a lower load, one goes as usual."""
+    fleet = Fleet(AutoscaleConfig(**{f"autoscale_{role}s": "1:4"}))
+
+    def changes(start: int, end: int, load: float = 1.0) -> list[dict[Role, int]]:
+        found = []
+        for now in range(start, end):
+            is_one = fleet.wanted[role] == 1
+            busy = {"busy": load * (0.2 if is_one else 0.1), "fill": 1.0}
+            fleet.says[role] = busy | (too_few if is_one else {})
+            waits = 0.4 if is_one and role == "draft" else 0.0
+            fleet.says["coordinator"] |= {"load": 10, "draft_waits": waits}
+            found.append(fleet.look(now))
+        return [one for one in found if one]
+
+    assert changes(0, 3600) == [{role: 2}]
+    assert changes(3600, 3800) == [{role: 1}, {role: 2}]
+    assert changes(3800, 3922, load=0.5) == [{role: 1}]
+
+
 def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
     fleet = Fleet(AutoscaleConfig(autoscale_targets="2:3"), target=1, draft=50)
     assert fleet.look(0) == {"target": 2}
@@ -150,6 +185,22 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
     registry.failure = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable):
         await scaling.look()
+
+
+async def test_a_number_that_an_operator_wants_is_not_overwritten() -> None:
+    class Busy(MemoryRegistry):
+        async def fleet(self, *roles: Any) -> Any:
+            found = await super().fleet(*roles)
+            await self.want({"target": 7})  # `outrider scale`, while the autoscaler decides.
+            return found
+
+    registry = Busy()
+    scaling = Autoscaler(registry, AutoscaleConfig(autoscale_targets="1:8"))
+    await registry.want({"target": 2})
+    for name in ("target-0", "target-1"):
+        await registry.announce(replace(record("target", queue_steps=3.0), name=name))
+    await scaling.look()
+    assert await registry.wanted() == {"target": 7}
 
 
 async def test_drafts_stay_as_many_while_one_is_on_trial() -> None:
