@@ -31,7 +31,7 @@ PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
 NEXT_VLLM := vllm==0.33.*
 
-.PHONY: help install programs demo test test-full test-page test-gpu test-vllm test-clients test-drafters check proto bench peers chaos sim fuzz mutants
+.PHONY: help install programs demo test test-full test-page test-gpu test-vllm test-clients test-drafters check proto bench peers chaos sim fuzz attacks mutants
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -162,6 +162,9 @@ sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 
 fuzz: $(STAMP) ## Send hostile input to every route and method for SECONDS seconds.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+attacks: $(STAMP) ## Try to exhaust a running system, as strangers and as a tenant; some minutes.
+	$(BIN)/python -m tests.attacks
 
 mutants: $(STAMP) $(VENV)/mutants/mutants.jsonl ## Say which mutants of the product the tests catch; an hour.
 	$(BIN)/python -m tests.mutants $(VENV)/mutants/mutants.jsonl --workers $(TEST_WORKERS)

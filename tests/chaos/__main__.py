@@ -1,6 +1,6 @@
 """`python -m tests.chaos`: runs a deployment on several Ray nodes of this machine under load, with
 a proxy between all its processes, while its processes are killed, stopped and cut off. A quarter of
-the requests comes by HTTP, through a gateway. Requests that fail during a pair of faults are
+the requests comes by HTTP, through two gateways. Requests that fail during a pair of faults are
 counted and named separately. Writes one JSON object: every fault and what it affected, the gaps in
 streams by kind of fault, and the requests that failed or whose tokens differed from a run without
 faults. Prints all of it except the single faults. The exit code is 1 if a request failed, was wrong
@@ -13,13 +13,15 @@ import json
 import logging
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
 from tests.chaos.faults import FULL_MINUTES, KILLS, KINDS, Adversary, missed, missed_in_hangs
-from tests.chaos.load import Load, Work, gateway_of
+from tests.chaos.gateways import gateways
+from tests.chaos.load import Load, Work
 from tests.chaos.machines import Machines
 
 LOAD_SHARE: Final = 0.7
@@ -55,14 +57,13 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     async with (
         Machines(state) as machines,
         Deployment(_config(arguments, machines), state) as found,
-        gateway_of(found) as gateway,
+        gateways(state / "coordinators", partial(_http_urls, found)) as fronts,
     ):
-        load = Load(
-            lambda: found.address, REAL_WORK if arguments.real else WORK, arguments.seed, gateway
-        )
+        work = REAL_WORK if arguments.real else WORK
+        load = Load(lambda: found.address, work, arguments.seed, fronts)
         peak = await load.prepare()
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
-        adversary, began = Adversary(machines, found, load, arguments.seed), loop.time()
+        adversary, began = Adversary(machines, found, fronts, load, arguments.seed), loop.time()
         try:
             only = KILLS if arguments.real else ()
             if arguments.only:
@@ -79,6 +80,11 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         "seconds": round(seconds), "peak_requests_per_second": round(peak, 2),
         **load.report(), **faults,
     }  # fmt: skip
+
+
+def _http_urls(found: Deployment) -> str:
+    addresses = found.overview.addresses("coordinator", http=True)
+    return ",".join(f"http://{one}" for one in addresses)
 
 
 def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:

@@ -2,8 +2,9 @@
 
 | kind | of | what happens |
 | --- | --- | --- |
-| kill | a replica, the reconciler, Redis' primary | SIGKILL; Sentinel promotes Redis' replica |
-| stop | a replica, Redis' primary | SIGSTOP for some seconds |
+| kill | a replica, a gateway, the reconciler | SIGKILL |
+| kill | Redis' primary | SIGKILL; Sentinel promotes Redis' replica |
+| stop | a replica, a gateway, Redis' primary | SIGSTOP for some seconds |
 | hang | a replica | SIGSTOP for good; the fleet kills and replaces it |
 | lose | a node | all its processes are killed; another node joins |
 | cut | a replica, Redis' primary | all its connections break at once |
@@ -34,6 +35,7 @@ from deploy.fleet.reconciler import find_reconciler
 from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.errors import Unavailable
 from outrider.registry.registry import ROLES, Role
+from tests.chaos.gateways import Gateways
 from tests.chaos.load import Load
 from tests.chaos.machines import NUM_NODES, Machines
 
@@ -46,9 +48,9 @@ PAST_S: Final = 60.0
 WHOLE_S: Final = 90.0
 """Within this time, all wanted replicas must serve again."""
 POLL_S: Final = 0.05
-REDIS, NODE, HEAD = "redis", "node", "head"
-KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
-STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
+REDIS, NODE, HEAD, GATEWAY = "redis", "node", "head", "gateway"
+KILLS: Final = (*(("kill", role) for role in (*ROLES, GATEWAY, RECONCILER, REDIS)),)
+STOPS: Final = (*(("stop", role) for role in (*ROLES, GATEWAY, REDIS)),)
 HANGS: Final = (*(("hang", role) for role in ROLES),)
 OTHERS: Final = (
     *HANGS, ("lose", NODE), ("lose", HEAD),
@@ -81,7 +83,7 @@ HANG_GAP_S_MAX: Final = 6.0
 class Fault:
     kind: str
     role: str
-    """Role of the replica, or `redis`, `reconciler`, `node`, `head`, or the name of a pair."""
+    """Role of the replica, `gateway`, `redis`, `reconciler`, `node`, `head`, or a pair's name."""
     at_s: float
     replica: str = ""
     num_touched: int = 0
@@ -100,9 +102,12 @@ class Fault:
 class Adversary:
     """Injects faults one after the other."""
 
-    def __init__(self, machines: Machines, deployment: Deployment, load: Load, seed: int) -> None:
+    def __init__(
+        self, machines: Machines, deployment: Deployment, gateways: Gateways, load: Load, seed: int
+    ) -> None:
         self._machines = machines
         self._deployment = deployment
+        self._gateways = gateways
         self._load = load
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
@@ -184,7 +189,7 @@ class Adversary:
             return [0] if all(self._victims(one) for one in PAIRS[role]) else []
         if role == HEAD:  # Without a head no replica can be started.
             return [0] if is_whole(overview) else []
-        if role in (REDIS, RECONCILER, NOTHING[1]):
+        if role in (REDIS, RECONCILER, GATEWAY, NOTHING[1]):
             return [0]
         found = [one for one in serving if one.role == role]
         return found if len(found) >= overview.wanted[found[0].role] > 1 else []
@@ -203,6 +208,13 @@ class Adversary:
         if fault.role == HEAD:
             await self._machines.kill_head(STOPPED_S)
             await self._reconciler_pid()
+            return
+        if fault.role == GATEWAY:
+            address = self._random.choice(self._gateways.addresses)
+            if fault.kind == "kill":
+                await self._gateways.kill(address)
+            else:
+                await self._gateways.pause(address, STOPPED_S)
             return
         victims = self._victims(fault.role)
         one = self._random.choice(victims)

@@ -1,35 +1,51 @@
-"""Requests at a steady rate. Their tokens are compared with those of a run without faults, and the
-arrival times are recorded."""
+"""Requests of several shapes at a steady rate. Their tokens are compared with those of a run
+without faults, and the arrival times are recorded."""
 
 import asyncio
+import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
 import httpx
-import openai
 
-from coordinator.http_api.gateway import Coordinators, build_gateway
-from coordinator.http_api.server import HttpOptions, HttpServer
-from deploy.fleet.launcher import Deployment
-from outrider.client import Client, GenerateRequest, Tokens
-from outrider.client.failover import EndpointPool
+from outrider.client import Client, GenerateRequest, SamplingParams, Tokens
 from outrider.speculation.sampling_params import Rule
+from tests.chaos.gateways import Gateways
 
 PEAK_S: Final = 10.0
 HTTP_SHARE: Final = 0.25
-"""Share of the requests by HTTP, through a gateway."""
+"""Share of the requests by HTTP, through gateways."""
 END_S: Final = 60.0
 """Time in which the last requests must end."""
 REFUSED_FOR_NOW: Final = (429, 503)
 RETRY_S: Final = 1.0
-"""Delay before a request is repeated that was refused with a time to retry."""
+"""Delay before a request is repeated that was refused for now, or whose gateway was killed."""
 RETRIES: Final = 15
 """Number of repetitions. A deployment that refuses all requests for longer has failed."""
 TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of request. `size` is its number of tokens, relative to `Work.num_tokens`."""
+
+    size: float = 1.0
+    prompt_length: int = 50
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    num_draft_tokens: int | None = None
+
+
+SHAPES: Final = (
+    Shape(),
+    Shape(0.25, prompt_length=300),
+    Shape(sampling={"temperature": 0.0}, logprobs=2),
+    Shape(sampling={"top_p": 0.9, "presence_penalty": 0.5}),
+    Shape(0.5, num_draft_tokens=0),
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,45 @@ class Work:
     num_tokens: int
     num_seeds: int
     num_clients: int
+
+    def question(self, seed: int) -> "Question":
+        return Question(SHAPES[seed % len(SHAPES)], self.num_tokens, seed)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request by gRPC, and the same by HTTP."""
+
+    shape: Shape
+    num_tokens: int
+    """For `Shape.size` 1."""
+    seed: int
+
+    @property
+    def prompt(self) -> list[int]:
+        return [10 + (self.seed + place) % 50 for place in range(self.shape.prompt_length)]
+
+    @property
+    def max_tokens(self) -> int:
+        return round(self.shape.size * self.num_tokens)
+
+    def request(self) -> GenerateRequest:
+        sampling = SamplingParams(**self.shape.sampling)
+        return GenerateRequest(
+            tuple(self.prompt), max_tokens=self.max_tokens, seed=self.seed, sampling=sampling,
+            rule=None if sampling.temperature == 0 else Rule.COUPLED, ignore_eos=True,
+            logprobs=self.shape.logprobs, num_draft_tokens=self.shape.num_draft_tokens,
+        )  # fmt: skip
+
+    def body(self) -> dict[str, Any]:
+        speculation: dict[str, Any] = {"num_draft_tokens": self.shape.num_draft_tokens}
+        if self.shape.sampling.get("temperature") != 0:
+            speculation["rule"] = "coupled"
+        return {
+            "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed, "stream": True,
+            "ignore_eos": True, "return_token_ids": True, "logprobs": self.shape.logprobs,
+            "speculation": speculation, **self.shape.sampling,
+        }  # fmt: skip
 
 
 @dataclass
@@ -49,7 +104,7 @@ class Asked:
     is_wrong: bool = False
     """Whether the tokens differ from those of the run without faults."""
     is_by_http: bool = False
-    """Whether the request was sent to the gateway by HTTP, not to a coordinator by gRPC."""
+    """Whether the request was sent to a gateway by HTTP, not to a coordinator by gRPC."""
     pair: str = ""
     """The pair of faults during which the request was in flight; empty = none."""
 
@@ -74,12 +129,13 @@ class Asked:
 
 
 class Load:
-    """Clients of one deployment. Most use the Python client, the others use OpenAI's by HTTP."""
+    """Clients of one deployment. Most use the Python client, the others use HTTP."""
 
-    def __init__(self, addresses: Callable[[], str], work: Work, seed: int, gateway: str) -> None:
-        """`gateway` is the address of a gateway."""
+    def __init__(
+        self, addresses: Callable[[], str], work: Work, seed: int, gateways: Gateways
+    ) -> None:
         self._addresses = addresses
-        self._gateway = gateway
+        self._gateways = gateways
         self._work = work
         self._random = random.Random(seed)
         self._expected: list[tuple[int, ...]] = []
@@ -143,17 +199,12 @@ class Load:
         one.ended = loop.time()
 
     async def _by_http(self, seed: int, one: Asked) -> tuple[int, ...]:
-        return await _collected(
-            streamed(self._gateway, _prompt(seed), self._work.num_tokens, seed), one
-        )
+        question = self._work.question(seed)
+        return await _collected(streamed(self._gateways, question, self._random), one)
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:
-        request = GenerateRequest(
-            _prompt(seed), max_tokens=self._work.num_tokens, seed=seed,
-            rule=Rule.COUPLED, ignore_eos=True,
-        )  # fmt: skip
         async with Client(self._addresses) as client:
-            events = client.generate(request)
+            events = client.generate(self._work.question(seed).request())
             return await _collected(
                 (event.token_ids async for event in events if isinstance(event, Tokens)), one
             )
@@ -167,65 +218,57 @@ async def _collected(parts: AsyncIterator[Sequence[int]], one: Asked) -> tuple[i
     return tuple(found)
 
 
-def _prompt(seed: int) -> tuple[int, ...]:
-    return tuple(range(10 + seed, 60))
+class RequestFailed(Exception):
+    """A request by HTTP was refused, or its stream ended early."""
 
 
 async def streamed(
-    address: str, prompt: tuple[int, ...], num_tokens: int, seed: int
-) -> AsyncIterator[list[int]]:
-    """The tokens of a completion, as they arrive. Raises the client's errors, and
-    `APIConnectionError` if a stream ends early."""
-    base_url = f"http://{address}/v1"
-    async with openai.AsyncOpenAI(
-        base_url=base_url, api_key="none", max_retries=0, timeout=TIMEOUT_S
-    ) as client:
-        finished = False
-        async for chunk in await _begun(client, prompt, num_tokens, seed):
-            for choice in chunk.choices:
-                finished = finished or choice.finish_reason is not None
-                if found := (choice.model_extra or {}).get("token_ids"):
-                    yield found
-        if not finished:
-            raise openai.APIConnectionError(
-                message="the stream ended before its time", request=httpx.Request("POST", base_url)
-            )
-
-
-async def _begun(
-    client: openai.AsyncOpenAI, prompt: tuple[int, ...], num_tokens: int, seed: int
-) -> Any:
-    """Opens a stream. Retries if the server refuses the request with a time to retry, but not if
-    the connection fails."""
-    for left in reversed(range(RETRIES)):
-        try:
-            return await client.completions.create(
-                model="", prompt=list(prompt), max_tokens=num_tokens, seed=seed, stream=True,
-                extra_body={
-                    "ignore_eos": True, "return_token_ids": True,
-                    "speculation": {"rule": "coupled"},
-                },
-            )  # fmt: skip
-        except openai.APIStatusError as error:
-            if error.status_code not in REFUSED_FOR_NOW or not left:
-                raise
+    gateways: Gateways, question: Question, rng: random.Random
+) -> AsyncIterator[Sequence[int]]:
+    """The tokens of a completion, as they arrive through any of the gateways. If a gateway is
+    killed, continues the stream through any of them. Raises `RequestFailed` for any other failure,
+    because a gateway hides those of coordinators."""
+    key, last_id, num_retries = f"{rng.getrandbits(128):032x}", "", 0
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        while True:
+            address = rng.choice(gateways.addresses)
+            url, num_kills = f"http://{address}/v1/completions", gateways.num_kills[address]
+            headers = {"idempotency-key": key} | ({"last-event-id": last_id} if last_id else {})
+            try:
+                stream = client.stream("POST", url, headers=headers, json=question.body())
+                async with stream as answer:
+                    if answer.status_code == 200:
+                        async for event_id, data in _events(answer.aiter_lines()):
+                            if data == "[DONE]":
+                                return
+                            chunk = json.loads(data)
+                            if "error" in chunk:
+                                raise RequestFailed(data)
+                            last_id = event_id or last_id
+                            for choice in chunk["choices"]:
+                                yield choice.get("token_ids") or ()
+                        raise RequestFailed("the stream ended before its time")
+                    failure = f"{answer.status_code} {(await answer.aread()).decode()[:500]}"
+                    may_retry = answer.status_code in REFUSED_FOR_NOW
+            except httpx.ConnectError as error:
+                failure, may_retry = repr(error), True
+            except httpx.TransportError as error:
+                failure, may_retry = repr(error), num_kills != gateways.num_kills[address]
+            num_retries += 1
+            if not may_retry or num_retries > RETRIES:
+                raise RequestFailed(failure)
             await asyncio.sleep(RETRY_S)
-    return None
 
 
-@asynccontextmanager
-async def gateway_of(deployment: Deployment) -> AsyncIterator[str]:
-    """Runs a gateway that follows coordinators as they come and go; yields its address."""
-
-    def find() -> str:
-        addresses = deployment.overview.addresses("coordinator", http=True)
-        return ",".join(f"http://{one}" for one in addresses)
-
-    coordinators = Coordinators(EndpointPool(find, str))
-    options = HttpOptions()
-    server = HttpServer(options, build_gateway(coordinators, options.hosts))
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop()
+async def _events(lines: AsyncIterator[str]) -> AsyncIterator[tuple[str, str]]:
+    """Ids and data of server-sent events. An incomplete last event is dropped."""
+    event_id = data = ""
+    async for line in lines:
+        name, _, value = line.partition(":")
+        if name == "id":
+            event_id = value.strip()
+        elif name == "data":
+            data = value.strip()
+        elif not line and data:
+            yield event_id, data
+            event_id = data = ""

@@ -1,7 +1,8 @@
 """`python -m tests.fuzz --seconds N [--seed S]`: sends hostile input to every HTTP route and gRPC
-method of a coordinator, a target and a draft, which run in another process. Meanwhile the answers
-to a control caller must not change. Prints the failures, each with a command that repeats it, and a
-summary line. `--only KIND --batch B` runs only that batch and those after it."""
+method of a coordinator, a gateway, a target and a draft, which run in another process. Meanwhile
+the answers to a control caller must not change, and 99 % of them must arrive within `--control-s`.
+Prints the failures, each with a command that repeats it, and a summary line. `--only KIND --batch
+B` runs only that batch and those after it."""
 
 import argparse
 import math
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz import seeds
+from tests.fuzz.by_frames import FramesFeed, frames
 from tests.fuzz.by_grpc import GrpcFeed, calls
 from tests.fuzz.by_http import HttpFeed, requests
-from tests.fuzz.control import Control
+from tests.fuzz.control import LATE_S, Control
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.started import Started
 
-KINDS = ("http", "grpc", "bytes")
+KINDS = ("http", "grpc", "bytes", "frames")
 
 
 def main() -> int:
@@ -30,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--least", type=int, default=0, help="requests of each kind, at least")
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--control-s", type=float, default=LATE_S)
     parser.add_argument("--only", choices=(*KINDS, "seeds"))
     parser.add_argument("--batch", type=int, default=0, help="the first of each kind")
     arguments = parser.parse_args()
@@ -47,10 +50,12 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     ledger = Ledger(seed, math.inf, arguments.batch, 0 if arguments.only else arguments.least)
     control = Control(started, ledger)
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
+    by_frames = FramesFeed(started, ledger)
     feeds: dict[str, tuple[Any, Any, Callable[[str, Any], None]]] = {
         "http": (requests(http.document), seeds.by_http, http.feed),
         "grpc": (calls(raw=False), seeds.by_grpc, partial(grpc.feed, "grpc")),
         "bytes": (calls(raw=True), tuple, partial(grpc.feed, "bytes")),
+        "frames": (frames(), tuple, by_frames.feed),
     }
     watching = threading.Thread(target=control.run)
     watching.start()
@@ -69,17 +74,24 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
         thread.start()
     for thread in (*threads, watching):
         thread.join()
-    http.close()
-    grpc.close()
+    for client in (http, grpc, by_frames):
+        client.close()
+    if control.late_s > arguments.control_s:
+        took = f"99 % of the answers arrived within {control.late_s:.2f} s only"
+        ledger.fail("control", took, f"{control.number} answers")
     for wrong in (*(started.left_behind(before) if started.is_alive else []), *started.stop()):
         ledger.fail("at the end", wrong, f"--seed {seed}")
     print(*ledger.failures, sep="\n")
-    print(f"seed {seed}; before {before}; longest control {control.longest_s:.2f} s")
+    print(
+        f"seed {seed}; before {before}; control p99 {control.late_s:.2f} s, "
+        f"longest {max(control.waits_s, default=0.0):.2f} s"
+    )
     print(", ".join(f"{name}: {number}" for name, number in sorted(ledger.statuses.items())))
     counts = ledger.counts
     grpc_count = counts["grpc"] + counts["bytes"]
+    total = counts["http"] + grpc_count + counts["frames"]
     print(
-        f"requests={counts['http'] + grpc_count} http={counts['http']} grpc={grpc_count} "
+        f"requests={total} http={counts['http']} grpc={grpc_count} frames={counts['frames']} "
         f"failed={len(ledger.failures)} control={control.number}"
     )
     return 1 if ledger.failures else 0

@@ -29,9 +29,19 @@ _ANYTHING: Final = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=5,
 )
+
+
+def _numbered(number: int, value: Any) -> Json:
+    """Many entries, but not more than fit into a body."""
+    number = min(number, 2**20 // (10 + len(json.dumps(value))))
+    return dict.fromkeys(map(str, range(number)), value)
+
+
 _KINDS: Final[dict[str, st.SearchStrategy[Any]]] = {
     "string": TEXTS, "integer": INTS, "number": FLOATS | INTS, "boolean": st.booleans(),
-    "null": st.none(), "object": st.dictionaries(TEXTS, _ANYTHING, max_size=4),
+    "null": st.none(),
+    "object": st.dictionaries(TEXTS, _ANYTHING, max_size=4)
+    | st.builds(_numbered, st.sampled_from((*LENGTHS, 100_000)), _ANYTHING),
 }  # fmt: skip
 _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
@@ -202,7 +212,7 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
         return HttpCall(
             method=draw(st.sampled_from((method,) * 9 + _METHODS)), path=path + other,
             route=route if not other else "", body=body, headers=headers + tuple(more),
-            place=draw(st.sampled_from(("locked_http", "open_http"))),
+            place=draw(st.sampled_from(("locked_http", "open_http", "gateway_http"))),
             key=draw(st.sampled_from(("fuzzer",) * 9 + ("", "wrong"))),
             num_lines=draw(st.sampled_from((10_000, 10_000, 0, 1, 3))),
         )  # fmt: skip
@@ -218,7 +228,7 @@ class HttpFeed:
         self._ledger = ledger
         self._clients = {
             place: httpx.Client(base_url=f"http://{started.addresses[place]}", timeout=WAIT_S)
-            for place in ("open_http", "locked_http")
+            for place in ("open_http", "locked_http", "gateway_http")
         }
         self._answer_id = "none"
         answer = self._clients["open_http"].get("/openapi.json")

@@ -1,5 +1,6 @@
 """A control caller, which repeats its requests and must always get the same answers."""
 
+import math
 import time
 from typing import Any, Final
 
@@ -11,6 +12,9 @@ from tests.fuzz.ledger import Ledger
 from tests.fuzz.started import Started
 
 WAIT_S: Final = 60.0
+LATE_S: Final = 0.5
+"""99 % of the answers must take at most this time, or the time that `--control-s` gives."""
+LATE_SHARE: Final = 0.01
 PAUSE_S: Final = 0.05
 _REQUESTS: Final = (
     GenerateRequest((1, 2, 3), max_tokens=24, seed=11, num_draft_tokens=4),
@@ -25,19 +29,23 @@ _BODY: Final[dict[str, Any]] = {"prompt": [1, 2, 3], "max_tokens": 24, "seed": 1
 
 
 class Control:
-    """Calls by gRPC and by HTTP in turn."""
+    """Calls by gRPC, by HTTP and through the gateway in turn."""
 
     def __init__(self, started: Started, ledger: Ledger) -> None:
         self._ledger = ledger
         key = started.keys["control"]
         address = started.addresses["locked_coordinator"]
         self._grpc = SyncClient(address, api_key=key, resume_timeout_s=0)
-        url = f"http://{started.addresses['locked_http']}"
         headers = {"authorization": f"Bearer {key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=WAIT_S)
-        self._expected = [self._answer(turn) for turn in range(len(_REQUESTS) + 1)]
-        self.longest_s = 0.0
-        self.number = 0
+        self._http = [
+            httpx.Client(
+                base_url=f"http://{started.addresses[place]}", headers=headers, timeout=WAIT_S
+            )
+            for place in ("locked_http", "gateway_http")
+        ]
+        num_turns = len(_REQUESTS) + len(self._http)
+        self._expected = [self._answer(turn) for turn in range(num_turns)]
+        self.waits_s: list[float] = []
 
     def run(self) -> None:
         """Repeats the requests until the time is over, and then once more. Each answer must equal
@@ -49,7 +57,19 @@ class Control:
                 self._once(turn, expected)
             time.sleep(PAUSE_S)
         self._grpc.close()
-        self._http.close()
+        for client in self._http:
+            client.close()
+
+    @property
+    def number(self) -> int:
+        """Number of answers."""
+        return len(self.waits_s)
+
+    @property
+    def late_s(self) -> float:
+        """The 99th percentile of the time of an answer."""
+        waits = sorted(self.waits_s)
+        return waits[math.ceil((1 - LATE_SHARE) * len(waits)) - 1] if waits else math.inf
 
     def _once(self, turn: int, expected: Any) -> None:
         begun = time.monotonic()
@@ -61,8 +81,7 @@ class Control:
         except Exception as error:  # noqa: BLE001 (any error is a failure)
             self._ledger.fail("control", f"failed: {error!r}", turn)
             return
-        self.number += 1
-        self.longest_s = max(self.longest_s, time.monotonic() - begun)
+        self.waits_s.append(time.monotonic() - begun)
         if found != expected:
             self._ledger.fail("control", f"changed: {found} is not {expected}", turn)
 
@@ -70,7 +89,7 @@ class Control:
         if turn < len(_REQUESTS):
             found = self._grpc.complete(_REQUESTS[turn])
             return found.text, found.token_ids
-        response = self._http.post("/v1/completions", json=_BODY)
+        response = self._http[turn - len(_REQUESTS)].post("/v1/completions", json=_BODY)
         if response.status_code == 429:
             raise Overloaded("by HTTP")
         return response.status_code, [

@@ -18,10 +18,12 @@ from models import byte_level_tokenizer
 from stack import Stack, coordinator_api, emulated_stack, http_front, serve
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
-from coordinator.http_api.server import HttpOptions
+from coordinator.http_api.gateway import Coordinators, build_gateway
+from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.requests.chat_template import read_chat_template
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller, add_key
+from outrider.client.failover import EndpointPool
 from outrider.config import HERMES, CoordinatorConfig
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -66,6 +68,7 @@ async def main() -> None:
             for place, gate in (("open", OPEN), ("locked", _gate(stack, directory, exits))):
                 options = HttpOptions(access=gate, metrics=exports.scrape.render)
                 await _serve(stack, place, options, addresses, exits)
+            await _serve_gateway(addresses, exits)
             _tell({"addresses": addresses, "keys": keys})
             while await asyncio.to_thread(sys.stdin.readline):
                 _tell(_figures(stack.coordinator))
@@ -89,6 +92,15 @@ async def _serve(
         api = coordinator_api(stack.coordinator, gate)
         server = await serve(exits, api, ServerOptions(guard=gate.check_call))
         addresses[f"{place}_coordinator"] = server.address
+
+
+async def _serve_gateway(addresses: dict[str, str], exits: AsyncExitStack) -> None:
+    """Serves a gateway in front of the coordinator with keys."""
+    coordinators = Coordinators(EndpointPool(f"http://{addresses['locked_http']}", str))
+    server = HttpServer(HttpOptions(), build_gateway(coordinators))
+    await server.start()
+    exits.push_async_callback(server.stop)
+    addresses["gateway_http"] = server.address
 
 
 def _figures(coordinator: CoordinatorService) -> dict[str, int]:
