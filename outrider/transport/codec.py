@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
@@ -366,6 +366,13 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
     return fields_to_proto(head, types_pb2.RoundHead, **given, constraint_hash=None)
 
 
+@lru_cache(limits.CONSTRAINTS_READ_MAX)
+def _read_constraint(tenant: str, kind: str, text: str) -> Constraint:
+    """The sessions of a request have the same constraint, which may take milliseconds to read.
+    Tenants share no results, so times reveal nothing about another tenant's constraints."""
+    return Constraint.read(kind, text, "head.constraint")
+
+
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
     """Decodes and checks a head. If the message has only hashes, takes `sampling` and `constraint`
     from `known`, a head of the session. They are None if `known` is None or has other hashes."""
@@ -382,6 +389,9 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
         and not message.HasField("constraint")
     ):
         given["sampling"], given["constraint"] = known.sampling, known.constraint
+    if message.HasField("constraint"):
+        asked = message.constraint
+        given["constraint"] = _read_constraint(message.tenant, asked.kind, asked.text)
     head = from_proto(message, RoundHead, "head", **given)
     if head.constraint is not None and not head.constraint_hash:
         head = replace(head, constraint_hash=head.constraint.digest())

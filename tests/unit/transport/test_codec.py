@@ -335,3 +335,13 @@ def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
 )  # fmt: skip
 def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
     assert request_codec.resume_from_proto(request_codec.resume_to_proto(request_)) == request_
+
+
+def test_a_constraint_is_read_once_for_each_tenant() -> None:
+    """All sessions of a request have it."""
+    heads = [make_head((1,), constraint=CONSTRAINTS[1], tenant=tenant) for tenant in "aab"]
+    items = [item_message(DRAFT, messages.DraftItem(head, 1)) for head in heads]
+    read: list[Any] = [DRAFT.item_from_proto(item) for item in items]
+    first, again, other = (item.head.constraint for item in read)
+    assert first == other == CONSTRAINTS[1]
+    assert first is again is not other
