@@ -3,10 +3,11 @@ coordinators; and the cluster, which shows them as actors to a fleet."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import AsyncMock, patch
 
 from pages import check_service
@@ -19,6 +20,7 @@ from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
+from outrider import fair_turns
 from outrider.api_keys import ANYBODY, Caller
 from outrider.client.transport import Method
 from outrider.config import CoordinatorConfig, DraftConfig
@@ -45,6 +47,7 @@ from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_grammars, toy_text
 
+T = TypeVar("T")
 PLACING_S = 0.05
 LOADING_S = TARGET_LOADING_S = (0.01, 0.5)
 
@@ -351,6 +354,21 @@ HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9)
 """Less time than a draft needs for all that is asked of it."""
 
 
+class InlineThreads(Executor):
+    """Runs each call at once: other threads would make the order of events random."""
+
+    def __init__(self, num_threads: int, thread_name_prefix: str) -> None:
+        """Takes what a `ThreadPoolExecutor` takes."""
+
+    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        future = Future[T]()
+        try:
+            future.set_result(call(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 (raised where the future is awaited)
+            future.set_exception(error)
+        return future
+
+
 @contextmanager
 def short_waits(is_hasty: bool) -> Iterator[None]:
     """Shorter delays before a coordinator asks a replica again, so that a run sees many. No child
@@ -359,6 +377,7 @@ def short_waits(is_hasty: bool) -> Iterator[None]:
         patch.multiple(target_client, ANSWER_S=0.2, RETRY_S_MIN=0.02),
         patch.multiple(draft_client, RETRY_S=0.001 if is_hasty else 0.2),
         patch.object(PromptEncoder, "check_constraint", AsyncMock()),
+        patch.object(fair_turns, "ThreadPoolExecutor", InlineThreads),
     ):
         yield
 

@@ -175,12 +175,12 @@ def logprobs_stored_for_a_part(patch: Patch) -> None:
 
 
 def constraint_lost_at_a_resumption(patch: Patch) -> None:
-    read = GenerationParameters.from_json
+    read = GenerationParameters.of
 
-    def unbound(text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
-        return replace(read(text, prompt_ids), constraint=None)
+    def unbound(record: SessionRecord) -> GenerationParameters:
+        return replace(read(record), constraint=None)
 
-    patch.setattr(GenerationParameters, "from_json", unbound)
+    patch.setattr(GenerationParameters, "of", unbound)
 
 
 def cancel_disregarded(patch: Patch) -> None:
