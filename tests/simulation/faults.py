@@ -62,7 +62,9 @@ BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
 seconds, or hardly any time."""
 REDIS_JUMP_S_MAX = 5.0
 """Redis expires keys by its wall clock, so its jumps move expiry."""
-FULL_S_MAX = 25.0
+FULL_S_MAX = 15.0
+FULL_SHARE = 0.5
+"""Share of the seeds in which Redis may be full for long."""
 OUSTED_S_MAX = 8.0
 HUNG_S_MAX = 60.0
 """Longest time until the fleet has killed a hung replica, also if Redis, Ray's head and the fleet's
@@ -91,8 +93,8 @@ class Faults:
         self._under_way: list[asyncio.Task[None]] = []
         self._redis_goes = False
         """Whether Redis is about to die, or to be replaced."""
-        self._was_full = False
-        """Whether Redis has been full for long: twice would exceed the time that clients wait."""
+        self._may_be_full = self._rng.random() < FULL_SHARE
+        """Whether Redis may still be full for long: twice would exceed what clients wait."""
         self._ousts = False
         """Whether a coordinator is being ousted: with two at once, none could take over."""
 
@@ -192,7 +194,7 @@ class Faults:
             ]
             if redis.primary.data.num_writes_left is None:
                 found.append(("oom", self._oom))
-                if not self._was_full:
+                if self._may_be_full:
                     found.append(("full_store", self._full_store))
         if not self._ousts and len(list(self._world.nodes("coordinator"))) > 1:
             for one in busy:
@@ -444,7 +446,7 @@ class Faults:
 
     async def _full_store(self) -> None:
         """Longer than sessions decode without a commit, and than many have until their deadline."""
-        self._was_full = True
+        self._may_be_full = False
         await self._fill(0, True, self._rng.uniform(4.0, FULL_S_MAX))
 
     async def _fill(self, num_writes_left: int, spares_dirty: bool, lasts_s: float) -> None:

@@ -13,7 +13,7 @@ PROMPT_TOKENS_MAX = (12, 12, 40)
 
 REPEATED_SHARE = 0.3
 KEYED_SHARE = 0.2
-LIMITED_SHARES = (0.0, 0.0, 0.0, 0.7)
+LIMITED_SHARES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7)
 """Shares of the sessions whose caller may run only some at a time."""
 LOGPROBS = (None, None, None, 0, 2, 5)
 DEADLINE_MS = (1_000, 15_000)
