@@ -2,8 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 from coordinator.auth.access_control import OPEN, AccessControl, current_caller
 from outrider.api_keys import Caller
@@ -67,8 +69,8 @@ class CoordinatorServicer:
         """Cancels a session. The session's stream still gets the event `Finished`."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
-        with self._reading(caller):
-            await self._service.cancel(session_id, caller.reach)
+        self._begin_reading(caller, context)
+        await self._service.cancel(session_id, caller.reach)
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
@@ -76,16 +78,15 @@ class CoordinatorServicer:
         towards the limit on concurrent generations."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
-        self._access.check_rate(caller)
-        with self._reading(caller):
-            async with self._access.admit(caller, num_generations=0):
-                record = await self._service.session(session_id, caller.reach)
+        self._begin_reading(caller, context)
+        async with self._access.admit(caller, num_generations=0):
+            record = await self._service.session(session_id, caller.reach)
         return session_to_proto(record)
 
-    @contextmanager
-    def _reading(self, caller: Caller) -> Iterator[None]:
-        """Raises `Overloaded` if `RECORD_READS_MAX` reads of the caller run already. Stored
-        sessions may be long, so the limit bounds memory."""
+    def _begin_reading(self, caller: Caller, context: Context) -> None:
+        """Counts a read until the client has taken its answer. Raises `Overloaded` if
+        `RECORD_READS_MAX` reads of the caller run already. Stored sessions may be long, so the
+        limit bounds memory."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
@@ -94,11 +95,12 @@ class CoordinatorServicer:
                 "session_reads",
             )
         self._num_reads[caller.name] += 1
-        try:
-            yield
-        finally:
-            self._num_reads[caller.name] -= 1
-            self._num_reads += Counter()  # Removes entries that are 0.
+        ended: Any = partial(self._end_reading, caller)  # The stub's type is not a protocol.
+        context.add_done_callback(ended)
+
+    def _end_reading(self, caller: Caller, context: Context) -> None:
+        self._num_reads[caller.name] -= 1
+        self._num_reads += Counter()  # Removes entries that are 0.
 
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from outrider import limits
 from outrider.api_keys import ANYBODY, Caller, key_hash, read_key_file
-from outrider.errors import OutriderError, Overloaded, Unauthenticated
+from outrider.errors import NotFound, OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
 from outrider.request import Event, Finished, Started
 from outrider.sessions.redis_address import RedisAddress
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
+_COUNTED = frozenset(f"/outrider.v1.Coordinator/{name}" for name in ("Generate", "GetSession"))
+"""Methods that an empty bucket refuses before their message is read."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
@@ -98,6 +100,10 @@ class Grant:
             if old != event.session_id:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
+    def lend_nothing(self) -> None:
+        """Must be called if no session of the request runs at another coordinator."""
+        self._not_begun.clear()
+
     def drop(self) -> asyncio.Task[None] | None:
         """Frees the slots in the background, but not the slot of a session whose resumption has
         failed. A second call does nothing."""
@@ -148,7 +154,8 @@ class AccessControl:
 
     def check_call(self, method: str, context: Context) -> str | None:
         """Identifies the caller of a gRPC method, and returns the caller's name (see `Guard`).
-        Health checks need no API key."""
+        Health checks need no API key. Raises `Unauthenticated`, and `Overloaded` for a method that
+        counts as a request if the caller's bucket is empty."""
         metadata = context.invocation_metadata() or ()
         try:
             caller = self.identify(
@@ -158,6 +165,8 @@ class AccessControl:
             if method.startswith(HEALTH_PATH):
                 return None
             raise
+        if method in _COUNTED:
+            self.check_rate(caller)
         _CALLER.set(caller)
         return caller.name
 
@@ -217,6 +226,9 @@ class AccessControl:
         grant = Grant(self, caller, names, resumes)
         try:
             yield grant
+        except NotFound:  # The session runs nowhere.
+            grant.lend_nothing()
+            raise
         finally:
             grant.drop()
 

@@ -19,8 +19,9 @@ import secrets
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from io import BytesIO
 from random import random
 from typing import IO
 
@@ -30,8 +31,9 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.incoming import IncomingBodies
-from coordinator.http_api.reading import Entrance, add_error_handlers
+from coordinator.http_api.reading import SERVER_FULL, Entrance, add_error_handlers
 from coordinator.http_api.server import LiveResponse, send_part
+from outrider.api_keys import ANYBODY
 from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
@@ -62,6 +64,7 @@ _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
 """If an event without an id contains these bytes, another coordinator can continue the stream.
 Generated text cannot contain these bytes, because its quotes are escaped."""
+_SERVER_FULL = f'"code":"{SERVER_FULL}"'.encode()
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})(?![\d.eE])')
 """Finds the deadline in a body. Parsing the whole body would delay all other streams."""
@@ -106,8 +109,9 @@ class Forwarded(LiveResponse):
     """The body of the request, while the response is called."""
 
     def __init__(
-        self, coordinators: Coordinators, bodies: IncomingBodies, request: Request
+        self, coordinators: Coordinators, bodies: IncomingBodies | None, request: Request
     ) -> None:
+        """Without `bodies`, forwards the request without its body."""
         super().__init__()
         self._coordinators, self._bodies, self._request = coordinators, bodies, request
         self._method = request.method
@@ -125,11 +129,19 @@ class Forwarded(LiveResponse):
         """Number of failed tries since the last event."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.read(self._request) as self._body:
+        async with self._read() as self._body:
             found = _DEADLINE.search(self._body.read())
             deadline_ms = DEADLINE_MS_DEFAULT if found is None else int(found[1])
             self._deadline_s = min(deadline_ms, DEADLINE_MS_MAX) / 1e3
             await super().__call__(scope, receive, send)
+
+    @asynccontextmanager
+    async def _read(self) -> AsyncIterator[IO[bytes]]:
+        if self._bodies is None:
+            yield BytesIO()
+            return
+        async with self._bodies.read(self._request) as body:
+            yield body
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._answer(send)
@@ -153,7 +165,9 @@ class Forwarded(LiveResponse):
                 url = url or pool.begin()
                 answer = await self._ask(url, send)
                 passing = _PASSING_LATER if self._has_begun else _PASSING
-                if answer is None or answer.status_code not in passing:
+                if answer is None or not (
+                    answer.status_code in passing or self._may_pass_full(answer)
+                ):
                     return answer
                 if answer.headers.get("x-should-retry") == "false":
                     return answer
@@ -176,6 +190,11 @@ class Forwarded(LiveResponse):
                 raise Unavailable(f"no coordinator answers: {_reason(failure)}")
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
+
+    def _may_pass_full(self, answer: Response) -> bool:
+        """Whether the coordinator has reached a limit of its own, and another may not have."""
+        is_last = self._num_failures + 1 >= len(self._coordinators.pool.each)
+        return answer.status_code == 429 and _SERVER_FULL in bytes(answer.body) and not is_last
 
     @property
     def _may_ask_again(self) -> bool:
@@ -266,6 +285,7 @@ def build_gateway(
 
     @app.api_route("/{path:path}", methods=list(_METHODS))
     async def forward(request: Request) -> Response:
-        return Forwarded(coordinators, bodies, request)
+        is_known = request.state.caller is not ANYBODY or not access.asks_for_keys
+        return Forwarded(coordinators, bodies if is_known else None, request)
 
     return app

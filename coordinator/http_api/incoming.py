@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from tempfile import SpooledTemporaryFile
 from typing import IO
 
@@ -17,6 +16,7 @@ from coordinator.http_api.server import connections_max
 from outrider import limits
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import Overloaded, TooLarge, Unavailable
+from outrider.transport.callers import site
 
 
 class IncomingBodies:
@@ -45,40 +45,47 @@ class IncomingBodies:
                 limit="http_owner_bodies",
             )
         memory_max = limits.HTTP_BODY_IN_MEMORY_BYTES if self._spools else 0  # 0 = no limit
-        with SpooledTemporaryFile[bytes](memory_max) as file:
+        held = Counter[str]()
+        with _temporary(memory_max) as file:
             try:
                 self._num_incomplete[owner] += 1
                 try:
-                    await self._receive(request, owner, file)
+                    await self._receive(request, owner, file, held)
                 finally:
                     _subtract(self._num_incomplete, owner, 1)
-                file.seek(0)
                 yield file
             finally:
-                _subtract(self._num_bytes, owner, file.seek(0, os.SEEK_END))
+                _subtract(self._num_bytes, owner, held[owner])
 
     def _owner(self, request: Request) -> str:
         caller: Caller = request.state.caller
         if caller is not ANYBODY:
             return f"the tenant {caller.tenant!r}"
         if self._by_address and request.client is not None:
-            return f"the address {request.client.host}"
+            return f"the address {site(request.client.host) or request.client.host}"
         return ""
 
-    async def _receive(self, request: Request, owner: str, file: IO[bytes]) -> None:
+    async def _receive(
+        self, request: Request, owner: str, file: IO[bytes], held: Counter[str]
+    ) -> None:
+        """Stores a body, and adds its bytes to `held` as they are counted."""
         now = asyncio.get_running_loop().time
         end = now() + limits.HTTP_BODY_S_MAX
         try:
             async with asyncio.timeout(limits.HTTP_BODY_PART_S_MAX) as late:
                 async for part in request.stream():
                     late.reschedule(min(end, now() + limits.HTTP_BODY_PART_S_MAX))
-                    self._check_room(owner, file.tell(), len(part))
-                    _store(file, part)
-                    self._num_bytes[owner] += len(part)
+                    self._check_room(owner, held[owner], len(part))
+                    for counts in (self._num_bytes, held):
+                        counts[owner] += len(part)
+                    file.write(part)
+            file.seek(0)
         except TimeoutError:
             whole, part_s = limits.HTTP_BODY_S_MAX, limits.HTTP_BODY_PART_S_MAX
             reason = f"the body did not arrive within {whole} s, or paused for {part_s} s"
             raise HTTPException(408, reason, {"connection": "close"}) from None
+        except OSError as error:
+            raise Unavailable(f"the body cannot be stored: {error.strerror or error}") from error
 
     def _check_room(self, owner: str, size: int, num_more: int) -> None:
         if size + num_more > (most := limits.HTTP_BODY_BYTES_MAX):
@@ -97,11 +104,14 @@ class IncomingBodies:
             )
 
 
-def _store(file: IO[bytes], part: bytes) -> None:
+@contextmanager
+def _temporary(memory_max: int) -> Iterator[IO[bytes]]:
+    file = SpooledTemporaryFile[bytes](memory_max)
     try:
-        file.write(part)
-    except OSError as error:
-        raise Unavailable(f"the body cannot be stored: {error.strerror or error}") from error
+        yield file
+    finally:
+        with suppress(OSError):  # The disk is full, as an earlier error has said.
+            file.close()
 
 
 def _subtract(counts: Counter[str], owner: str, number: int) -> None:

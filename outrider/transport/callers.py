@@ -15,12 +15,16 @@ _IPV6_SITE_BITS = 64  # one user has at least all addresses that share this pref
 
 
 def source(peer: str) -> str:
-    """Returns the address of a gRPC `peer` without its port, or the network of an IPv6 address."""
-    host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+    """Returns `site` of a gRPC `peer`, or the peer itself if it is a Unix socket."""
+    return site(unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")) or peer
+
+
+def site(host: str) -> str:
+    """Returns an IPv4 address, or the network of an IPv6 address; empty for other hosts."""
     try:
         address = ip_address(host)
-    except ValueError:  # a Unix socket
-        return peer
+    except ValueError:
+        return ""
     if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
         return str(ip_network((int(address), _IPV6_SITE_BITS), strict=False))
     return host
@@ -32,7 +36,8 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._by_caller = Counter[str]()
-        self._by_strangers = Counter[str]()  # address -> calls
+        self._by_strangers = Counter[str]()  # address -> calls that end at once
+        self._staying = Counter[str]()  # address -> calls that stay open
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @contextmanager
@@ -45,17 +50,19 @@ class OpenCalls:
             yield
 
     @contextmanager
-    def of_stranger(self, address: str) -> Iterator[None]:
-        """Counts a call of a stranger. Raises `Overloaded` if the strangers of this address, or all
-        strangers, have too many calls."""
+    def of_stranger(self, address: str, *, stays: bool = False) -> Iterator[None]:
+        """Counts a call of a stranger, separately if it `stays` open until the client leaves.
+        Raises `Overloaded` if the strangers of this address have too many calls of this kind, or if
+        too many calls stay. So watches of health keep no probe from being answered."""
+        counts = self._staying if stays else self._by_strangers
         most, in_all = limits.STRANGER_CALLS_PER_ADDRESS_MAX, limits.STRANGER_CALLS_MAX
-        if self._by_strangers[address] >= most or self._by_strangers.total() >= in_all:
+        if counts[address] >= most or (stays and counts.total() >= in_all):
             raise Overloaded(
-                f"calls without a valid API key: at most {most} of an address and {in_all} in all "
-                "may be open; send a key, or try again later",
+                f"calls without a valid API key: at most {most} of an address, and {in_all} "
+                "watches in all, may be open; send a key, or try again later",
                 limit="stranger_calls",
             )
-        with _one_more(self._by_strangers, address):
+        with _one_more(counts, address):
             yield
 
     async def message(self, frames: AsyncIterator[bytes], name: str) -> bytes | None:

@@ -1,10 +1,18 @@
 """Converts between the coordinator's protobuf messages and the values of `outrider.request`."""
 
+from collections.abc import Sized
 from typing import Any, TypeVar
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint, ConstraintKind
-from outrider.limits import CHAT_MESSAGES_MAX, DEADLINE_MS_MAX
+from outrider.limits import (
+    CHAT_MESSAGES_MAX,
+    DEADLINE_MS_MAX,
+    HTTP_VALUES_MAX,
+    LOGIT_BIAS_ENTRIES_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKEN_IDS_MAX,
+)
 from outrider.request import (
     ChatMessage,
     Event,
@@ -80,9 +88,17 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     """Raises `BadRequest` for an invalid sampling parameter, rule or constraint, or a missing
-    prompt. The coordinator checks all other fields later."""
+    prompt. The coordinator checks all other fields later, but long fields would delay it."""
+    _check_length("stop", message.stop, STOP_STRINGS_MAX)
+    _check_length("sampling.logit_bias", message.sampling.logit_bias, LOGIT_BIAS_ENTRIES_MAX)
+    _check_length("sampling.stop_token_ids", message.sampling.stop_token_ids, STOP_TOKEN_IDS_MAX)
     prompt, constraint = _prompt_from_proto(message), _constraint_from_proto(message)
     return from_proto(message, GenerateRequest, prompt=prompt, constraint=constraint)
+
+
+def _check_length(field: str, values: Sized, most: int) -> None:
+    if len(values) > most:
+        raise BadRequest(field, f"got {len(values)} entries; at most {most} are allowed")
 
 
 def _constraint_from_proto(message: pb.GenerateRequest) -> Constraint | None:
@@ -104,6 +120,7 @@ def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
         case "text":
             return message.text
         case "token_ids":
+            _check_length("token_ids", message.token_ids.ids, HTTP_VALUES_MAX)
             return tuple(message.token_ids.ids)
         case "chat":
             turns = message.chat.messages

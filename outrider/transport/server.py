@@ -31,7 +31,15 @@ from grpc_reflection.v1alpha import _async as reflection
 from grpc_reflection.v1alpha import reflection_pb2
 
 from outrider import limits
-from outrider.errors import BadRequest, ConfigError, DeadlineExceeded, NotFound, Unavailable, check
+from outrider.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    check,
+)
 from outrider.transport.callers import OpenCalls, source
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
@@ -158,10 +166,13 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         is_known = path in self._methods
         known, refusal = self._check(path, context)
         name = known or source(context.peer())
-        counting = self._open.of_stranger if known is None else self._open.of_caller
         with ExitStack() as counted:
             try:
-                counted.enter_context(counting(name))
+                if known is None:
+                    stays = is_known and self._methods[path][0].server_streaming
+                    counted.enter_context(self._open.of_stranger(name, stays=stays))
+                else:
+                    counted.enter_context(self._open.of_caller(name))
                 if refusal is not None:
                     raise refusal
                 if is_known:
@@ -194,7 +205,8 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         elif method.client_streaming:
             given = (_decode(request_type, data) async for data in frames)
         else:
-            data = await self._open.message(frames, name)
+            read = _health_message if path.startswith(HEALTH_PATH) else self._open.message
+            data = await read(frames, name)
             if data is None:
                 raise BadRequest("message", "is missing")
             given = _decode(request_type, data)
@@ -216,6 +228,19 @@ def _handler(server: RpcServer, path: str) -> Any:
         await server.answer(path, frames, context)
 
     return grpc.stream_stream_rpc_method_handler(answer)
+
+
+async def _health_message(frames: AsyncIterator[bytes], name: str) -> bytes | None:
+    """Returns the message of a health check. Does not wait for other messages of the caller, so
+    that probes are answered. Raises `Overloaded` if the message arrives too late."""
+    try:
+        async with asyncio.timeout(limits.HEALTH_MESSAGE_S_MAX):
+            return await anext(aiter(frames), None)
+    except TimeoutError:
+        raise Overloaded(
+            f"the message did not arrive within {limits.HEALTH_MESSAGE_S_MAX} s",
+            limit="message_arrival",
+        ) from None
 
 
 class _Writer:

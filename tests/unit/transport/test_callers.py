@@ -54,10 +54,14 @@ def test_strangers_are_limited_by_address_and_in_all(monkeypatch: pytest.MonkeyP
     calls = OpenCalls()
     with ExitStack() as counted:
         for address in ("a", "a", "b"):
-            counted.enter_context(calls.of_stranger(address))
+            counted.enter_context(calls.of_stranger(address, stays=True))
         for address in ("a", "b", "c"):
-            with pytest.raises(Overloaded, match="at most 2 of an address and 3 in all"):
-                counted.enter_context(calls.of_stranger(address))
+            with pytest.raises(Overloaded, match="at most 2 of an address, and 3 watches in all"):
+                counted.enter_context(calls.of_stranger(address, stays=True))
+        for address in ("a", "a", "b", "b", "c"):  # Watches keep no probe from its answer.
+            counted.enter_context(calls.of_stranger(address))
+        with pytest.raises(Overloaded, match="at most 2 of an address"):
+            counted.enter_context(calls.of_stranger("a"))
         for name in ("alice", "bob"):
             counted.enter_context(calls.of_caller(name))
         with pytest.raises(Overloaded, match="has 1 calls open"):
@@ -163,6 +167,21 @@ async def test_a_strangers_message_is_not_awaited(address: str) -> None:
         assert (await stub.Check(request)).status == Serving.SERVING
         unknown = stub.Check(request, metadata=(("authorization", f"Bearer {KEY}"),))
         assert await unknown.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_unfinished_messages_of_a_caller_delay_no_health_check(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.limits.GRPC_MESSAGES_AWAITED_MAX", 2)
+    monkeypatch.setattr("outrider.limits.HEALTH_MESSAGE_S_MAX", 0.3)
+    async with bare_connection(address) as bare:
+        for method in (DESCRIBE, DESCRIBE, CHECK):
+            stream = bare.call(method, KEY)
+            bare.send(stream, bytes(4096), claimed=2**23)
+        probe = bare.call(CHECK, KEY)
+        bare.send(probe, b"")
+        await bare.until_ended(probe, 1.0)
+        await bare.until_ended(stream, 1.0)
 
 
 async def test_little_of_a_message_is_buffered_unless_it_is_awaited(address: str) -> None:

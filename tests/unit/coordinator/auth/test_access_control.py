@@ -10,7 +10,13 @@ from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from outrider.api_keys import ANYBODY, Caller, given_keys, key_hash
-from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated, Unavailable
+from outrider.errors import (
+    Overloaded,
+    SessionNotFound,
+    StoreUnavailable,
+    Unauthenticated,
+    Unavailable,
+)
 from outrider.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
 
@@ -112,6 +118,16 @@ async def test_a_resumption_that_fails_frees_no_slot() -> None:
     assert slots.taken == {SESSION}
     await running.aclose()
     await here.close()
+    assert slots.taken == set()
+
+
+async def test_a_resumption_of_no_session_keeps_no_slot() -> None:
+    slots = MemorySlots()
+    access = AccessControl(None, slots)
+    with pytest.raises(SessionNotFound):
+        async with access.admit(LIMITED, [SESSION]):
+            raise SessionNotFound("it has expired")
+    await access.close()
     assert slots.taken == set()
 
 

@@ -1,9 +1,11 @@
 """The gateway, with coordinators that break connections, refuse requests and come back."""
 
 import asyncio
+import errno
 import json
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
+from io import BytesIO
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -17,7 +19,7 @@ from coordinator.http_api.reading import error_body, to_json
 from outrider import limits
 from outrider.api_keys import given_keys
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
-from outrider.errors import Unavailable
+from outrider.errors import Overloaded, Unavailable
 
 pytestmark = pytest.mark.virtual
 
@@ -329,6 +331,62 @@ async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
     assert (await made.call(BODY, authorization="Bearer wrong")).status_code == 401
     assert (await made.call(BODY, authorization=f"Bearer {API_KEY}")).content == WHOLE
     assert made.headers("authorization") == [f"Bearer {API_KEY}"]
+
+
+async def test_a_path_that_needs_no_key_is_forwarded_without_a_body() -> None:
+    """Else strangers could fill the gateway with bodies."""
+    access = AccessControl(watch_keys(None, given_keys(API_KEY)))
+    made = Deployment(lambda _: refusal(404), access=access)
+    assert (await made.call(BODY, path="/ping")).status_code == 404
+    assert [one.content for one in made.asked] == [b""]
+    assert (await made.call(BODY, authorization=f"Bearer {API_KEY}")).status_code == 404
+    assert json.loads(made.asked[-1].content) == BODY
+
+
+async def test_a_full_coordinator_is_passed_over() -> None:
+    full = to_json(error_body(Overloaded("full", limit="max_sessions")))
+    of_caller = to_json(error_body(Overloaded("too often", limit="requests_per_minute")))
+
+    def refused(body: bytes) -> httpx2.Response:
+        return httpx2.Response(429, stream=Body(body))
+
+    assert (await Deployment(refused(full), rest).call(BODY)).content == WHOLE
+    made = Deployment(refused(full), refused(full), rest)
+    assert ((await made.call(BODY)).status_code, len(made.asked)) == (429, 2)
+    made = Deployment(refused(of_caller), rest)
+    assert ((await made.call(BODY)).status_code, len(made.asked)) == (429, 1)
+
+
+async def test_bodies_that_cannot_be_stored_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a full disk. Closing the file fails, too."""
+
+    class Full(BytesIO):
+        is_full = True
+
+        def write(self, data: Any) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+        def close(self) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    class File:
+        def __class_getitem__(cls, _: Any) -> Any:
+            return lambda memory_max: Full()
+
+    monkeypatch.setattr(limits, "HTTP_SPOOLED_BYTES_MAX", 4 * 64)
+    monkeypatch.setattr("coordinator.http_api.incoming.SpooledTemporaryFile", File)
+    made = Deployment(rest)
+    for _ in range(5):
+        refused = await made.call(BODY)
+        assert (refused.status_code, made.asked) == (503, [])
+        assert "No space left" in refused.json()["error"]["message"]
+    monkeypatch.setattr(Full, "is_full", False)
+    assert (await made.call(BODY)).content == WHOLE
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
