@@ -2,12 +2,13 @@
 work of another."""
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from outrider.errors import Overloaded
 
@@ -28,40 +29,53 @@ class Waiting:
     """`Overloaded.limit`; for a tenant's limit, after `tenant_`."""
 
 
+class WaitingRoom:
+    """Counts what waits, by tenant."""
+
+    def __init__(self, allowed: Waiting) -> None:
+        self._allowed = allowed
+        self._sizes: Counter[str] = Counter()
+
+    @contextmanager
+    def waiting(self, tenant: str, size: int) -> Iterator[None]:
+        """Counts work while it waits. Raises `Overloaded` if too much work waits already."""
+        allowed = self._allowed
+        own, total = self._sizes[tenant], self._sizes.total()
+        if own and own + size > allowed.tenant_max:
+            most = f"for your tenant; allowed: {allowed.tenant_max}"
+            reason = f"{own} {allowed.what} {most}; try again later"
+            raise Overloaded(reason, limit=f"tenant_{allowed.limit}")
+        if total and total + size > allowed.total_max:
+            most = f"for all tenants; allowed: {allowed.total_max}"
+            reason = f"{total} {allowed.what} {most}; try again later"
+            raise Overloaded(reason, limit=allowed.limit)
+        self._sizes[tenant] += size
+        try:
+            yield
+        finally:
+            self._sizes[tenant] -= size
+            self._sizes += Counter()  # Removes entries that are 0.
+
+
 class FairQueue(Generic[Place]):
     """Assigns places. Tenants take turns, each with its oldest work."""
 
-    def __init__(self, places: Iterable[Place], allowed: Waiting | None = None) -> None:
-        """`allowed` is None if the caller limits how much waits."""
+    def __init__(self, places: Iterable[Place], room: WaitingRoom | None = None) -> None:
+        """`room` is None if the caller limits how much waits."""
         # The place that was used last comes first. If it is a process, the process runs already.
         self._idle: asyncio.LifoQueue[Place] = asyncio.LifoQueue()
         for place in places:
             self.give_back(place)
-        self._allowed = allowed
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._room = room
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Only the work that holds its tenant's lock waits for a place."""
-        self._waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str, size: int = 1) -> Place:
-        """Waits for a place. Raises `Overloaded` if too much work waits already."""
-        if (allowed := self._allowed) is not None:
-            own, total = self._waiting[tenant], self._waiting.total()
-            if own and own + size > allowed.tenant_max:
-                most = f"for your tenant; allowed: {allowed.tenant_max}"
-                reason = f"{own} {allowed.what} {most}; try again later"
-                raise Overloaded(reason, limit=f"tenant_{allowed.limit}")
-            if total and total + size > allowed.total_max:
-                most = f"for all tenants; allowed: {allowed.total_max}"
-                reason = f"{total} {allowed.what} {most}; try again later"
-                raise Overloaded(reason, limit=allowed.limit)
-        self._waiting[tenant] += size
-        try:
-            async with self._turns[tenant]:
+        """Waits for a place. Raises the error of `WaitingRoom.waiting`."""
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        with nullcontext() if self._room is None else self._room.waiting(tenant, size):
+            async with turn:
                 return await self._idle.get()
-        finally:
-            self._waiting[tenant] -= size
-            if not self._waiting[tenant]:
-                del self._waiting[tenant], self._turns[tenant]
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -79,9 +93,9 @@ class FairQueue(Generic[Place]):
 class FairThreads:
     """Threads at which tenants take turns."""
 
-    def __init__(self, num_threads: int, name: str, allowed: Waiting | None = None) -> None:
+    def __init__(self, num_threads: int, name: str, room: WaitingRoom | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._turns = FairQueue(range(num_threads), allowed)
+        self._turns = FairQueue(range(num_threads), room)
 
     async def run(self, tenant: str, call: Callable[[], Result], size: int = 1) -> Result:
         """Runs a call on a thread. If the caller stops waiting, a call that has begun goes on, and
@@ -113,8 +127,9 @@ class TwoLanes:
     ) -> None:
         """Work whose size is above `short_max` is long."""
         self._short_max = short_max
-        self._short = FairThreads(num_short, name, allowed)
-        self._long = FairThreads(num_long, f"{name}-long", allowed)
+        room = WaitingRoom(allowed)
+        self._short = FairThreads(num_short, name, room)
+        self._long = FairThreads(num_long, f"{name}-long", room)
 
     async def run(self, tenant: str, call: Callable[[], Result], size: int) -> Result:
         """See `FairThreads.run`."""

@@ -147,6 +147,9 @@ class OwnedSessions:
                     raise
                 _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
                 await asyncio.sleep(limits.COMMIT_RETRY_MS_MIN / 1e3)
+            except errors.OutriderError:
+                self.stored.end_early(new)
+                raise
             else:
                 break
         if key is not None:

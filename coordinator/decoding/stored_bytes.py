@@ -31,9 +31,11 @@ _RETRY_MS = 5_000
 class _Held:
     tenant: str
     num_bytes: int
-    shared: Shared | None = None
+    shared: tuple[str, int] | None = None
+    """Digest and length of the shared text."""
     until: float = math.inf
     """Loop time at which the store forgets it; infinity while the session runs."""
+    epoch: int = 0
 
 
 class StoredBytes:
@@ -57,12 +59,15 @@ class StoredBytes:
 
     def of(self, tenant: str) -> int:
         """Returns the bytes of a tenant."""
+        self._forget_ended()
+        return self._totals[tenant]
+
+    def _forget_ended(self) -> None:
         now = asyncio.get_running_loop().time()
         while self._ends and self._ends[0][0] <= now:
             until, name = heapq.heappop(self._ends)
             if name in self._held and self._held[name].until == until:
                 self._drop(name)
-        return self._totals[tenant]
 
     def check(self, tenant: str) -> None:
         """Raises `Overloaded` if the store is almost full, or if the tenant has used up its share.
@@ -92,36 +97,44 @@ class StoredBytes:
         num_bytes = SESSION_BYTES + len(record.parameters) + TOKEN_BYTES * num_tokens
         if parameters.logprobs is not None:
             num_bytes += LOGPROB_BYTES * parameters.max_tokens * (1 + parameters.logprobs)
-        self._put(record.session_id, _Held(record.tenant, num_bytes, record.shared))
+        shared = _size(record.shared)
+        self._put(record.session_id, _Held(record.tenant, num_bytes, shared, epoch=record.epoch))
 
     def end(self, session: Session) -> None:
         """Counts a session with the bytes that it has, until the store has forgotten it."""
         num_bytes = SESSION_BYTES + TOKEN_BYTES * session.length + sum(map(len, session.logprobs))
-        self._end(session.record, num_bytes)
+        self._end(session.record, session.epoch, num_bytes)
 
     def end_early(self, record: SessionRecord) -> None:
         """Like `end`, for a session that has not begun to run."""
         held = self._held.get(record.session_id)
         if held is not None and held.until == math.inf:
-            self._end(record, SESSION_BYTES + TOKEN_BYTES * record.prompt_length)
+            num_bytes = SESSION_BYTES + TOKEN_BYTES * record.prompt_length
+            self._end(record, record.epoch, num_bytes)
 
     def hold_key(self, tenant: str, name: str) -> None:
         """Counts an idempotency key."""
         until = asyncio.get_running_loop().time() + limits.KEY_TTL_S
         self._put(name, _Held(tenant, KEY_BYTES, until=until))
 
-    def _end(self, record: SessionRecord, num_bytes: int) -> None:
+    def _end(self, record: SessionRecord, epoch: int, num_bytes: int) -> None:
+        held = self._held.get(record.session_id)
+        if held is not None and held.epoch > epoch:  # It was resumed here, and runs.
+            return
         until = asyncio.get_running_loop().time() + self._kept_s
-        self._put(record.session_id, _Held(record.tenant, num_bytes, record.shared, until))
+        shared = _size(record.shared)
+        self._put(record.session_id, _Held(record.tenant, num_bytes, shared, until, epoch))
 
     def _put(self, name: str, held: _Held) -> None:
+        self._forget_ended()
         self._drop(name)
         self._held[name] = held
         self._totals[held.tenant] += held.num_bytes
-        if (shared := held.shared) is not None:
-            self._uses[shared.digest] += 1
-            if self._uses[shared.digest] == 1:
-                self._totals[held.tenant] += len(shared.text)
+        if held.shared is not None:
+            digest, length = held.shared
+            self._uses[digest] += 1
+            if self._uses[digest] == 1:
+                self._totals[held.tenant] += length
         if held.until < math.inf:
             heapq.heappush(self._ends, (held.until, name))
 
@@ -129,10 +142,15 @@ class StoredBytes:
         if (held := self._held.pop(name, None)) is None:
             return
         self._totals[held.tenant] -= held.num_bytes
-        if (shared := held.shared) is not None:
-            self._uses[shared.digest] -= 1
-            if not self._uses[shared.digest]:
-                del self._uses[shared.digest]
-                self._totals[held.tenant] -= len(shared.text)
+        if held.shared is not None:
+            digest, length = held.shared
+            self._uses[digest] -= 1
+            if not self._uses[digest]:
+                del self._uses[digest]
+                self._totals[held.tenant] -= length
         if not self._totals[held.tenant]:
             del self._totals[held.tenant]
+
+
+def _size(shared: Shared | None) -> tuple[str, int] | None:
+    return None if shared is None else (shared.digest, len(shared.text))

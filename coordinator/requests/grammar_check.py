@@ -16,7 +16,7 @@ from typing import Any
 
 from outrider import limits
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
-from outrider.fair_turns import FairQueue, Waiting
+from outrider.fair_turns import FairQueue, Waiting, WaitingRoom
 from outrider.grammar.constraint import Constraint
 from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
@@ -54,7 +54,7 @@ class ConstraintChecks:
             limits.COMPILATIONS_PER_TENANT_MAX, limits.COMPILATIONS_MAX,
             "constraints await compilation", "compilations",
         )  # fmt: skip
-        self._turns = FairQueue(self._compilers, allowed)
+        self._turns = FairQueue(self._compilers, WaitingRoom(allowed))
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         key = tenant, constraint.digest()

@@ -107,7 +107,7 @@ class Autoscaler:
             needed = load > IDLE or (role == "draft" and _num_sessions(records))
             fewer_load = math.inf if needed else 0.0
         was_too_few = any(
-            number >= count - 1 and now < at + MEMORY_S and load * num_there >= CALM * total
+            number >= count - 1 and now < at + MEMORY_S and load * num_there >= CALM * total > 0
             for number, (at, total) in self._too_few[role].items()
         )
         if max(excess, fewer_load) >= CALM or was_too_few or count <= least:

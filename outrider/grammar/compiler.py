@@ -262,15 +262,20 @@ class Grammars:
         return self._found.get(key) or self._held.get(key)
 
     def _insert(self, key: _Key, found: Grammar | _Refusal) -> None:
-        """Keeps `found` as the newest. Forgets others, the oldest of the largest tenant first."""
+        """Keeps `found` as the newest. Forgets others, the oldest of the tenant with the most
+        constraints or, if their bytes are too many, with the most bytes."""
         self._forget(key)
+        while len(self._found) >= limits.GRAMMARS_MAX:
+            self._forget_oldest(Counter(tenant for tenant, _ in self._found))
+        while self._found and self._num_bytes.total() + _size(found) > limits.GRAMMAR_BYTES_MAX:
+            self._forget_oldest(self._num_bytes)
         self._found[key] = found
         self._num_bytes[key[0]] += _size(found)
-        while len(self._found) > limits.GRAMMARS_MAX or (
-            self._num_bytes.total() > limits.GRAMMAR_BYTES_MAX and len(self._found) > 1
-        ):
-            largest = max((tenant for tenant, _ in self._found), key=self._num_bytes.__getitem__)
-            self._forget(next(one for one in self._found if one[0] == largest))
+
+    def _forget_oldest(self, amounts: Counter[str]) -> None:
+        """Forgets the oldest constraint of the tenant with the largest amount."""
+        largest = max((tenant for tenant, _ in self._found), key=amounts.__getitem__)
+        self._forget(next(one for one in self._found if one[0] == largest))
 
     def _forget(self, key: _Key) -> None:
         if (found := self._found.pop(key, None)) is not None:

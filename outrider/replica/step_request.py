@@ -160,7 +160,10 @@ def _in_turns(works: Sequence[StepRequest]) -> Sequence[StepRequest]:
         num_before[tenant] += 1
         return num_before[tenant]
 
-    return sorted(works, key=turn)
+    turns = [turn(work) for work in works]
+    if len(num_before) <= 1:
+        return works
+    return [works[place] for place in sorted(range(len(works)), key=turns.__getitem__)]
 
 
 class RequestQueue:

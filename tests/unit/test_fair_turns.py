@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import Overloaded
-from outrider.fair_turns import FairQueue, FairThreads, Waiting
+from outrider.fair_turns import FairQueue, FairThreads, Waiting, WaitingRoom
 
 THINGS = Waiting(3, 5, "things wait", "things")
 
@@ -41,8 +41,25 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
 
 
+async def test_work_without_a_size_takes_turns_and_gives_its_place_back() -> None:
+    """As an empty prompt."""
+    queue, done = FairQueue(["c"], WaitingRoom(THINGS)), 0
+
+    async def work() -> None:
+        nonlocal done
+        place = await queue.take("a", 0)
+        await asyncio.sleep(0)
+        queue.give_back(place)
+        done += 1
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(work() for _ in range(8)))
+        assert await queue.take("b") == "c"
+    assert done == 8
+
+
 async def test_what_waits_is_limited() -> None:
-    queue, begun = FairQueue(["c"], THINGS), list[str]()
+    queue, begun = FairQueue(["c"], WaitingRoom(THINGS)), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
     with pytest.raises(Overloaded, match=r"^3 things wait for your tenant; allowed: 3; try"):
@@ -64,7 +81,7 @@ async def test_what_waits_is_limited() -> None:
 
 
 async def test_sizes_are_limited_but_something_may_always_wait() -> None:
-    queue, begun = FairQueue[str]([], THINGS), list[str]()
+    queue, begun = FairQueue[str]([], WaitingRoom(THINGS)), list[str]()
     waiting = asyncio.create_task(queue.take("a", 100))
     await settle()
     with pytest.raises(Overloaded) as refused:

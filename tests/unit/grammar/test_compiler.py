@@ -172,6 +172,21 @@ async def test_the_largest_tenant_loses_its_grammars_first(monkeypatch: pytest.M
     known.close()
 
 
+async def test_many_small_grammars_of_a_tenant_keep_out_no_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.limits.GRAMMARS_MAX", 4)
+    known = grammars()
+    for index in range(5):
+        await known.prepare(Constraint.of_regex(f"a{index}"), "a")
+    large = Constraint.of_regex("b" * 50)
+    await known.prepare(large, "b")
+    assert known.find(large.digest(), "b") is not None
+    await known.prepare(Constraint.of_regex("a9"), "a")
+    assert known.find(large.digest(), "b") is not None
+    known.close()
+
+
 async def test_no_session_waits_for_ever_for_what_others_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

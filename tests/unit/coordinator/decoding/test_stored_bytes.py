@@ -112,6 +112,28 @@ async def test_sessions_of_other_requests_have_their_own_parameters() -> None:
             assert found.shown_tokens == request.shown_tokens
 
 
+async def test_ended_sessions_are_forgotten_without_a_request_that_asks() -> None:
+    """Also those of callers without a key, who have no limit."""
+    async with bench() as made:
+        for _ in range(3):
+            await run(made, LARGE, tenant="")
+            await asyncio.sleep(limits.FINISHED_TTL_S + 60)
+        assert len(stored(made)._held) == len(stored(made)._ends) == 1
+        assert "x" * 2000 not in repr(stored(made)._held)
+
+
+async def test_an_old_run_that_ends_late_does_not_end_the_count_of_its_session() -> None:
+    """The client has resumed it here meanwhile."""
+    async with bench() as made, aclosing(made.service.generate(REQUEST, "a")) as events:
+        await anext(events)
+        [run_] = made.service._sessions.running.values()
+        running = stored(made).of("a")
+        held = stored(made)._held[run_.session.session_id]
+        stored(made)._put(run_.session.session_id, replace(held, epoch=held.epoch + 1))
+        stored(made).end(run_.session)
+        assert stored(made).of("a") == running
+
+
 async def test_an_idempotency_key_counts_as_long_as_it_is_stored() -> None:
     async with bench() as made:
         events = made.service.generate(REQUEST, "a", key=RequestKey("k", "digest"))
