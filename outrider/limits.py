@@ -50,8 +50,7 @@ GRPC_MESSAGES_AWAITED_MAX = 8  # messages of a caller that may arrive at a time;
 GRPC_MESSAGE_S_MAX = 60  # for the message of a call to arrive
 GRPC_STUCK_WRITE_S = 30  # a call whose client takes no data for this time ends
 GRPC_METADATA_BYTES_MAX = 16 * 2**10
-GRPC_STREAMS_MAX = 1024  # calls of one connection; clients wait before they make more calls
-GRPC_PENDING_CALLS_MAX = 2048  # calls of one method that are not yet begun; gRPC drops others
+GRPC_PENDING_CALLS_MAX = 3072  # calls of one method that are not yet begun; gRPC drops others
 GRPC_PENDING_S_MAX = 60  # gRPC drops a call that has not begun after this time
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # a connection without calls is closed after this time
@@ -60,6 +59,7 @@ GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long an old connection's cal
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on a second stream, the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
+GRPC_STREAMS_MAX = SESSIONS_PER_COORDINATOR_MAX  # calls of one connection at a time
 GRPC_CALLS_PER_CALLER_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX  # calls of a caller at a time
 STRANGER_CALLS_PER_ADDRESS_MAX = 64  # calls without a valid key, such as probes, of an address
 STRANGER_CALLS_MAX = 1024  # calls without a valid key in all
