@@ -177,7 +177,9 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                     raise refusal
                 if is_known:
                     await self._call(path, None if known is None else frames, context, name)
-            except grpc.aio.BaseError:  # The client has left, or the call was aborted already.
+            except grpc.aio.InternalError:  # The client has left.
+                return
+            except grpc.aio.BaseError:  # The call was aborted already.
                 raise
             except Exception as error:  # noqa: BLE001 - the one place that maps every error
                 await abort(context, error, path[1:].replace("/", "."))

@@ -20,7 +20,7 @@ from typing import Any, Final
 from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
 from tests.chaos.faults import FULL_MINUTES, KILLS, KINDS, Adversary, missed, missed_in_hangs
-from tests.chaos.gateways import gateways
+from tests.chaos.gateways import gateways, http_urls
 from tests.chaos.load import Load, Work
 from tests.chaos.machines import Machines
 
@@ -57,7 +57,7 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     async with (
         Machines(state) as machines,
         Deployment(_config(arguments, machines), state) as found,
-        gateways(state / "coordinators", partial(_http_urls, found)) as fronts,
+        gateways(state / "coordinators", partial(http_urls, found)) as fronts,
     ):
         work = REAL_WORK if arguments.real else WORK
         load = Load(lambda: found.address, work, arguments.seed, fronts)
@@ -80,11 +80,6 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         "seconds": round(seconds), "peak_requests_per_second": round(peak, 2),
         **load.report(), **faults,
     }  # fmt: skip
-
-
-def _http_urls(found: Deployment) -> str:
-    addresses = found.overview.addresses("coordinator", http=True)
-    return ",".join(f"http://{one}" for one in addresses)
 
 
 def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:

@@ -14,6 +14,7 @@ from typing import Final, Self
 
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.server import HttpOptions, HttpServer
+from deploy.fleet.launcher import Deployment
 from outrider.client.failover import EndpointPool
 
 NUM_GATEWAYS: Final = 2
@@ -87,6 +88,12 @@ async def gateways(file: Path, coordinators: Callable[[], str]) -> AsyncIterator
             yield running
     finally:
         writing.cancel()
+
+
+def http_urls(deployment: Deployment) -> str:
+    """The coordinators of a deployment, for `gateways`."""
+    addresses = deployment.overview.addresses("coordinator", http=True)
+    return ",".join(f"http://{one}" for one in addresses)
 
 
 def _free_port() -> int:

@@ -26,5 +26,6 @@ def test_nothing_that_is_sent_does_any_harm() -> None:
     requests, http, grpc, frames, failed, control = map(int, last.groups())
     assert (found.returncode, failed) == (0, 0), found.stdout
     assert requests == http + grpc + frames
-    assert min(http, grpc, frames) > 20, found.stdout
+    assert min(http, grpc) > 20, found.stdout
+    assert frames > 5, found.stdout
     assert control > 0, found.stdout

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import random
 import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import httpx
 import psutil
@@ -23,7 +25,8 @@ from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
-from tests.chaos.load import gateway_of, streamed
+from tests.chaos.gateways import gateways, http_urls
+from tests.chaos.load import Question, Shape, streamed
 
 SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1", "draft_model": "emulated",
@@ -138,13 +141,15 @@ async def test_a_coordinator_lists_the_fleet(deployment: Deployment) -> None:
 
 
 async def test_http_streams_through_a_gateway_outlive_their_coordinator(
-    deployment: Deployment,
+    deployment: Deployment, tmp_path: Path
 ) -> None:
     await wanting(deployment, coordinator=2)
-    async with gateway_of(deployment) as address:
+    rng = random.Random(1)
+    async with gateways(tmp_path / "coordinators", partial(http_urls, deployment)) as fronts:
 
         async def ask(seed: int, told: list[int]) -> list[int]:
-            async for token_ids in streamed(address, PROMPT, 300, seed):
+            question = Question(Shape(), 300, seed)
+            async for token_ids in streamed(fronts, question, rng):
                 told += token_ids
             return told
 
