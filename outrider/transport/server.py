@@ -50,7 +50,8 @@ Guard = Callable[[str, Context], str | None]
 """Called with `/package.Service/Method` before the messages of a call are read. Returns the name
 under which the caller's calls are counted, empty = count by address. Returns None for a stranger
 who may make this call without a valid key: the call's message is not read, so that a stranger
-cannot make the server hold it. If the call is not allowed, raises the error for the caller."""
+cannot make the server hold it. If the call is not allowed, raises the error for the caller.
+An `Overloaded` error is about a caller with a valid key."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
@@ -192,6 +193,8 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             return "", None
         try:
             return self._options.guard(path, context), None
+        except Overloaded as error:  # A known caller, who is counted by address here.
+            return "", error
         except Exception as error:  # noqa: BLE001 - `answer` raises it
             return None, error
 

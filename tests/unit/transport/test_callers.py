@@ -148,6 +148,24 @@ async def address(told: Told) -> AsyncIterator[str]:
     await server.stop()
 
 
+async def test_a_known_caller_beyond_its_rate_is_no_stranger(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.limits.STRANGER_CALLS_PER_ADDRESS_MAX", 0)
+
+    def limited(path: str, context: Context) -> str | None:
+        raise Overloaded("too many requests a minute")
+
+    options = ServerOptions(guard=limited, reflection=False)
+    server = RpcServer([Service(COORDINATOR, told)], options)
+    await server.start()
+    async with open_channel(server.address) as channel:
+        describing = channel.unary_unary(DESCRIBE)(b"")
+        assert await describing.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await describing.details() == "too many requests a minute"
+    await server.stop()
+
+
 async def test_a_strangers_message_is_not_awaited(address: str) -> None:
     """Health is told at once. With a key, the message counts, as for any other method."""
     async with bare_connection(address) as bare:
