@@ -13,13 +13,29 @@ _INITIAL_WINDOW = 4
 _FRAME_BYTES = 2**14
 
 
-def _frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
+def frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data))[1:] + struct.pack(">BBI", kind, flags, stream) + data
 
 
 def _field(name: str, value: str) -> bytes:
     """A header that no table of HPACK has."""
     return b"".join((b"\0", *(bytes([len(one)]) + one.encode() for one in (name, value))))
+
+
+def call_frame(stream: int, path: str, key: str = "") -> bytes:
+    """The frame that begins a gRPC call."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    if key:
+        fields["authorization"] = f"Bearer {key}"
+    block = b"".join(_field(*one) for one in fields.items())
+    return frame(_HEADERS, _END_HEADERS, stream, block)
 
 
 class BareConnection:
@@ -32,16 +48,9 @@ class BareConnection:
 
     def call(self, path: str, key: str = "") -> int:
         """Begins a call, and returns its stream."""
-        fields = {
-            ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x",
-            "te": "trailers", "content-type": "application/grpc",
-        }  # fmt: skip
-        if key:
-            fields["authorization"] = f"Bearer {key}"
         stream, self._next = self._next, self._next + 2
         self._windows[stream] = self._initial
-        block = b"".join(_field(*one) for one in fields.items())
-        self._writer.write(_frame(_HEADERS, _END_HEADERS, stream, block))
+        self._writer.write(call_frame(stream, path, key))
         return stream
 
     def send(self, stream: int, message: bytes, *, claimed: int | None = None) -> None:
@@ -50,7 +59,7 @@ class BareConnection:
         number = len(message) if claimed is None else claimed
         flags = _END_STREAM if claimed is None else 0
         data = struct.pack(">BI", 0, number) + message
-        self._writer.write(_frame(_DATA, flags, stream, data))
+        self._writer.write(frame(_DATA, flags, stream, data))
 
     async def fill(self, stream: int, claimed: int, seconds: float) -> int:
         """Sends the beginning of a message of `claimed` bytes, until the server has granted no more
@@ -65,13 +74,13 @@ class BareConnection:
                 for one in (0, stream):
                     self._windows[one] -= len(part)
                 sent += len(part)
-                self._writer.write(_frame(_DATA, 0, stream, part))
+                self._writer.write(frame(_DATA, 0, stream, part))
         return sent
 
     def take(self, stream: int, number: int) -> None:
         """Lets the server send `number` more bytes."""
         for one in (0, stream):
-            self._writer.write(_frame(_WINDOW_UPDATE, 0, one, struct.pack(">I", number)))
+            self._writer.write(frame(_WINDOW_UPDATE, 0, one, struct.pack(">I", number)))
 
     async def until_ended(self, stream: int, seconds: float = 5.0) -> None:
         async with asyncio.timeout(seconds):
@@ -89,7 +98,7 @@ class BareConnection:
                 self._use(dict(struct.iter_unpack(">HI", data)).get(_INITIAL_WINDOW))
             if kind in (_SETTINGS, _PING) and not flags & _ACK:
                 answer = data if kind == _PING else b""
-                self._writer.write(_frame(kind, _ACK, 0, answer))
+                self._writer.write(frame(kind, _ACK, 0, answer))
             elif kind == _RST_STREAM or (kind == _HEADERS and flags & _END_STREAM):
                 self.ended.add(stream)
 
@@ -106,7 +115,7 @@ async def bare_connection(address: str, window: int = 2**16) -> AsyncIterator[Ba
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     settings = struct.pack(">HI", _INITIAL_WINDOW, window)
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(_SETTINGS, 0, 0, settings))
     made = BareConnection(reader, writer)
     reading = asyncio.create_task(made.read())
     try:

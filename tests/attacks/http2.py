@@ -7,20 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 
+from bare_http2 import call_frame, frame
+
 from tests.attacks.victims import STRANGER
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 MAX_STREAMS, INITIAL_WINDOW = 3, 4
 FRAME_BYTES = 16384
-
-
-def _field(name: bytes, value: bytes) -> bytes:
-    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
-
-
-def _frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
-    head = struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream)
-    return head + data
 
 
 class Connection:
@@ -39,24 +32,17 @@ class Connection:
         """Streams that the server has reset, or ended by trailers."""
         self._next = 1
         threading.Thread(target=self._read, daemon=True).start()
-        settings = _frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, window))
+        settings = frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, window))
         self._send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
         with self._news:  # The server's settings, and its answer to the client's.
             self._news.wait_for(lambda: self.closed or self.frames[SETTINGS] > 1, 5)
 
     def call(self, method: str, key: str = "") -> int:
         """Opens a gRPC call and returns its stream."""
-        fields = {
-            ":method": "POST", ":scheme": "http", ":path": method, ":authority": "x",
-            "te": "trailers", "content-type": "application/grpc",
-        }  # fmt: skip
-        if key:
-            fields["authorization"] = f"Bearer {key}"
         stream, self._next = self._next, self._next + 2
         with self._news:
             self._windows[stream] = self._initial
-        block = b"".join(_field(name.encode(), value.encode()) for name, value in fields.items())
-        self._send(_frame(HEADERS, 4, stream, block))
+        self._send(call_frame(stream, method, key))
         return stream
 
     def data(self, stream: int, data: bytes, *, end: bool = False, wait_s: float = 2.0) -> int:
@@ -75,7 +61,7 @@ class Connection:
                 self._windows[0] -= len(part)
                 self._windows[stream] -= len(part)
             sent += len(part)
-            self._send(_frame(DATA, int(end and sent == len(data)), stream, part))
+            self._send(frame(DATA, int(end and sent == len(data)), stream, part))
         return sent
 
     def close(self) -> None:
@@ -132,7 +118,7 @@ class Connection:
                 self.closed = True
             self._news.notify_all()
         if kind in (SETTINGS, PING) and not is_ack:
-            self._send(_frame(kind, 1, 0, data if kind == PING else b""))
+            self._send(frame(kind, 1, 0, data if kind == PING else b""))
 
 
 def connected(address: str, window: int = 2**31 - 1) -> Connection:
