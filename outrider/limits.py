@@ -76,7 +76,7 @@ GRPC_STREAMS_MAX = SESSIONS_PER_COORDINATOR_MAX  # calls of one connection at a 
 GRPC_CALLS_PER_CALLER_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX  # calls of a caller at a time
 STRANGER_CALLS_PER_ADDRESS_MAX = 64  # calls without a valid key, such as probes, of an address
 HEALTH_MESSAGE_S_MAX = 2  # for the message of a health check to arrive
-STRANGER_CALLS_MAX = 1024  # calls without a valid key in all
+STRANGER_CALLS_MAX = 1024  # watches of health without a valid key, in all
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
 STUCK_WRITE_MS = 1_000  # a full stream is cut if its client reads nothing for this time

@@ -19,7 +19,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
 from random import random
@@ -129,19 +129,12 @@ class Forwarded(LiveResponse):
         """Number of failed tries since the last event."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._read() as self._body:
+        bodies, empty = self._bodies, nullcontext[IO[bytes]](BytesIO())
+        async with empty if bodies is None else bodies.read(self._request) as self._body:
             found = _DEADLINE.search(self._body.read())
             deadline_ms = DEADLINE_MS_DEFAULT if found is None else int(found[1])
             self._deadline_s = min(deadline_ms, DEADLINE_MS_MAX) / 1e3
             await super().__call__(scope, receive, send)
-
-    @asynccontextmanager
-    async def _read(self) -> AsyncIterator[IO[bytes]]:
-        if self._bodies is None:
-            yield BytesIO()
-            return
-        async with self._bodies.read(self._request) as body:
-            yield body
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._answer(send)
