@@ -191,9 +191,13 @@ class OwnedSessions:
             self.scored_ids.discard(session.session_id)
 
     def _record(
-        self, tenant: str, parameters: GenerationParameters, stored: str, shared: Shared | None,
+        self,
+        tenant: str,
+        parameters: GenerationParameters,
+        stored: str,
+        shared: Shared | None,
         token_ids: tuple[int, ...],
-    ) -> SessionRecord:  # fmt: skip
+    ) -> SessionRecord:
         return SessionRecord.new(
             f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed, parameters.rule,
             stored, token_ids, shared,

@@ -52,10 +52,17 @@ _CODES = {
 """`code` of FastAPI's errors, and of an unknown session, by the HTTP status."""
 SERVER_FULL = "server_full"
 """`code` of an error with status 429 if another coordinator may have room."""
-_LIMITS_OF_SERVER = frozenset({
-    "compilations", "compile_wait", "http_bodies_bytes", "http_connections", "loop_lag",
-    "max_sessions", "prompt_bytes",
-})  # fmt: skip
+_LIMITS_OF_SERVER = frozenset(
+    {
+        "compilations",
+        "compile_wait",
+        "http_bodies_bytes",
+        "http_connections",
+        "loop_lag",
+        "max_sessions",
+        "prompt_bytes",
+    }
+)
 """Limits of one coordinator, and not of a caller or of Redis."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
 """Names that pydantic and FastAPI add to the path of a wrong field."""

@@ -51,9 +51,11 @@ class ConstraintChecks:
         """(tenant, digest of a constraint) -> why it is refused; empty = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         allowed = Waiting(
-            limits.COMPILATIONS_PER_TENANT_MAX, limits.COMPILATIONS_MAX,
-            "constraints await compilation", "compilations",
-        )  # fmt: skip
+            limits.COMPILATIONS_PER_TENANT_MAX,
+            limits.COMPILATIONS_MAX,
+            "constraints await compilation",
+            "compilations",
+        )
         self._turns = FairQueue(self._compilers, WaitingRoom(allowed))
 
     async def check(self, constraint: Constraint, tenant: str) -> None:

@@ -200,13 +200,18 @@ class PromptEncoder:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
         allowed = Waiting(
-            limits.PROMPT_BYTES_PER_TENANT_MAX, limits.PROMPT_BYTES_MAX,
-            "bytes of prompts await tokenizing", "prompt_bytes",
-        )  # fmt: skip
+            limits.PROMPT_BYTES_PER_TENANT_MAX,
+            limits.PROMPT_BYTES_MAX,
+            "bytes of prompts await tokenizing",
+            "prompt_bytes",
+        )
         self.threads = TwoLanes(
-            limits.TOKENIZER_THREADS, limits.LONG_TOKENIZER_THREADS, "tokenizer",
-            limits.SHORT_PROMPT_BYTES, allowed,
-        )  # fmt: skip
+            limits.TOKENIZER_THREADS,
+            limits.LONG_TOKENIZER_THREADS,
+            "tokenizer",
+            limits.SHORT_PROMPT_BYTES,
+            allowed,
+        )
         """For calls of the tokenizer. Their sizes are in bytes of text."""
         self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]]()
         """Running calls by (`id` of the prompt object, `add_special_tokens`). A running call keeps
@@ -214,9 +219,13 @@ class PromptEncoder:
         self._checks: ConstraintChecks | None = None
 
     async def encode(
-        self, request: GenerateRequest, tokens_max: int, tenant: str, *,
+        self,
+        request: GenerateRequest,
+        tokens_max: int,
+        tenant: str,
+        *,
         add_special_tokens: bool = True,
-    ) -> tuple[str, tuple[int, ...]]:  # fmt: skip
+    ) -> tuple[str, tuple[int, ...]]:
         """Returns the field to name in errors (`text`, `chat` or `token_ids`), and the prompt's
         token ids. `add_special_tokens` affects only plain text. Simultaneous calls with the same
         prompt object tokenize it once. Raises `BadRequest` if the prompt cannot be tokenized, or

@@ -155,13 +155,18 @@ class Grammars:
         tokens. Only the thread that runs steps may use this set."""
         self._calls = SharedCalls[_Key, Grammar | _Refusal]()
         allowed = Waiting(
-            limits.COMPILATION_BYTES_PER_TENANT_MAX, limits.COMPILATION_BYTES_MAX,
-            "bytes of constraints await compilation", "compilation_bytes",
-        )  # fmt: skip
+            limits.COMPILATION_BYTES_PER_TENANT_MAX,
+            limits.COMPILATION_BYTES_MAX,
+            "bytes of constraints await compilation",
+            "compilation_bytes",
+        )
         self._threads = TwoLanes(
-            limits.COMPILE_THREADS, limits.LONG_COMPILE_THREADS, "grammar",
-            limits.SHORT_CONSTRAINT_BYTES, allowed,
-        )  # fmt: skip
+            limits.COMPILE_THREADS,
+            limits.LONG_COMPILE_THREADS,
+            "grammar",
+            limits.SHORT_CONSTRAINT_BYTES,
+            allowed,
+        )
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
         """The grammar, or the error that refused the constraint. None = unknown."""

@@ -74,9 +74,12 @@ class RedisStore(store.SessionStore):
     key_ttl_ms = limits.KEY_TTL_S * 1000
 
     def __init__(
-        self, client: redis.asyncio.Redis, key_prefix: str, wait_replicas: int = 0,
+        self,
+        client: redis.asyncio.Redis,
+        key_prefix: str,
+        wait_replicas: int = 0,
         resume_grace_ms: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._client = client
         self.session_ttl_ms = resume_grace_ms + limits.SESSION_RESERVE_S * 1000
         self._sharing: SharedCalls[str, None] = SharedCalls()
@@ -319,9 +322,12 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_record(
-    session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes,
+    session_id: str,
+    fields: Mapping[bytes, bytes],
+    tokens: bytes,
+    logprobs: bytes,
     shared: store.Shared | None,
-) -> store.SessionRecord:  # fmt: skip
+) -> store.SessionRecord:
     """Decodes a session's hash, tokens and log-probabilities. Raises `DataLoss` if the tokens are
     not complete, or if the form of the data is unknown."""
     try:

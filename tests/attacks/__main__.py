@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Final
 
 ATTACKS: Final = (
-    "partial_messages", "health_streams", "blocking_bodies", "refused_bodies", "slow_bodies",
-    "held_bytes", "redis_fill", "tokenizing", "constraints", "kept_bodies", "unread_streams",
-)  # fmt: skip
+    "partial_messages",
+    "health_streams",
+    "blocking_bodies",
+    "refused_bodies",
+    "slow_bodies",
+    "held_bytes",
+    "redis_fill",
+    "tokenizing",
+    "constraints",
+    "kept_bodies",
+    "unread_streams",
+)
 
 
 def main() -> int:

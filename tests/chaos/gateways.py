@@ -34,9 +34,13 @@ class Gateways:
         """Starts the gateway of an address, and waits until it listens."""
         host, port = address.split(":")
         self._processes[address] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.chaos.gateways", str(self._file), port,
+            sys.executable,
+            "-m",
+            "tests.chaos.gateways",
+            str(self._file),
+            port,
             cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+        )
         async with asyncio.timeout(START_S):
             while True:
                 with suppress(OSError):

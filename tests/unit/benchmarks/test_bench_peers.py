@@ -225,8 +225,9 @@ async def test_a_level_is_left_out_if_the_time_is_up(
     found = await run(options, subjects(world), lambda line: None)
     done = [(level["temperature"], level["concurrency"]) for level in found.values["levels"]]
     assert done == [(0.0, 1)]
-    left_out = [(level["temperature"], level["concurrency"])
-                for level in found.values["left_out_levels"]]  # fmt: skip
+    left_out = [
+        (level["temperature"], level["concurrency"]) for level in found.values["left_out_levels"]
+    ]
     assert left_out == [(0.0, 2), (1.0, 1), (1.0, 2)]
     assert found.warnings == [
         "warning: not measured, because the time was up: temperature "

@@ -109,9 +109,13 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
     ],
 )  # fmt: skip
 def test_peers_compute_in_the_targets_dtype_if_the_processor_supports_it(
-    stored: str, dtype: str, has_bfloat16: bool, expected: str, tmp_path: Path,
+    stored: str,
+    dtype: str,
+    has_bfloat16: bool,
+    expected: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
     directory = save_tiny_model(tmp_path, dtype=getattr(torch, stored))
     target = TargetConfig(directory=str(directory), dtype=dtype, device="cpu")

@@ -242,9 +242,13 @@ async def test_a_stranger_who_takes_no_answers_keeps_nobody_out(
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("deadline_s", [0.3, 60.0])
 async def test_a_client_that_takes_no_data_does_not_keep_its_generation(
-    told: Told, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    window: int, deadline_s: float,
-) -> None:  # fmt: skip
+    told: Told,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    window: int,
+    deadline_s: float,
+) -> None:
     """It ends after its deadline, or when the client has taken nothing for some time. A client that
     takes data again learns why."""
     if deadline_s > 1:

@@ -42,10 +42,14 @@ async def test_a_long_conversation_becomes_the_same_request_as_a_short_one(
     assert stepwise == whole
     assert len(whole.prompt) == num_messages
     assert whole.prompt[0] == ChatMessage(
-        "assistant", "0", {"tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
-        ]},
-    )  # fmt: skip
+        "assistant",
+        "0",
+        {
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+            ]
+        },
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,10 +57,14 @@ async def test_a_long_conversation_becomes_the_same_request_as_a_short_one(
     [
         (70, "content", 1, "messages[70].content"),
         (3, "odd", 1, "messages[3].odd"),
-        (99, "tool_calls", [CALL | {"function": {"name": "f", "arguments": "["}}],
-         "messages[99].tool_calls[0].function.arguments"),
+        (
+            99,
+            "tool_calls",
+            [CALL | {"function": {"name": "f", "arguments": "["}}],
+            "messages[99].tool_calls[0].function.arguments",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("num_messages", [100, 10])
 async def test_the_wrong_item_of_a_long_list_is_named(
     num_messages: int, place: int, field: str, value: Any, param: str

@@ -103,9 +103,13 @@ class Deployment(httpx2.AsyncBaseTransport):
         return step if isinstance(step, httpx2.Response) else step(request)
 
     async def call(
-        self, body: Any = None, method: str = "POST", path: str = "/v1/completions",
-        client: str = "127.0.0.1", **headers: str,
-    ) -> httpx.Response:  # fmt: skip
+        self,
+        body: Any = None,
+        method: str = "POST",
+        path: str = "/v1/completions",
+        client: str = "127.0.0.1",
+        **headers: str,
+    ) -> httpx.Response:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         transport = httpx.ASGITransport(self.app, client=(client, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:

@@ -422,9 +422,12 @@ async def test_a_running_stream_does_not_keep_its_body() -> None:
 
     front = Front(Waiting())
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-    }  # fmt: skip
+    }
 
     async def kept(num_chars: int) -> int:
         """Bytes that a stream keeps after its body, of which most is a field that is ignored."""

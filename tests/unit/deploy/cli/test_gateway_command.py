@@ -67,8 +67,9 @@ async def test_it_answers_until_it_is_told_to_stop(
         runs = record(http_address=server.address, settings=settings)
         monkeypatch.setattr("deploy.cli.gateway.running_deployment", lambda _: runs)
     async with (
-        gateway(words, capsys) as url, httpx.AsyncClient(base_url=url, verify=context) as http,
-    ):  # fmt: skip
+        gateway(words, capsys) as url,
+        httpx.AsyncClient(base_url=url, verify=context) as http,
+    ):
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
         body = {"prompt": [1], "stream": True}
         assert "data: [DONE]" in (await http.post("/v1/completions", json=body)).text
