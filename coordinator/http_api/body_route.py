@@ -9,9 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -38,6 +47,8 @@ _PRESENT = b"{}"
 """Stands for a body that is validated already. FastAPI looks whether there is a body, and takes
 its value from `Request.json`."""
 Step = Callable[[], AbstractAsyncContextManager[None]]
+Validate = Callable[[Any], tuple[Any, Sequence[Mapping[str, Any]]]]
+"""Returns the validated value, and pydantic's errors."""
 
 
 class Turns:
@@ -82,11 +93,7 @@ class BodyRoute(APIRoute):
         if body_field is None:
             return handle
 
-        def validate(value: Any) -> Any:
-            found, wrong = body_field.validate(value, loc=("body",))
-            if wrong:
-                raise reading.wrong_body(wrong)
-            return found
+        validate = partial(body_field.validate, loc=("body",))
 
         async def take_in(request: Request) -> None:
             admission: Admission = request.app.state.admission
@@ -120,12 +127,15 @@ async def _digest(request: Request, data: bytes) -> str:
     return found.hexdigest()
 
 
-async def _validated(data: bytes, validate: Callable[[Any], Any], turns: Turns, tenant: str) -> Any:
+async def _validated(data: bytes, validate: Validate, turns: Turns, tenant: str) -> Any:
     """Returns a validated body. Raises `BadRequest`."""
     if len(data) <= limits.HTTP_BODY_INLINE_BYTES:
         value = reading.read_body(data)
         _check_arguments(value)
-        return validate(value)
+        found, wrong = validate(value)
+        if wrong:
+            raise reading.wrong_body(wrong)
+        return found
     async with turns.begin(tenant) as step:
         async with step():
             reading.check_size(data)
@@ -135,16 +145,21 @@ async def _validated(data: bytes, validate: Callable[[Any], Any], turns: Turns, 
             _check_arguments(value)
         await _validate_items(value, step)
         async with step():
-            return validate(value)
+            found, wrong = validate(value)
+        if wrong:
+            async with step():
+                raise reading.wrong_body(wrong)
+        return found
 
 
 async def _validate_items(value: Any, step: Step) -> None:
-    """Replaces the items of long lists by what their validation returns. Does not validate lists
-    that are too long, because they are refused later."""
+    """Replaces the items of long lists by what their validation returns. Raises `BadRequest`."""
     for name, adapter in _LONG.items():
         items = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(items, list) or not _SHORT < len(items) <= limits.CHAT_MESSAGES_MAX:
+        if not isinstance(items, list) or len(items) <= _SHORT:
             continue
+        if len(items) > (most := limits.CHAT_MESSAGES_MAX):
+            raise BadRequest(name, f"has {len(items)} items; at most {most} items are allowed")
         index = 0
         while index < len(items):
             async with step():

@@ -199,9 +199,10 @@ def _cut(text: str) -> str:
 
 
 _BOM = b"\xef\xbb\xbf"
-_OPENINGS = (b"[", b"{")
-_MARKS = (*_OPENINGS, b",", b":")
+_MARKS = b"[{,:"
 """Every key or value in an object or list follows one of these bytes."""
+_OTHERS = bytes(set(range(256)).difference(_MARKS, b'"'))
+"""All bytes that are neither marks nor quotes."""
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
 
@@ -228,9 +229,9 @@ def exceeded(data: bytes) -> str:
     """Names the limit that some JSON exceeds: `HTTP_VALUES_MAX` values, `HTTP_STRINGS_MAX` strings
     and keys, or `HTTP_CONTAINERS_MAX` lists and objects. "" = no limit is exceeded. Does not parse
     the JSON."""
-    found = _too_many(data)
+    found = _too_many(data.translate(None, _OTHERS))
     if found:  # Some marks may be within strings. Count again without strings.
-        bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+        bare = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
         found = _too_many_strings(bare) or _too_many(b"".join(bare.split(b'"')[::2]))
     return found
 
@@ -243,17 +244,18 @@ def parse(data: bytes) -> Any:
         raise of_body(f"is not JSON: {error}") from None
 
 
-def _too_many(data: bytes) -> str:
-    """Names the exceeded limit. "" = no limit is exceeded. Marks within strings count, too."""
-    if sum(map(data.count, _OPENINGS)) > limits.HTTP_CONTAINERS_MAX:
+def _too_many(marks: bytes) -> str:
+    """Names the exceeded limit. "" = no limit is exceeded. `marks` has the marks and quotes of the
+    JSON in their order. Marks within strings count, too."""
+    if marks.count(b"[") + marks.count(b"{") > limits.HTTP_CONTAINERS_MAX:
         return f"{limits.HTTP_CONTAINERS_MAX} lists and objects"
-    if sum(map(data.count, _MARKS)) > limits.HTTP_VALUES_MAX:
+    if len(marks) - marks.count(b'"') > limits.HTTP_VALUES_MAX:
         return f"{limits.HTTP_VALUES_MAX} values"
-    return _too_many_strings(data)
+    return _too_many_strings(marks)
 
 
-def _too_many_strings(data: bytes) -> str:
-    is_over = data.count(b'"') > 2 * limits.HTTP_STRINGS_MAX
+def _too_many_strings(marks: bytes) -> str:
+    is_over = marks.count(b'"') > 2 * limits.HTTP_STRINGS_MAX
     return f"{limits.HTTP_STRINGS_MAX} strings and keys" if is_over else ""
 
 

@@ -46,13 +46,13 @@ class Constraint:
             schema = _loaded(schema, field)
         if not isinstance(schema, Mapping):
             raise BadRequest(field, "must be a JSON object")
+        text = _dumped(schema, field)
+        _check_size(text, CONSTRAINT_BYTES_MAX, field)
         level: list[Any] = [schema]
         for _ in range(SCHEMA_DEPTH_MAX):
             level = [inner for outer in level for inner in containers_in(outer)]
         if level:
-            raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} levels deep")
-        text = _dumped(schema, field)
-        _check_size(text, CONSTRAINT_BYTES_MAX, field)
+            raise _too_deep(field)
         return cls(ConstraintKind.JSON_SCHEMA, text)
 
     @classmethod
@@ -126,7 +126,7 @@ def _loaded(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} levels deep") from None
+        raise _too_deep(field) from None
     except ValueError as error:
         raise BadRequest(field, f"is not valid JSON: {error}") from None
 
@@ -134,8 +134,14 @@ def _loaded(text: str, field: str) -> Any:
 def _dumped(value: Any, field: str) -> str:
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise _too_deep(field) from None
     except (ValueError, TypeError) as error:
         raise BadRequest(field, f"cannot be written as JSON: {error}") from None
+
+
+def _too_deep(field: str) -> BadRequest:
+    return BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} levels deep")
 
 
 def _check_size(text: str, bytes_max: int, field: str) -> None:

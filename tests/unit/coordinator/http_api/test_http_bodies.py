@@ -313,12 +313,12 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     ),
     "too many biases": (CHAT, lambda: with_entries("logit_bias", 140_000, "1"), None),
     "wrong biases": (CHAT, lambda: with_entries("logit_bias", 65_000, "[]"), None),
-    "biases of texts": (CHAT, lambda: with_entries("logit_bias", 65_000, '"a"'), "logit_bias"),
+    "biases of texts": (CHAT, lambda: with_entries("logit_bias", 32_000, '"a"'), "logit_bias"),
     "constraints": (
-        CHAT, lambda: with_entries("structured_outputs", 130_000, "1"), "structured_outputs"
+        CHAT, lambda: with_entries("structured_outputs", 65_000, "1"), "structured_outputs"
     ),
     "template variables": (
-        CHAT, lambda: with_entries("chat_template_kwargs", 130_000, "1"), "chat_template_kwargs"
+        CHAT, lambda: with_entries("chat_template_kwargs", 65_000, "1"), "chat_template_kwargs"
     ),
     "long conversation": (CHAT, long_chat, "model"),
     "calls": (
