@@ -40,7 +40,7 @@ class Ledger:
     @property
     def is_over(self) -> bool:
         is_late = time.monotonic() >= self.ends_at
-        is_enough = all(self.counts[kind] >= self.least for kind in ("http", "grpc"))
+        is_enough = all(self.counts[kind] >= self.least for kind in ("http", "grpc", "frames"))
         return (is_late and is_enough) or len(self.failures) >= FAILURES_MAX
 
     def count(self, kind: str, status: object) -> None:

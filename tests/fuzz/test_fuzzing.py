@@ -11,13 +11,14 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("redis")]
 
 ROOT = Path(__file__).parents[2]
 LAST = re.compile(r"requests=(\d+) http=(\d+) grpc=(\d+) frames=(\d+) failed=(\d+) control=(\d+)")
+LEAST = 12
 CONTROL_S = "20"
 """Other tests use the machine, too."""
 
 
 def test_nothing_that_is_sent_does_any_harm() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--seconds", "6", "--least", "21", "--seed", "1",
+        [sys.executable, "-m", "tests.fuzz", "--seconds", "6", "--least", str(LEAST), "--seed", "1",
          "--control-s", CONTROL_S],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
@@ -26,6 +27,5 @@ def test_nothing_that_is_sent_does_any_harm() -> None:
     requests, http, grpc, frames, failed, control = map(int, last.groups())
     assert (found.returncode, failed) == (0, 0), found.stdout
     assert requests == http + grpc + frames
-    assert min(http, grpc) > 20, found.stdout
-    assert frames > 5, found.stdout
+    assert min(http, grpc, frames) >= LEAST, found.stdout
     assert control > 0, found.stdout
