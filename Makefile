@@ -26,7 +26,7 @@ CLIENTS := guidellm aiperf lm-eval openai-agents
 EXTRAS_lm-eval := [api,hf]
 CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 # The systems that `outrider bench peers` measures, likewise.
-PEERS := $(basename $(notdir $(wildcard benchmarks/peer_environments/*.txt)))
+PEERS := $(basename $(notdir $(wildcard outrider/bench/peer_environments/*.txt)))
 PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
 NEXT_VLLM := vllm==0.33.*
@@ -63,7 +63,7 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 	$(BIN)/outrider serve demo --grpc-port 0 --port 0 --detach >/dev/null; \
 	$(BIN)/outrider generate --chat --max-tokens 64 "In two sentences: why is the sky blue?"; \
 	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
-		--prompts benchmarks/prompts/rewrite.jsonl --max-tokens 48
+		--prompts outrider/bench/prompts/rewrite.jsonl --max-tokens 48
 
 test: $(STAMP) ## Run every test but the whole grids, and 400 seeds of the simulation.
 	@mkdir -p build
@@ -86,7 +86,7 @@ test-gpu: ## Check what runs on a CUDA device against CPU and library, and measu
 	$(PYTHON) -m pytest -p no:benchmark --numprocesses 8 -k "not cpu" tests/gpu tests/unit/engine/test_triton_attention.py \
 		tests/unit/engine/test_table_steps.py tests/unit/speculation
 	@mkdir -p build
-	for model in 1b 7b; do $(PYTHON) -m benchmarks.device random-$$model | tee build/gpu-$$model.json; done
+	for model in 1b 7b; do $(PYTHON) -m outrider.bench.device random-$$model | tee build/gpu-$$model.json; done
 
 test-vllm: $(VENV)/peers/vllm/outrider ## Run the tests of `--engine vllm` in an environment that has it, and compare its speed with vLLM's own.
 	NEXT_VLLM=$(VENV)/peers/vllm/next/vllm $(VENV)/peers/vllm/bin/python -m pytest tests/vllm
@@ -145,7 +145,7 @@ peers: $(PEER_STAMPS) ## Install the systems that `outrider bench peers` measure
 
 # One that cannot be installed here is left out of the measurement. For text vLLM does without
 # torchvision and its like, which pip may find for another torch, so that they do not load.
-$(PEER_STAMPS): $(VENV)/peers/%/installed: benchmarks/peer_environments/%.txt
+$(PEER_STAMPS): $(VENV)/peers/%/installed: outrider/bench/peer_environments/%.txt
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
 	@echo "installing $* into $(@D), once; this takes some minutes" >&2

@@ -14,8 +14,8 @@ from typing import Any, Self
 from models import byte_level_tokenizer, save_tiny_model
 from stack import running_stack
 
-from benchmarks.measurement import BenchClient, Completion
-from benchmarks.speedup import Subject
+from outrider.bench.measurement import BenchClient, Completion
+from outrider.bench.speedup import Subject
 from outrider.request import GenerateRequest
 
 Script = Callable[[GenerateRequest], tuple[int, float]]
@@ -61,7 +61,7 @@ def subject_of(side: BenchClient, **changes: Any) -> Subject:
 
 
 class ProcessHere:
-    """Replaces `benchmarks.processes.Process`: plays the role in this process."""
+    """Replaces `outrider.bench.processes.Process`: plays the role in this process."""
 
     def __init__(self, role: str, name: str, setup: dict[str, Any], **_: object) -> None:
         module, _, function = role.partition(":")
@@ -94,7 +94,7 @@ def tiny_pair(directory: Path) -> tuple[str, ...]:
 def pair_here(
     directory: Path, engine_of: Callable[[Any], Any], delays: list[float] | None = None
 ) -> Callable[..., AbstractAsyncContextManager[Any]]:
-    """Replaces `benchmarks.processes.running_pair`: runs the services in this process, on the
+    """Replaces `outrider.bench.processes.running_pair`: runs the services in this process, on the
     engines that `engine_of` makes of their configurations."""
     asked, places = [] if delays is None else delays, count()
 

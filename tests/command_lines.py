@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from deploy.cli.main import main
+from outrider.cli.main import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:

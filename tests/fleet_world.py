@@ -11,11 +11,11 @@ from typing import Any
 from memory_registry import MemoryRegistry
 
 from coordinator.decoding.trial import TrialSums
-from deploy.fleet.ray_cluster import Actor, Demand
-from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.fleet.ray_cluster import Actor, Demand
+from outrider.fleet.replica_set import Fleet
+from outrider.fleet.spec import FleetSpec, plan_fleet
 from outrider.registry.registry import Engagement, Role
 from outrider.replica.process_setup import Place
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deploy.fleet.local_state import LOCK_NAME, DeploymentRecord, publish
+from outrider.fleet.local_state import LOCK_NAME, DeploymentRecord, publish
 
 RAY = "127.0.0.1:6379"
 

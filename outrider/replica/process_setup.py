@@ -59,7 +59,7 @@ _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 _ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
 VLLM_VERSION = "0.32"  # the minor version whose internals `vllm_engine.py` calls
-PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
+PACKAGES = ("coordinator", "draft_service", "outrider", "target_service")
 
 
 class Place(NamedTuple):

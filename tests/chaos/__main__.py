@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
+from outrider.fleet.launcher import Deployment
 from tests.chaos.faults import FULL_MINUTES, KILLS, KINDS, Adversary, missed, missed_in_hangs
 from tests.chaos.gateways import gateways, http_urls
 from tests.chaos.load import Load, Work
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
-    logging.getLogger("deploy").setLevel(logging.CRITICAL)  # Killed replicas would fill it.
+    logging.getLogger("outrider.fleet").setLevel(logging.CRITICAL)  # Killed replicas would fill it.
     with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as state:
         found = asyncio.run(_run(arguments, Path(state)))
     arguments.report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

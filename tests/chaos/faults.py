@@ -29,11 +29,11 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import RECONCILER
-from deploy.fleet.reconciler import find_reconciler
-from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.errors import Unavailable
+from outrider.fleet.launcher import Deployment
+from outrider.fleet.ray_cluster import RECONCILER
+from outrider.fleet.reconciler import find_reconciler
+from outrider.fleet.replica_set import Overview, ReplicaView
 from outrider.registry.registry import ROLES, Role
 from tests.chaos.gateways import Gateways
 from tests.chaos.load import Load

@@ -14,8 +14,8 @@ from typing import Final, Self
 
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.server import HttpOptions, HttpServer
-from deploy.fleet.launcher import Deployment
 from outrider.client.failover import EndpointPool
+from outrider.fleet.launcher import Deployment
 
 NUM_GATEWAYS: Final = 2
 WRITE_PERIOD_S: Final = 0.2

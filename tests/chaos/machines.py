@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psutil
 
-from deploy.fleet.ray_cluster import ENVIRONMENT, OBJECT_STORE_BYTES, use_token
+from outrider.fleet.ray_cluster import ENVIRONMENT, OBJECT_STORE_BYTES, use_token
 from tests.chaos.proxy import FaultProxy
 from tests.redis_servers import START_S, RedisServers, Server, free_port
 

@@ -58,7 +58,7 @@ def main() -> int:
 @contextmanager
 def _served(state: Path) -> Iterator[dict[str, Any]]:
     environment = os.environ | {"OUTRIDER_STATE_DIR": str(state)}
-    program = [sys.executable, "-m", "deploy.cli.main"]
+    program = [sys.executable, "-m", "outrider.cli.main"]
     try:
         words = ["serve", "demo", "--grpc-port", "0", "--port", "0", "--detach"]
         words += ["--chat-template", "hermes"]

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.device import _question
+from outrider.bench.device import _question
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verification import Question, verdicts_from_logits
 

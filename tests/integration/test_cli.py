@@ -43,7 +43,7 @@ class Shell:
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli.main", *words], stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "outrider.cli.main", *words], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=self.environment | variables, cwd=self.directory, start_new_session=True,
         )  # fmt: skip

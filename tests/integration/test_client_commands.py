@@ -15,8 +15,8 @@ import recorded
 from stack import VOCAB, Stack, running_stack, until
 from toy_engine import ToyEngine
 
-from deploy.fleet.local_state import exclusive, state_directory
 from outrider.client import ChatMessage, GenerateRequest
+from outrider.fleet.local_state import exclusive, state_directory
 from outrider.speculation.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 async def start(*words: str, **variables: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy.cli.main", *words,
+        sys.executable, "-m", "outrider.cli.main", *words,
         stdin=PIPE, stdout=PIPE, stderr=PIPE, env={**os.environ, **variables},
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
         environment.pop("NO_COLOR", None)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "deploy.cli.main", "chat", "--server", stack.client.address,
+            sys.executable, "-m", "outrider.cli.main", "chat", "--server", stack.client.address,
             *words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
             start_new_session=True,
         )  # fmt: skip

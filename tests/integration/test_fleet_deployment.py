@@ -18,11 +18,11 @@ import pytest_asyncio
 import ray
 import stack
 
-from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import RECONCILER, Actor
 from outrider.client import Client, GenerateRequest
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
+from outrider.fleet.launcher import Deployment
+from outrider.fleet.ray_cluster import RECONCILER, Actor
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
 from tests.chaos.gateways import gateways, http_urls

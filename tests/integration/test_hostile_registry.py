@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import redis
 
-from deploy.fleet.autoscaling import Autoscaler
-from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import plan_fleet
 from outrider.config import AutoscaleConfig, load_config
+from outrider.fleet.autoscaling import Autoscaler
+from outrider.fleet.replica_set import Fleet
+from outrider.fleet.spec import plan_fleet
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, ROLES, ReplicaRecord

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 import ray
 
-from deploy.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection
 from outrider.errors import ConfigError, Unavailable
+from outrider.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection
 from outrider.replica.process_setup import Place
 
 PLACE_S = 60.0

@@ -12,10 +12,10 @@ import torch
 from models import byte_level_tokenizer, save_tiny_eagle3, save_tiny_model, save_tiny_raw_eagle3
 from mtp_models import MtpReference, mtp_target
 
-from deploy.fleet.preflight import resolve_models
-from deploy.fleet.spec import ACTORS, plan_fleet
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
+from outrider.fleet.preflight import resolve_models
+from outrider.fleet.spec import ACTORS, plan_fleet
 from outrider.models.loading import load_model
 from outrider.registry.registry import Role
 from outrider.request import RoundReport

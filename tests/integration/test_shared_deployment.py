@@ -19,11 +19,11 @@ from models import byte_level_tokenizer, save_tiny_model
 from redis_servers import START_S, Server, free_port
 from stack import until
 
-from deploy.cli.serve import InRegistry, ask_registry
-from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import check_asks_for_token
+from outrider.cli.serve import InRegistry, ask_registry
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
+from outrider.fleet.launcher import Deployment
+from outrider.fleet.ray_cluster import check_asks_for_token
 from outrider.models.loading import load_model
 from outrider.speculation.sampling_params import SamplingParams
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli.main import parse
-from deploy.fleet.ray_cluster import ENVIRONMENT
+from outrider.cli.main import parse
 from outrider.config import deployment_settings
+from outrider.fleet.ray_cluster import ENVIRONMENT
 from outrider.settings import NOT_SETTINGS
 from outrider.transport.tls import RoleFiles
 from tests.manifests import rendering

@@ -17,7 +17,6 @@ from coordinator.http_api.progress import RepeatedRequests
 from coordinator.requests.validation import PromptEncoder
 from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
-from deploy.fleet.ray_cluster import Actor, Demand
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider import fair_turns
@@ -34,6 +33,7 @@ from outrider.errors import (
     Unavailable,
     check,
 )
+from outrider.fleet.ray_cluster import Actor, Demand
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ProposalReply
 from outrider.registry.redis_registry import Lease

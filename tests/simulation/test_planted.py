@@ -19,10 +19,10 @@ from coordinator.requests.validation import GenerationParameters
 from coordinator.routing import draft_client
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
-from deploy.fleet.hang_watch import HangWatch
 from draft_service import lookahead
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
+from outrider.fleet.hang_watch import HangWatch
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import UNCOMMITTED_MS_MAX
 from outrider.registry.redis_registry import RedisRegistry

@@ -11,13 +11,13 @@ from functools import cache, partial
 from typing import Any
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
-from deploy.fleet.ray_cluster import Demand
-from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client
 from outrider.client.failover import EndpointPool, ResumingTransport
 from outrider.config import DraftConfig, load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
+from outrider.fleet.ray_cluster import Demand
+from outrider.fleet.replica_set import Fleet
+from outrider.fleet.spec import FleetSpec, plan_fleet
 from outrider.limits import SLOT_LEASE_MS
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest

@@ -8,7 +8,7 @@ import pytest
 
 from tests.style.settings_table import DOCUMENTS, README, ROOT, SETTINGS, with_table
 
-FOLDERS = ("outrider", "draft_service", "target_service", "coordinator", "deploy", "benchmarks",
+FOLDERS = ("outrider", "draft_service", "target_service", "coordinator",
            "tests", "protos")  # fmt: skip
 FILES = [one.as_posix() for folder in FOLDERS for one in (ROOT / folder).rglob("*.py")]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speedup
-from deploy.cli import generate, plan
-from deploy.cli.command import Arguments
-from deploy.cli.main import parse
-from deploy.cli.options import deployment_config
+from outrider.bench import speedup
+from outrider.cli import generate, plan
+from outrider.cli.command import Arguments
+from outrider.cli.main import parse
+from outrider.cli.options import deployment_config
 from tests.style.settings_table import DOCUMENTS, README, ROOT
 
 GUIDES = [README, *(ROOT / "docs" / f"{name}.md" for name in (

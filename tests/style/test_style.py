@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("outrider", "draft_service", "target_service", "coordinator", "deploy", "benchmarks")
+PRODUCT = ("outrider", "draft_service", "target_service", "coordinator")
 GENERATED = ROOT / "outrider" / "v1"
 
 FUNCTION_LINES_MAX = 70

@@ -7,7 +7,7 @@ import pytest
 
 OTHER = {"torch", "transformers", "ray", "redis", "grpc", "numpy"}
 HELP = """
-from deploy.cli.main import main
+from outrider.cli.main import main
 try:
     main({})
 except SystemExit:
@@ -27,7 +27,7 @@ import coordinator.decoding.sessions, outrider.replica.service"""
     ("program", "unwanted"),
     [
         (COORDINATOR, {"torch"}), (SERVICES, {"opentelemetry"}),
-        ("import benchmarks.device", {"ray", "grpc", "redis", "rich", "gguf", "google"}),
+        ("import outrider.bench.device", {"ray", "grpc", "redis", "rich", "gguf", "google"}),
         (HELP.format(["--help"]), OTHER | {"pydantic", "rich"}),
         (HELP.format(["serve", "--help"]), OTHER),
     ],

@@ -19,9 +19,9 @@ from exactness.services.test_distribution import POWER, SOON, Cell, measure
 from models import byte_level_tokenizer, depth_cut
 from stack import running_stack
 
-from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config import load_config
+from outrider.fleet.launcher import Deployment
 from outrider.models.sources import resolve_model
 from outrider.request import RoundReport
 from outrider.speculation.sampling_params import Rule

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.main import main
+from outrider.cli.main import main
 from outrider.config import load_config, merge
 from outrider.errors import ConfigError
 

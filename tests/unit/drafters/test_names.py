@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deploy.cli.main import main
+from outrider.cli.main import main
 from outrider.config import DraftConfig
 from outrider.drafters.names import DRAFTERS, SHIPPED, DrafterChoice, LookupKind, parse_drafter
 from outrider.errors import SettingError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.fleet.local_state import LOG_NAME, logged_error
+from outrider.fleet.local_state import LOG_NAME, logged_error
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
 from outrider.replica.process_setup import log_to
 from outrider.sessions.embedded import EmbeddedRedis
@@ -75,12 +75,12 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
     """With its last error on standard error, which commands read."""
     code = (
         "import logging, os, sys; from pathlib import Path\n"
-        "from outrider.telemetry import logs as log_files; from deploy.cli import serve\n"
+        "from outrider.telemetry import logs as log_files; from outrider.cli import serve\n"
         f"log_files.LOG_BYTES_MAX = {SMALL}\n"
         "logging.basicConfig(stream=sys.stderr)\n"
         "serve._detach(log_files.LogFile(Path(sys.argv[1], 'serve.log'), (1, 2)))\n"
         "for index in range(200):\n"
-        "    logging.getLogger('deploy').warning('line %d', index)\n"
+        "    logging.getLogger('outrider.fleet').warning('line %d', index)\n"
         "    print('word', index, file=sys.stderr, flush=True)\n"
         "print('outrider: error: the last word', file=sys.stderr)\n"
     )

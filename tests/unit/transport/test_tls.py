@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from deploy.cli.main import main
+from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES
 from outrider.transport import tls

@@ -22,12 +22,12 @@ from told_coordinator import FINISHED, STARTED, ToldCoordinator
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, OpenConnections, TlsFiles, _State
-from deploy.fleet.preflight import check_ports
 from outrider import refusals
 from outrider.api_keys import given_keys
 from outrider.client import Client
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
+from outrider.fleet.preflight import check_ports
 from outrider.limits import HTTP_LAST_REQUEST_S
 from outrider.request import Event, Tokens
 from outrider.speculation.accept_reject import Origin

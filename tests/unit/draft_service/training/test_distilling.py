@@ -14,7 +14,6 @@ import torch
 from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file
 
-from deploy.cli.main import main
 from draft_service.training import teacher, training
 from draft_service.training.distilling import Distilled, distill
 from draft_service.training.documents import Template
@@ -22,6 +21,7 @@ from draft_service.training.measuring import Measured
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Report
+from outrider.cli.main import main
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.models.student import load_student

@@ -1,1 +1,0 @@
-"""Starting and stopping Outrider: the launcher on Ray and the command line."""

@@ -1,1 +1,0 @@
-"""The command line. The module of a command is imported only when that command runs."""

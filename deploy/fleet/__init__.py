@@ -1,1 +1,0 @@
-"""Starts, supervises and upgrades the replicas of a deployment on Ray."""

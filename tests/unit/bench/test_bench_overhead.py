@@ -1,0 +1,94 @@
+"""`bench overhead`: figures, and a small run of each part; processes of benchmarks."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench_sides import ProcessHere
+from command_lines import reported
+
+from outrider.bench.measurement import BenchClient, Completion
+from outrider.bench.overhead import added_ms, round_figures
+from outrider.bench.processes import Process, delayed
+from outrider.clock import run_virtually
+from outrider.errors import ConfigError
+from outrider.request import GenerateRequest, RoundReport
+
+
+def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:
+    found = round_figures([RoundReport(i, (), 0, 1.0, 2.0, 0.5, 0.5, 1.0 + i) for i in range(5)])
+    assert (found["round_ms_p50"], found["round_ms_p99"]) == pytest.approx((7.0, 8.96))
+    assert found["round_parts_ms"] == {
+        "draft": 1, "wire": 2, "queue": 0.5, "verify": 0.5, "commit": 3,
+    }  # fmt: skip
+
+
+async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
+    """The coordinator gets the request at 10.1 s and has tokens at 10.5 and 11 s. The client reads
+    them at 10.7 and 11.1 s."""
+    stamps: list[float] = []
+
+    class Scripted(BenchClient):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            stamps.extend((10.1, 10.5, 11.0))
+            return Completion((1, 2), 10.0, 1.2, chunk_s=(0.7, 1.1))
+
+    first_ms, chunks_ms = await added_ms(Scripted(), stamps)
+    assert first_ms == pytest.approx(300)
+    assert chunks_ms == pytest.approx([200, 100])
+
+
+@pytest.mark.xdist_group("redis")
+def test_the_command_measures_every_part_and_prints_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sessions whose rounds take at least 28.7 ms have at most 104 rounds a second."""
+    for name, value in {
+        "processes.Process": ProcessHere, "overhead.Process": ProcessHere,
+        "overhead.WARM_UP_S": 0.5, "overhead.WARM_UP_ROUNDS": 10, "overhead.TURNS": 3,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"outrider.bench.{name}", value)
+    parts = "rounds,capacity,transports"
+    flags = ("--parts", parts, "--rounds", "20", "--sessions", "3", "--seconds", "1")
+    value, _ = reported(capsys, "bench", "overhead", *flags)
+    assert value["num_rounds"] == 20
+    assert 0 < value["round_ms_p50"] <= value["round_ms_p99"]
+    capacity = value["capacity"]
+    assert 3 < capacity["rounds_per_second"] < 125, "tokens a round are a mean"
+    assert capacity["coordinator_ms_per_round"] > 0
+    names = "grpc_ttft_added_ms_p50 grpc_chunk_added_ms http_ttft_added_ms_p50 http_chunk_added_ms"
+    assert value["transports"].keys() == set(names.split())
+    assert all(ms > 0 for ms in value["transports"].values())
+
+
+def test_each_message_takes_longer_in_each_direction_and_waits_for_no_other() -> None:
+    """The service answers each item at once, with the time at which it got the item."""
+    arrived: list[Any] = []
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+
+        def connect(send: Any) -> Any:
+            return SimpleNamespace(receive=lambda item: send((item, clock())), close=None)
+
+        def note(answer: Any) -> None:
+            arrived.append((*answer, clock()))
+
+        connection = delayed(SimpleNamespace(connect=connect), 0.5).connect(note)
+        for item in range(3):
+            connection.receive(item)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
+
+    run_virtually(run())
+    assert arrived == [
+        (item, pytest.approx(0.5 + item / 10), pytest.approx(1.0 + item / 10)) for item in range(3)
+    ]
+
+
+async def test_a_process_that_cannot_start_says_why() -> None:
+    setup = {"service": "target", "config": {"engine": "emulated:no=1"}, "delay_ms": 0}
+    with pytest.raises(ConfigError, match="the target process: emulated: no="):
+        async with Process("outrider.bench.processes:service", "the target process", setup):
+            pass
