@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
+from outrider.redis.address import with_password
 from outrider.registry.registry import Engagement
 from outrider.replica.process_setup import PlacedActor, log_to, use_threads
-from outrider.sessions.redis_address import with_password
 
 if TYPE_CHECKING:
     from coordinator.decoding.trial import TrialSums

@@ -18,15 +18,15 @@ from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.http_api.tools import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
-from outrider.api_keys import given_keys
-from outrider.config import CoordinatorConfig
+from outrider.common.api_keys import given_keys
+from outrider.common.settings import blaming
+from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import GRPC_AGE_MS
 from outrider.registry.redis_registry import Lease, RedisRegistry
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import advertised, build_lookup
 from outrider.sessions.redis_store import RedisStore
-from outrider.settings import blaming
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.transport.channel import PLAIN, Trust
 from outrider.transport.grpc_link import GrpcLink
@@ -38,8 +38,8 @@ from .grpc_api import CoordinatorServicer
 from .service import CoordinatorService
 
 if TYPE_CHECKING:
+    from outrider.models.tokenizer import TokenizerText
     from outrider.telemetry.setup import Exports
-    from outrider.tokenizer import TokenizerText
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _access_control(config: CoordinatorConfig) -> AccessControl:
 def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
     if not config.tokenizer_directory:
         return None
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
     return TokenizerText.load(
         Path(config.tokenizer_directory), config.served_model_name or None,

@@ -34,14 +34,14 @@ from coordinator.routing.drafts import NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider import errors
-from outrider.config import CoordinatorConfig
+from outrider.common.refusals import REFUSALS
+from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
+from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.request import Event, GenerateRequest, PromptTokens, ResumeRequest
 from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS
-from outrider.messages import ReplicaDescription
-from outrider.refusals import REFUSALS
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Figures, Role
-from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, contended, not_found
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -51,7 +51,7 @@ from outrider.transport.link import Link
 from .audit import Auditor
 
 if TYPE_CHECKING:
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
 _log = logging.getLogger(__name__)
 

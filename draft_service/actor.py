@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.config import DraftConfig
+from outrider.common.settings import blaming
+from outrider.config.deployment import DraftConfig
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import (
     batched_tokens,
@@ -12,10 +13,9 @@ from outrider.replica.process_setup import (
     build_head,
     try_device_kernels,
 )
-from outrider.settings import blaming
 
 if TYPE_CHECKING:
-    from outrider.engine.step_costs import StepCosts
+    from outrider.interfaces.step_costs import StepCosts
     from outrider.replica.executors import ThreadExecutor
 
     from .service import DraftService

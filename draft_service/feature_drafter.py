@@ -14,9 +14,9 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import PairLayer, pair_shape
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
 from outrider.errors import BadRequest, InvariantError
+from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, page_bytes_of, pages_in
 from outrider.limits import PAGE_SIZE

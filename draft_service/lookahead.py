@@ -23,12 +23,13 @@ from itertools import count
 import torch
 
 from draft_service.model_drafter import ModelDrafter
+from outrider.common.tokens import EMPTY_DIGEST, digest_behind
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import EngineLost, OutriderError
+from outrider.interfaces.engine import ModelInfo, SequenceStep
+from outrider.interfaces.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
-from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
@@ -41,7 +42,6 @@ from outrider.speculation.outcome_prediction import (
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
-from outrider.tokens import EMPTY_DIGEST, digest_behind
 
 _log = logging.getLogger(__name__)
 Outcome = tuple[int, ...]  # x_1..x_n y: the tokens that a round may commit; () = unknown

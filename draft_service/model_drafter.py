@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.config import DraftConfig
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import ConfigError, check
+from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.speculation.logits_processing import DraftVocabulary
 
 logger = logging.getLogger(__name__)

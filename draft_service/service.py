@@ -8,20 +8,20 @@ from typing import Any
 
 from draft_service.lookahead import LookAhead
 from draft_service.model_drafter import ModelDrafter
+from outrider.common.tokens import EMPTY_DIGEST
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
-from outrider.engine.step_costs import StepCosts
 from outrider.errors import Incompatible
 from outrider.grammar.compiler import Grammars
+from outrider.interfaces.messages import DraftItem, ProposalReply
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import BATCHED_TOKENS_DEFAULT
-from outrider.messages import DraftItem, ProposalReply
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import Answers, AnswerSender, StepRequest, Unfinished, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.tokens import EMPTY_DIGEST
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import batched_tokens, build_grammars
 
 if TYPE_CHECKING:
-    from outrider.engine.interface import Engine
-    from outrider.engine.step_costs import StepCosts
+    from outrider.interfaces.engine import Engine
+    from outrider.interfaces.step_costs import StepCosts
     from outrider.replica.executors import ThreadExecutor
 
     from .service import TargetService
@@ -35,8 +35,8 @@ class TargetActor(ReplicaHost):
 
 
 def self_drafter_of(engine: Engine) -> SelfDrafter | None:
-    from outrider.engine.interface import DraftingEngine
     from outrider.engine.paged_engine import PagedEngine
+    from outrider.interfaces.engine import DraftingEngine
 
     from .verifier import SelfDrafter
 

@@ -10,17 +10,17 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from outrider.engine.interface import Engine
-from outrider.engine.step_costs import StepCosts
+from outrider.common.tokens import extend_digest
 from outrider.errors import Overloaded, check
 from outrider.grammar.compiler import Grammars
+from outrider.interfaces.engine import Engine
+from outrider.interfaces.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX, STREAM_INTERVAL_MS
-from outrider.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import CLOSED, AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget
-from outrider.tokens import extend_digest
 from target_service.verifier import SelfDrafter, Verifier
 
 

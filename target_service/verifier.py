@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.common.tokens import extend_digest
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
-from outrider.engine.interface import DraftingEngine, Engine, FeatureKeeper, SequenceStep
-from outrider.engine.threads import on_threads
+from outrider.drafters.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, OutriderError, check
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed, TokenMask
-from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
+from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
+from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.kernels.threads import on_threads
 from outrider.limits import FEATURES_STEP_BYTES_MAX
-from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
@@ -41,7 +42,6 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
-from outrider.tokens import extend_digest
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from stack import running_stack
 
 from outrider.bench.measurement import BenchClient, Completion
 from outrider.bench.speedup import Subject
-from outrider.request import GenerateRequest
+from outrider.interfaces.request import GenerateRequest
 
 Script = Callable[[GenerateRequest], tuple[int, float]]
 """Returns the number of tokens and the seconds of a completion."""

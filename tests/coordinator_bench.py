@@ -15,11 +15,11 @@ from toy_engine import ToyEngine
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
+from outrider.interfaces.request import Event, GenerateRequest, Tokens
 from outrider.replica.executors import InlineExecutor
-from outrider.request import Event, GenerateRequest, Tokens
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
 

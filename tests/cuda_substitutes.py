@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep, find_backend
+from outrider.kv_cache.attention import LayerPages
 from outrider.speculation import draft_sampling
 from outrider.speculation.cuda_verdicts import Transforms, send_rows
 from outrider.speculation.gumbel_max import race

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils import import_utils
 
-from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import BLOCK_WORDS, DeviceBackend, TableStep
-from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import ModelInfo
+from outrider.kv_cache.attention import LayerPages
 from outrider.speculation import cuda_verdicts
 
 CUDA = torch.device("cuda", 0)

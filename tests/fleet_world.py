@@ -11,7 +11,7 @@ from typing import Any
 from memory_registry import MemoryRegistry
 
 from coordinator.decoding.trial import TrialSums
-from outrider.config import DeploymentConfig, load_config
+from outrider.config.deployment import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.ray_cluster import Actor, Demand
 from outrider.fleet.replica_set import Fleet

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import DraftedBeside, PlayedRound, RoundLength
-from outrider.engine.step_costs import StepCosts
-from outrider.messages import ReplicaDescription
+from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
 BOUND = 8

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.redis.address import RedisAddress
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.sessions.redis_address import RedisAddress
 from tests.simulation.redis_data import RedisData
 
 

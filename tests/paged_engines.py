@@ -12,9 +12,9 @@ from reference_kernels import ReferenceKernels
 
 from draft_service import feature_drafter
 from outrider.engine import paged_engine
-from outrider.engine.cpu.kernels import KernelsUnavailable, PaceKernels, load_pace
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import ModelInfo, SequenceStep
+from outrider.kernels.cpu import KernelsUnavailable, PaceKernels, load_pace
 from outrider.models.module_replacement import NativeRMSNorm, speed_up
 
 VOCAB = 32

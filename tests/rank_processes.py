@@ -58,7 +58,7 @@ def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
     """A follower of the model that `config` names, without Ray."""
     import asyncio
 
-    from outrider.engine.tensor_parallel.rank_process import RankHost
+    from outrider.replica.rank_process import RankHost
 
     async def follow() -> None:
         host = RankHost()

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import redis
 from redis.exceptions import RedisError
 
-from outrider.sessions.embedded import find_server
+from outrider.redis.embedded import find_server
 
 SERVICE: Final = "outrider"
 DOWN_AFTER_MS: Final = 1_000

@@ -6,13 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from outrider.engine.cpu.kernels import (
-    Attention,
-    FusedLayers,
-    LayerSizes,
-    LayerWeights,
-    PaceKernels,
-)
+from outrider.kernels.cpu import Attention, FusedLayers, LayerSizes, LayerWeights, PaceKernels
 
 PAGE = 16
 

@@ -11,10 +11,11 @@ from pages import check_pages
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import DraftService
-from outrider import messages
-from outrider.engine.interface import take_stated_seconds
+from outrider.common.tokens import TokenSequence
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
+from outrider.interfaces import messages
+from outrider.interfaces.engine import take_stated_seconds
 from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -22,7 +23,6 @@ from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
-from outrider.tokens import TokenSequence
 from outrider.transport.codec import Codec
 from outrider.transport.link import Link, MemoryLink
 from target_service.service import TargetService

@@ -19,11 +19,11 @@ from session_links import described
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.registry.registry import ROLES, Role
+from outrider.replica.step_spans import ObservedSteps
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
-from outrider.telemetry.step_spans import ObservedSteps
 
 VOCAB = 64
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.errors import StoreUnavailable
-from outrider.sessions.redis_connection import Call, Script
+from outrider.redis.connection import Call, Script
 from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore
 from outrider.sessions.store import SessionRecord, StoreMemory
 from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, packed

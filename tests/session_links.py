@@ -10,11 +10,11 @@ from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, LookupDrafter
 from outrider.errors import Unavailable
-from outrider.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
+from outrider.interfaces.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, SessionRecord
 from outrider.speculation.accept_reject import Verdict

@@ -21,20 +21,20 @@ from coordinator.service import CoordinatorService
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.service import DraftService
 from outrider.client import Client
-from outrider.config import CoordinatorConfig, DraftConfig
+from outrider.config.deployment import CoordinatorConfig, DraftConfig
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import Engine, take_stated_seconds
 from outrider.grammar.compiler import Grammars
+from outrider.interfaces.engine import Engine, take_stated_seconds
+from outrider.models.tokenizer import TokenizerText
+from outrider.redis.address import RedisAddress
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.executors import ThreadExecutor
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import RedisAddress
+from outrider.replica.step_spans import ObservedSteps
 from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
-from outrider.telemetry.step_spans import ObservedSteps
-from outrider.tokenizer import TokenizerText
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Service

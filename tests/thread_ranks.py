@@ -11,7 +11,7 @@ _TIMEOUT_S = 30.0
 
 
 class ThreadRank:
-    """See `outrider.engine.tensor_parallel.sharding.Ranks`."""
+    """See `outrider.models.sharding.Ranks`."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, shown: dict[int, Any]) -> None:
         self.rank = rank

@@ -6,16 +6,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
-from outrider.api_keys import Caller
-from outrider.config import CoordinatorConfig
+from outrider.common.api_keys import Caller
+from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import Overloaded, StoreUnavailable
-from outrider.messages import ReplicaDescription
+from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.request import (
+    Event,
+    Finished,
+    GenerateRequest,
+    Metrics,
+    Started,
+    Tokens,
+    Usage,
+)
+from outrider.models.tokenizer import TokenizerText
 from outrider.registry.registry import NO_FIGURES
-from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
-from outrider.tokenizer import TokenizerText
 
 STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())

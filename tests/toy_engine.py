@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
+from outrider.interfaces.engine import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool
 
 PAGE_SIZE = 4
@@ -19,7 +19,7 @@ def toy_logits(salt: int, prefix: Sequence[int], vocab_size: int) -> torch.Tenso
 
 
 class ToyEngine:
-    """See `outrider.engine.interface.Engine`."""
+    """See `outrider.interfaces.engine.Engine`."""
 
     def __init__(
         self, vocab_size: int = 8, salt: int = 1, max_model_len: int = 64, num_pages: int = 1024,

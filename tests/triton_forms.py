@@ -11,7 +11,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps, attend_tables
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
 from outrider.models import compatibility
 
 _COMPILER = make_backend(GPUTarget("cuda", 90, 32))

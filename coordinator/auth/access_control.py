@@ -30,12 +30,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider import limits
-from outrider.api_keys import ANYBODY, Caller, key_hash, read_key_file
+from outrider.common.api_keys import ANYBODY, Caller, key_hash, read_key_file
+from outrider.common.files import FileWatch
 from outrider.errors import NotFound, OutriderError, Overloaded, Unauthenticated
-from outrider.files import FileWatch
-from outrider.request import Event, Finished, Started
-from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import Call, Script, ScriptRunner, new_client
+from outrider.interfaces.request import Event, Finished, Started
+from outrider.redis.address import RedisAddress
+from outrider.redis.connection import Call, Script, ScriptRunner, new_client
 from outrider.transport.server import HEALTH_PATH, Context
 
 _log = logging.getLogger(__name__)

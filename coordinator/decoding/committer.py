@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import islice
 
 from outrider import limits
-from outrider.backoff import backoff
+from outrider.common.backoff import backoff
 from outrider.errors import OutriderError, StoreUnavailable, Unavailable, check
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, FinishReason, SessionStore

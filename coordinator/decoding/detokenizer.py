@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.requests.validation import GenerationParameters
+from outrider.common.values import value
 from outrider.sessions.store import FinishReason
-from outrider.values import value
 
 
 class TextStream(Protocol):

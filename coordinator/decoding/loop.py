@@ -18,16 +18,16 @@ from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
+from outrider.common.logs import about, identify
+from outrider.common.values import value
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
-from outrider.messages import PositionLogprobs, VerdictReply
-from outrider.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
+from outrider.interfaces.messages import PositionLogprobs, VerdictReply
+from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Outcome, decide, survival
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.random_streams import RoundNoise
-from outrider.telemetry.logs import about, identify
 from outrider.telemetry.observer import SILENT, RequestObserver
-from outrider.values import value
 
 _log = logging.getLogger(__name__)
 

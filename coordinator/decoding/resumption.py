@@ -8,12 +8,20 @@ from itertools import pairwise
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.requests.validation import GenerationParameters
+from outrider.common.tokens import TokenSequence
 from outrider.errors import DataLoss, OtherTokens, check
-from outrider.messages import PositionLogprobs
-from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import (
+    Event,
+    Finished,
+    Metrics,
+    ResumeRequest,
+    Started,
+    Tokens,
+    Usage,
+)
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
-from outrider.tokens import TokenSequence
 
 from .detokenizer import Completion
 

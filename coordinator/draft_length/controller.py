@@ -23,9 +23,9 @@ import numpy as np
 from coordinator.draft_length.acceptance import DepthAverages, observed
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX
-from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
 MEMORY_ROUNDS, SHARED_MEMORY_ROUNDS = 48.0, 512.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 
 from .policy import PlayedRound
 

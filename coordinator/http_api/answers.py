@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
 from coordinator.http_api.tools import ARGUMENTS, PLAIN, AnswerForm, Part, Reader, call_id_of
-from outrider.messages import PositionLogprobs
-from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import (
+    Event,
+    Finished,
+    Prompt,
+    PromptTokens,
+    RoundReport,
+    Started,
+    Tokens,
+)
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
 Json = dict[str, Any]
 

@@ -28,10 +28,10 @@ from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send
 from coordinator.http_api.tools import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
-from outrider.api_keys import Caller
+from outrider.common.api_keys import Caller
 from outrider.errors import BadRequest, NotFound, OtherTokens, SessionNotFound, Unavailable
+from outrider.interfaces.request import Event
 from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
-from outrider.request import Event
 
 Events = AsyncGenerator[tuple[int, Event]]
 """The events of all choices of a request, each with the index of its choice."""

@@ -32,7 +32,7 @@ from coordinator.http_api.tools import (
 from outrider import limits
 from outrider.errors import BadRequest, did_you_mean
 from outrider.grammar.constraint import Constraint
-from outrider.request import ChatMessage, GenerateRequest, Prompt
+from outrider.interfaces.request import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

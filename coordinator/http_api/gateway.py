@@ -33,10 +33,10 @@ from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.incoming import IncomingBodies
 from coordinator.http_api.reading import SERVER_FULL, Entrance, add_error_handlers
 from coordinator.http_api.server import LiveResponse, send_part
-from outrider.api_keys import ANYBODY
-from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
+from outrider.common.api_keys import ANYBODY
+from outrider.common.backoff import backoff
 from outrider.errors import StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, HTTP_STUCK_WRITE_S
 

@@ -20,10 +20,10 @@ from functools import reduce
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
+from outrider.common.tokens import EMPTY_DIGEST, extend_digest
 from outrider.errors import BadRequest, Overloaded, Unavailable
+from outrider.interfaces.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
 from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX, REPEATED_REQUESTS_MAX
-from outrider.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
-from outrider.tokens import EMPTY_DIGEST, extend_digest
 
 _CHOICE = r"\d{1,9}-[0-9a-f]{1,16}-\d{1,9}"
 _EVENT_ID = re.compile(

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
 from outrider import errors, limits
-from outrider.api_keys import ANYBODY
-from outrider.refusals import count_refusal
+from outrider.common.api_keys import ANYBODY
+from outrider.common.refusals import count_refusal
 
 _log = logging.getLogger(__name__)
 

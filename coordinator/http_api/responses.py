@@ -23,8 +23,8 @@ from coordinator.http_api.bodies import (
     lines,
 )
 from coordinator.http_api.tools import ChatFormats, Part, call_for_template, call_id_of
+from outrider.interfaces.request import ChatMessage, Event, Finished, RoundReport, Started
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
-from outrider.request import ChatMessage, Event, Finished, RoundReport, Started
 from outrider.sessions.store import FinishReason
 
 _REASONING = "reasoning_content"

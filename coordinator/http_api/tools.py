@@ -26,7 +26,7 @@ from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint, ConstraintKind
 
 if TYPE_CHECKING:
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]

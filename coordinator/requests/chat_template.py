@@ -4,9 +4,9 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from outrider.config import HERMES
+from outrider.common.files import read_file
+from outrider.config.deployment import HERMES
 from outrider.errors import ConfigError, SettingError
-from outrider.files import read_file
 
 _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 

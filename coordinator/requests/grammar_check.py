@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any
 
 from outrider import limits
+from outrider.common.fair_turns import FairQueue, Waiting, WaitingRoom
+from outrider.common.newest import Newest
+from outrider.common.shared_calls import SharedCalls
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
-from outrider.fair_turns import FairQueue, Waiting, WaitingRoom
 from outrider.grammar.constraint import Constraint
-from outrider.newest import Newest
-from outrider.shared_calls import SharedCalls
 
 _log = logging.getLogger(__name__)
 

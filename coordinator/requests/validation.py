@@ -14,18 +14,18 @@ from pydantic import TypeAdapter
 
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
-from outrider.config import CoordinatorConfig
+from outrider.common.fair_turns import TwoLanes, Waiting
+from outrider.common.shared_calls import SharedCalls
+from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
-from outrider.fair_turns import TwoLanes, Waiting
 from outrider.grammar.constraint import Constraint
-from outrider.messages import ReplicaDescription
-from outrider.request import ChatMessage, GenerateRequest, Prompt
+from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.request import ChatMessage, GenerateRequest, Prompt
 from outrider.sessions.store import SessionRecord, Shared
-from outrider.shared_calls import SharedCalls
 from outrider.speculation.sampling_params import Rule, check_sampling
 
 if TYPE_CHECKING:
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 

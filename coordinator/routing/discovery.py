@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from coordinator.routing.replica_pool import ReplicaPool
+from outrider.common.newest import Newest
 from outrider.errors import Incompatible, OutriderError
 from outrider.limits import REPLICAS_MAX
-from outrider.newest import Newest
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import (
     LEASE_S,

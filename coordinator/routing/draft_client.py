@@ -12,10 +12,11 @@ from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider import errors, limits
-from outrider.config import CoordinatorConfig
+from outrider.common.tokens import TokenSequence
+from outrider.config.deployment import CoordinatorConfig
+from outrider.drafters.hidden_states import Features
 from outrider.drafters.lookup import LookupDrafter
-from outrider.hidden_states import Features
-from outrider.messages import (
+from outrider.interfaces.messages import (
     DraftAnswer,
     DraftItem,
     ProposalReply,
@@ -28,7 +29,6 @@ from outrider.messages import (
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
-from outrider.tokens import TokenSequence
 
 _log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Literal
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.replica_pool import SessionContext
+from outrider.common.values import value
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
-from outrider.messages import VerdictReply
+from outrider.interfaces.messages import VerdictReply
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
 """replica: a draft replica. local: a head in the target, or a look-up that is configured as the

@@ -17,10 +17,9 @@ from typing import Any, Generic, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.absence import Absence
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import Incompatible, LinkLost, OutriderError, check
-from outrider.limits import MAILBOX_REPLIES_MAX, PAGE_SIZE, RUN_AHEAD_ROUNDS_MAX
-from outrider.messages import (
+from outrider.interfaces.messages import (
     ProposalReply,
     Refused,
     ReplicaDescription,
@@ -28,6 +27,7 @@ from outrider.messages import (
     RoundHead,
     VerdictReply,
 )
+from outrider.limits import MAILBOX_REPLIES_MAX, PAGE_SIZE, RUN_AHEAD_ROUNDS_MAX
 from outrider.registry.registry import Starts
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from outrider.common.settings import blaming
 from outrider.errors import SettingError
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
 from outrider.replica.process_setup import build_engine, load_options
-from outrider.settings import blaming
 
 from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
 from .learners import LEARNERS, use_plain_attention

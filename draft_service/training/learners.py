@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from outrider.common.settings import blaming
 from outrider.drafters.names import EAGLE3
 from outrider.errors import SettingError
 from outrider.models import eagle3, student
 from outrider.models.target_layers import last_norm, layers_of
 from outrider.replica.process_setup import load_options
-from outrider.settings import blaming
 
 from .documents import Array
 from .options import LAYERS, STUDENT, DistillOptions

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+from outrider.common.settings import Internal, between, checked
 from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
-from outrider.settings import Internal, between, checked
 
 LAYERS = 5
 DRAFT_VOCAB = 8192

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError
 from outrider.models.target_layers import watched_layers
 from outrider.speculation.logits_processing import largest

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise, choice_seed
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 
 from draft_service.model_drafter import parallel_token
-from outrider.config import DeploymentConfig
+from outrider.config.deployment import DeploymentConfig
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import SettingError
+from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_MAX
+from outrider.models.tokenizer import TokenizerText
 from outrider.replica.process_setup import available_cores, build_engine, build_lookup
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
@@ -29,7 +30,6 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.text_acceptance import conditional_acceptance
 from outrider.speculation.verification import Question, verdicts_from_logits
-from outrider.tokenizer import TokenizerText
 
 from .measurement import Progress
 from .options import AcceptanceOptions, PromptOptions

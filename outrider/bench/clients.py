@@ -11,9 +11,9 @@ from typing import Any, Self
 import httpx2
 
 from outrider.client import ChatMessage, Client, Finished, GenerateRequest, Tokens
-from outrider.config import PORT_MAX
+from outrider.config.deployment import PORT_MAX
 from outrider.errors import SettingError, Unavailable
-from outrider.request import RoundReport
+from outrider.interfaces.request import RoundReport
 from outrider.sessions.store import FinishReason
 
 from .measurement import BenchClient, Completion, Round

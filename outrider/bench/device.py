@@ -27,9 +27,9 @@ from torch.utils.benchmark import Timer
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.cuda.table_steps import DeviceBackend, find_backend
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
+from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.models.loading import DTYPES, load_model, use_device
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model

@@ -20,10 +20,10 @@ from operator import sub
 from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
-from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.common.settings import between, blaming, checked
+from outrider.config.deployment import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.limits import LOOK_AHEAD_DEFAULT
-from outrider.settings import between, blaming, checked
 from outrider.speculation.sampling_params import Rule
 
 from .clients import complete

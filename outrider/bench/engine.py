@@ -33,12 +33,12 @@ import torch
 from transformers import DynamicCache
 
 from outrider.client import Client
-from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.config.deployment import CoordinatorConfig, DeploymentConfig, TargetConfig
 from outrider.errors import SettingError
+from outrider.interfaces.engine import Engine, SequenceStep
+from outrider.interfaces.request import GenerateRequest, Tokens
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import available_cores, build_engine
-from outrider.request import GenerateRequest, Tokens
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .acceptance import Answer, decode

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, Unavailable
+from outrider.interfaces.request import GenerateRequest
 from outrider.limits import DEADLINE_MS_MAX
-from outrider.request import GenerateRequest
 
 from .measurement import BenchClient, Completion, Progress, bench_request
 from .options import PromptOptions
@@ -61,7 +61,7 @@ class TargetInputs:
     ) -> TargetInputs:  # fmt: skip
         """Tokenizes the prompts as Outrider does. `target.directory` must have safetensors."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
-        from outrider.tokenizer import TokenizerText
+        from outrider.models.tokenizer import TokenizerText
 
         directory = Path(target.directory)
         text = TokenizerText.load(directory, trust_remote_code=target.trust_remote_code)
@@ -87,7 +87,7 @@ def precision_of(target: TargetConfig) -> str:
     bfloat16, and others emulate it, which is slower."""
     import torch
 
-    from outrider.engine.cpu import processor
+    from outrider.kernels import processor
     from outrider.models.loading import loaded_dtype, resolve_device
 
     # The target may run on a GPU of another machine.

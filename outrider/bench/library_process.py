@@ -222,7 +222,7 @@ class Engine:
     """The engine of a target replica, without the services around it."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        from outrider.config import TargetConfig
+        from outrider.config.deployment import TargetConfig
         from outrider.replica.process_setup import build_engine
 
         directory = setup["directory"]

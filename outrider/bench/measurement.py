@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError, Unavailable
+from outrider.interfaces.request import GenerateRequest, Prompt, RoundReport, Tokens
 from outrider.limits import DEADLINE_MS_MAX, SEED_MAX
-from outrider.request import GenerateRequest, Prompt, RoundReport, Tokens
 from outrider.speculation.sampling_params import SamplingParams
 
 from .prompts import WARM_UP_PROMPTS, BenchPrompt

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from outrider import limits
-from outrider.config import Device, Dtype
+from outrider.common.settings import between, checked
+from outrider.config.deployment import Device, Dtype
 from outrider.errors import SettingError
-from outrider.settings import between, checked
 from outrider.speculation.sampling_params import Rule
 
 if TYPE_CHECKING:
-    from outrider.request import GenerateRequest
+    from outrider.interfaces.request import GenerateRequest
 
 from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 

@@ -23,10 +23,16 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from outrider.client import Client
+from outrider.common.settings import between, checked
 from outrider.errors import Unavailable
-from outrider.messages import DraftItem, ProposalReply, ReplicaDescription, VerdictReply, VerifyItem
-from outrider.request import Event, GenerateRequest, RoundReport, Tokens
-from outrider.settings import between, checked
+from outrider.interfaces.messages import (
+    DraftItem,
+    ProposalReply,
+    ReplicaDescription,
+    VerdictReply,
+    VerifyItem,
+)
+from outrider.interfaces.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
+from outrider.common.settings import between, checked
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.models.sources import cache_dir, gguf_file
-from outrider.settings import between, checked
 
 from . import libraries
 from .libraries import PEERS, PLAIN, TRANSFORMERS, Library, LibraryProcess, Setting, TargetInputs

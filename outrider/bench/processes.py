@@ -29,10 +29,15 @@ from typing import Any, Self, TextIO
 from pydantic import TypeAdapter
 
 from outrider.client import Client
-from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, without_security
+from outrider.config.deployment import (
+    CoordinatorConfig,
+    DraftConfig,
+    TargetConfig,
+    without_security,
+)
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import RedisAddress
+from outrider.redis.address import RedisAddress
+from outrider.redis.embedded import EmbeddedRedis
 
 START_TIMEOUT_S = 900.0
 """A process may take this long to be ready, because it may load a model."""

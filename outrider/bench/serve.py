@@ -28,9 +28,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from outrider.common.settings import between, checked
 from outrider.errors import OutriderError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.settings import between, checked
 
 from .measurement import BenchClient, Completion, Progress, bench_request
 from .options import MaxTokens, PromptOptions, Temperature

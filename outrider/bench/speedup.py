@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.config import TargetConfig
-from outrider.request import GenerateRequest
-from outrider.settings import checked
+from outrider.common.settings import checked
+from outrider.config.deployment import TargetConfig
+from outrider.interfaces.request import GenerateRequest
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure

@@ -15,14 +15,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import outrider.bench.options
-from outrider.api_keys import new_key
-from outrider.config import CoordinatorConfig, DeploymentConfig, DraftConfig, TargetConfig
+from outrider.common.api_keys import new_key
+from outrider.common.settings import build
+from outrider.config.deployment import (
+    CoordinatorConfig,
+    DeploymentConfig,
+    DraftConfig,
+    TargetConfig,
+)
 from outrider.drafters.names import LookupKind
 from outrider.errors import SettingError
 from outrider.fleet.local_state import running_deployment, state_directory
 from outrider.fleet.preflight import resolve_models
 from outrider.replica.process_setup import available_cores, use_threads
-from outrider.settings import build
 
 from . import options as cli
 from .command import Arguments, Command, Group, json_option

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.settings import Setting
+    from outrider.common.settings import Setting
 
 _ALL = "outrider.all"
 

@@ -23,8 +23,8 @@ MIN_WIDTHS = {"proposes": 10, "files": 10}
 def collect_env(arguments: Arguments) -> int:
     from torch.utils.collect_env import get_env_info
 
-    from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
-    from outrider.sessions.embedded import find_server
+    from outrider.kernels.cpu import KernelsUnavailable, load_pace
+    from outrider.redis.embedded import find_server
 
     try:
         kernels = load_pace().name

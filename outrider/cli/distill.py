@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.bench.prompts import encoder, read_prompts
 from outrider.bench.report import Report
-from outrider.config import TargetConfig, deployment_settings
+from outrider.common.settings import build, settings_of
+from outrider.config.deployment import TargetConfig, deployment_settings
 from outrider.drafters.names import SHIPPED, LookupKind
 from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
-from outrider.settings import build, settings_of
 
 from .command import Arguments, Option, argument, command, json_option
 from .options import setting_option
@@ -24,7 +24,7 @@ from .output import program, progress, tell
 if TYPE_CHECKING:
     from draft_service.training.documents import Template
     from draft_service.training.teacher import Target
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
 _TURNS = ("one", "Two?")
 """Two user turns that share no token."""
@@ -109,7 +109,7 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
     from draft_service.training.teacher import Target
     from outrider.models.loading import load_tokenizer
     from outrider.models.sources import resolve_model
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
     name, trust = config.model, config.trust_remote_code
     directory = resolve_model(name, trust_remote_code=trust)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.errors import BadRequest, ConfigError, OutriderError
-from outrider.request import ChatMessage, GenerateRequest, Prompt, Tokens
+from outrider.interfaces.request import ChatMessage, GenerateRequest, Prompt, Tokens
 from outrider.speculation.accept_reject import Origin
 
 from . import options

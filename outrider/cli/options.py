@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider import config, errors, limits
-from outrider.config import DeploymentConfig, deployment_settings, merge
+from outrider import errors, limits
+from outrider.common.settings import Setting, Value, settings_of
+from outrider.config import deployment as config
+from outrider.config.deployment import DeploymentConfig, deployment_settings, merge
 from outrider.drafters.names import same_drafter
 from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError
 from outrider.fleet import local_state
 from outrider.fleet.local_state import DeploymentLocation, DeploymentRecord, running_deployment
-from outrider.settings import Setting, Value, settings_of
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
 from .command import Arguments, Option, flag_of, grouped
@@ -143,7 +144,7 @@ def request_options(max_tokens: int) -> list[Option]:
 def request_fields(arguments: Arguments) -> dict[str, Any]:
     """The fields of a `GenerateRequest` that the request options set. Raises `BadRequest` for wrong
     sampling parameters. At temperature 0, also raises it for a rule other than greedy."""
-    from outrider.request import GenerateRequest
+    from outrider.interfaces.request import GenerateRequest
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
         raise BadRequest(

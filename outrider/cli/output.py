@@ -136,7 +136,7 @@ def shell_command() -> str:
 def hide_words(given: frozenset[str]) -> None:
     """If a secret is among the `given` options, hides all options in the process list. Other users
     see this list, and `ray.init` sends this process's entry to Ray's head node."""
-    from outrider.config import deployment_settings
+    from outrider.config.deployment import deployment_settings
 
     if any(one.secret and one.key in given for one in deployment_settings().values()):
         from setproctitle import setproctitle

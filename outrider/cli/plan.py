@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.bench.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from outrider.bench.report import Report
-from outrider.config import DeploymentConfig
+from outrider.common.settings import between, checked
+from outrider.config.deployment import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.replica.process_setup import available_cores
-from outrider.settings import between, checked
 
 from .bench import found_models
 from .command import Arguments, Option, command, exclusive, grouped, json_option

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.bench.report import Report
-from outrider.config import WAIT_S_MAX, AutoscaleConfig
+from outrider.common.settings import Value
+from outrider.config.deployment import WAIT_S_MAX, AutoscaleConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.local_state import DeploymentLocation
 from outrider.fleet.preflight import whole_paths
@@ -19,7 +20,6 @@ from outrider.fleet.spec import FleetSpec
 from outrider.fleet.trial import MINUTES_DEFAULT, MINUTES_MAX, SHARE_MAX
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
-from outrider.settings import Value
 
 from . import options
 from .command import Arguments, Option, Seconds, argument, command, grouped, json_option

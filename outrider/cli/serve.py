@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.report import Report
-from outrider.config import WAIT_S_MAX
+from outrider.common.logs import LogFile
+from outrider.config.deployment import WAIT_S_MAX
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet import local_state
 from outrider.fleet.local_state import DeploymentRecord, running_deployment, state_directory
+from outrider.redis.address import RedisAddress, with_password
 from outrider.registry.registry import LEASE_S, ROLES, Role, Starts
-from outrider.sessions.redis_address import RedisAddress, with_password
-from outrider.telemetry.logs import LogFile
 
 from . import options
 from .command import Arguments, Option, Seconds, argument, command, json_option
@@ -455,7 +455,7 @@ def status_table(found: Facts) -> RenderableType:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
-    from outrider.messages import coupling_note
+    from outrider.interfaces.messages import coupling_note
 
     if facts["error"] is not None:
         yield facts["error"]

@@ -29,7 +29,7 @@ from outrider.client.transport import (
     Transport,
 )
 from outrider.grammar.constraint import Constraint
-from outrider.request import (
+from outrider.interfaces.request import (
     ChatMessage,
     Event,
     Finished,

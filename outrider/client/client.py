@@ -11,8 +11,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 from outrider.client import transport
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
 from outrider.errors import BadRequest, DeadlineExceeded, InvariantError, Unavailable
+from outrider.interfaces.request import Event, GenerateRequest, ResumeRequest
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
-from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from functools import reduce
 from random import random as any_random
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from outrider.backoff import backoff
 from outrider.client.transport import GENERATE_SLACK_S, Method, Transport
+from outrider.common.backoff import backoff
+from outrider.common.tokens import EMPTY_DIGEST, extend_digest
 from outrider.errors import BadRequest, DeadlineExceeded, StreamBroken, Unavailable
+from outrider.interfaces.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
-from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
-from outrider.tokens import EMPTY_DIGEST, extend_digest
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import errors
-from outrider.limits import API_KEY_CHARS_MAX
-from outrider.messages import PositionLogprobs
-from outrider.request import (
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import (
     Event,
     Finished,
     GenerateRequest,
@@ -24,6 +23,7 @@ from outrider.request import (
     Tokens,
     Usage,
 )
+from outrider.limits import API_KEY_CHARS_MAX
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule

@@ -16,11 +16,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.common.tokens import TokenSequence
+from outrider.drafters.hidden_states import Features
 from outrider.grammar.token_mask import Allowed
-from outrider.hidden_states import Features
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokens import TokenSequence
 
 
 class DraftDeadline:

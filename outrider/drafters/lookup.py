@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from outrider.common.newest import Newest
+from outrider.common.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 from outrider.drafters.drafter import DraftRequest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.newest import Newest
 from outrider.speculation.proposal import Proposal
-from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
 
 SPLIT_SLOTS = 128  # with fixed shapes, the slots of a segment are divided into splits of this size
 STEP_ROWS_MIN = 8  # the least number of rows of a step with fixed shapes

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldStep, plan_step, shipped, slots_at
 from outrider.engine.gathered_attention import attend
+from outrider.kv_cache.attention import LayerPages
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 from outrider.models.draft_head import DraftHead, Pairs
 

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
-from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
+from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import check
+from outrider.interfaces.engine import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import SPLIT_SLOTS, Group, HeldStep, plan_step
+from outrider.kv_cache.attention import LayerPages, running
 from outrider.kv_cache.storage import KeysAndValues
 
 

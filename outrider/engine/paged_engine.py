@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.attention import LayerPages, find_layers
 from outrider.engine.batch import HeldStep, shipped, slots_at
 from outrider.engine.cpu.fused_decoder import (
     SPAN_TOKENS_MAX,
@@ -19,14 +18,15 @@ from outrider.engine.cpu.fused_decoder import (
     FusedSteps,
     find_span_tokens,
 )
-from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.gathered_attention import GatheredSteps, Steps
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
-from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, SettingError, check
+from outrider.interfaces.engine import ModelInfo, SequenceStep
+from outrider.kernels.cpu import PaceKernels
+from outrider.kernels.threads import ContendedThreads
+from outrider.kv_cache.attention import LayerPages, find_layers
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, LayerShape, page_bytes_of, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE

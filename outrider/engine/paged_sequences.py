@@ -9,8 +9,8 @@ from torch import Tensor
 
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import DraftLayer, PairLayer
-from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import InvariantError, StepUndone, check
+from outrider.interfaces.engine import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.models.draft_head import LoadedDraftHead
 

@@ -59,10 +59,9 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
-from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, PageStore, newest_rows
-from outrider.engine.tensor_parallel.sharding import Ranks, least, of_leader
 from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.interfaces.engine import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.kv_cache.storage import KVCache, memory_budget, page_bytes_of, pages_in
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
@@ -71,6 +70,7 @@ from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, DraftCheck, Reading, likeliest_tokens
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, settled_dtype, use_device
+from outrider.models.sharding import Ranks, least, of_leader
 
 _CAPTURED_BYTES = 2**30  # device memory reserved for CUDA graphs, besides the model and its pages
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}

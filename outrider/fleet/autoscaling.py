@@ -27,7 +27,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from outrider.config import AutoscaleConfig
+from outrider.config.deployment import AutoscaleConfig
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
 

@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from outrider.config import BOUND_SETTINGS, DeploymentConfig
+from outrider.common.settings import blaming
+from outrider.config.deployment import BOUND_SETTINGS, DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
+from outrider.redis.address import with_password
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.replica.process_setup import STANDARD_ERROR
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import with_password
 from outrider.sessions.redis_store import RedisStore
-from outrider.settings import blaming
 
 from . import preflight
 from .local_state import DeploymentRecord, namespace_of

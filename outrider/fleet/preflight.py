@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.requests.chat_template import read_chat_template
-from outrider.api_keys import given_keys, key_hash, new_key, read_key_file
-from outrider.config import (
+from outrider.common.api_keys import given_keys, key_hash, new_key, read_key_file
+from outrider.common.settings import Value, blaming, by_its_keys
+from outrider.config.deployment import (
     HERMES,
     PATHS,
     PORT_MAX,
@@ -23,13 +24,12 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
+from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.drafters.names import DEMO, EAGLE3, MTP, check_model_name, eagle3_name
-from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
+from outrider.redis.address import without_password
 from outrider.registry.registry import ROLES
 from outrider.replica.process_setup import check_vllm
-from outrider.sessions.redis_address import without_password
-from outrider.settings import Value, blaming, by_its_keys
 
 _log = logging.getLogger(__name__)
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
@@ -273,7 +273,7 @@ def _check_size(
         if num_ranks > 1 and service.model_engine != VLLM:
             if isinstance(service, DraftConfig) and service.target_directory:
                 raise SettingError(key, "must be 1 for a drafter that was trained for a target")
-            from outrider.engine.tensor_parallel.sharding import check_shares
+            from outrider.models.sharding import check_shares
 
             check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
 

@@ -28,14 +28,19 @@ from typing import Any
 import ray
 from pydantic import TypeAdapter
 
-from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
+from outrider.common.settings import Value
+from outrider.config.deployment import (
+    BOUND_SETTINGS,
+    AutoscaleConfig,
+    DeploymentConfig,
+    configuration,
+)
 from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.redis.address import with_password
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
 from outrider.replica.process_setup import PlacedActor, log_at, log_to
-from outrider.sessions.redis_address import with_password
-from outrider.settings import Value
 
 from .autoscaling import LOOK_PERIOD_S, Autoscaler
 from .local_state import DeploymentLocation, namespace_of

@@ -19,7 +19,7 @@ from functools import partial
 from random import random
 from typing import Any, cast
 
-from outrider.backoff import backoff
+from outrider.common.backoff import backoff
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import (
     ConfigError,

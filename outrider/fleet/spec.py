@@ -9,14 +9,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from outrider.config import LEAST, PORT_MAX, VLLM, DeploymentConfig, ReplicaConfig, is_loopback
-from outrider.engine.tensor_parallel.rank_process import RankHost
+from outrider.common.settings import by_its_keys
+from outrider.config.deployment import (
+    LEAST,
+    PORT_MAX,
+    VLLM,
+    DeploymentConfig,
+    ReplicaConfig,
+    is_loopback,
+)
+from outrider.config.telemetry_destination import Destination
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
 from outrider.replica.process_setup import available_cores
-from outrider.settings import by_its_keys
-from outrider.telemetry.destination import Destination
+from outrider.replica.rank_process import RankHost
 
 from .actors import CoordinatorActor, DraftActor, TargetActor
 from .ray_cluster import Demand

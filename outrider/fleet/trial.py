@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
+from outrider.common.settings import Value
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
-from outrider.settings import Value
 
 from .spec import FleetSpec
 

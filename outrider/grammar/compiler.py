@@ -22,11 +22,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider import limits
+from outrider.common.fair_turns import TwoLanes, Waiting
+from outrider.common.shared_calls import SharedCalls
 from outrider.errors import BadRequest, ConfigError, Overloaded
-from outrider.fair_turns import TwoLanes, Waiting
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.grammar.token_mask import TokenMask
-from outrider.shared_calls import SharedCalls
 
 _SPACES: Any = {"whitespace_pattern": " "}
 """Allows one space where JSON allows any number of spaces, because some models would write spaces

@@ -15,10 +15,10 @@ import numpy as np
 from llguidance import LLMatcher
 
 from outrider import limits
+from outrider.common.newest import Newest
 from outrider.errors import BadRequest, Incompatible, OutriderError, check
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
-from outrider.newest import Newest
 
 _USED_UP = "needs too many lexer states"
 

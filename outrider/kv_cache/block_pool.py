@@ -19,9 +19,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from outrider.engine.interface import PageCounts, SequenceStep
+from outrider.common.tokens import TokenSequence
 from outrider.errors import InvariantError, OutOfPages, check
-from outrider.tokens import TokenSequence
+from outrider.interfaces.engine import PageCounts, SequenceStep
 
 Copy = tuple[int, int]
 """The numbers of two pages: (from, to)."""

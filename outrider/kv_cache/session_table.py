@@ -7,11 +7,11 @@ import math
 from collections import OrderedDict
 from typing import NamedTuple
 
-from outrider.engine.interface import Engine
+from outrider.common.tokens import TokenSequence, digest_behind
 from outrider.errors import BadRequest
+from outrider.interfaces.engine import Engine
+from outrider.interfaces.messages import Resync, RoundHead
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.messages import Resync, RoundHead
-from outrider.tokens import TokenSequence, digest_behind
 
 
 class Aligned(NamedTuple):

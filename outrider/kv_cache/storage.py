@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.threads import on_threads
 from outrider.errors import SettingError
+from outrider.kernels.threads import on_threads
 from outrider.kv_cache.block_pool import Copy
 from outrider.limits import KV_CACHE_BYTES_DEFAULT
 

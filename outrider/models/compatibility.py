@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.attention import set_attention
-from outrider.engine.interface import DraftingEngine, Engine, ModelInfo, SequenceStep
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import DraftingEngine, Engine, ModelInfo, SequenceStep
+from outrider.kv_cache.attention import set_attention
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layers of these kinds keep one key and one value for each token, and nothing else."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.interface import ModelInfo
-from outrider.engine.tensor_parallel.sharding import Ranks, of_leader
 from outrider.errors import BadRequest
+from outrider.interfaces.engine import ModelInfo
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.sharding import Ranks, of_leader
 from outrider.models.target_layers import layers_of, watched_layers
-from outrider.tokenizer import TokenizerText
+from outrider.models.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2CLS
 
-from outrider.engine.cpu.kernels import PaceKernels
+from outrider.kernels.cpu import PaceKernels
 
 _PACKED_FOR_ROWS = 16
 """oneDNN chooses the layout of a weight for products with this number of rows. With this layout,

@@ -13,9 +13,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from outrider.engine.cpu import processor
-from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError
+from outrider.interfaces.engine import ModelInfo
+from outrider.kernels import processor
 from outrider.models import fingerprint
 from outrider.models.sources import check_weights, resolve_model
 

@@ -25,8 +25,8 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from outrider.engine.cpu.kernels import PaceKernels
 from outrider.errors import InvariantError, check
+from outrider.kernels.cpu import PaceKernels
 from outrider.models.linear_layers import quick
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -23,8 +23,8 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, check
+from outrider.interfaces.engine import ModelInfo
 from outrider.models import loading
 from outrider.models.fingerprint import tensors_fingerprint, tokenizer_fingerprint
 from outrider.models.loading import WEIGHTS_FILE, LoadOptions, refusing

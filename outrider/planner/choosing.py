@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outrider.bench.acceptance import Sample, rules_at
 from outrider.bench.report import table
-from outrider.config import DraftConfig
+from outrider.config.deployment import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
 
 from outrider.bench.report import Report, table
-from outrider.engine.emulated_spec import Parts, Share, parse_numbers
-from outrider.engine.step_costs import StepCosts
+from outrider.config.emulated_spec import Parts, Share, parse_numbers
 from outrider.errors import SettingError
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import LOOK_AHEAD_DEFAULT
 from outrider.speculation.sampling_params import Rule
 

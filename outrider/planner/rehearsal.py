@@ -12,11 +12,11 @@ from outrider.bench.clients import complete
 from outrider.bench.measurement import Completion, Progress, bench_request
 from outrider.bench.processes import Replicas, running_pair
 from outrider.client import Client
-from outrider.config import DeploymentConfig, DraftConfig
-from outrider.engine.step_costs import StepCosts
+from outrider.config.deployment import DeploymentConfig, DraftConfig
 from outrider.errors import Unavailable
+from outrider.interfaces.request import RoundReport
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import SEED_MAX
-from outrider.request import RoundReport
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.link import Link
 

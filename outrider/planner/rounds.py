@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.bench.acceptance import Answer, Array, Sample
-from outrider.config import DraftConfig
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import ENGINE_SEQUENCES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.replica.process_setup import build_lookup
 from outrider.speculation.random_streams import RoundNoise

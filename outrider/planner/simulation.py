@@ -28,20 +28,20 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.bench.measurement import bench_request
 from outrider.bench.report import Report, table
-from outrider.clock import cancelling_others, run_virtually
-from outrider.config import EMULATED, DeploymentConfig, DraftConfig
+from outrider.common.clock import cancelling_others, run_virtually
+from outrider.config.deployment import EMULATED, DeploymentConfig, DraftConfig
+from outrider.config.emulated_spec import PAGES_MAX, EmulatedSpec
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
-from outrider.engine.interface import SequenceStep, take_stated_seconds
-from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
+from outrider.interfaces.engine import SequenceStep, take_stated_seconds
+from outrider.interfaces.request import RoundReport, Tokens
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import batched_tokens
-from outrider.request import RoundReport, Tokens
 from outrider.sessions.store import Append, Finish, SessionRecord, StoreMemory, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink

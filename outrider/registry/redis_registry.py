@@ -20,6 +20,8 @@ from typing import Any
 
 from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
+from outrider.redis.address import RedisAddress
+from outrider.redis.connection import calling, new_client
 from outrider.registry.registry import (
     LEASE_S,
     RENEWAL_S,
@@ -29,8 +31,6 @@ from outrider.registry.registry import (
     Role,
     Starts,
 )
-from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import calling, new_client
 
 _log = logging.getLogger(__name__)
 _STARTED = "started"

@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from outrider.common.settings import between
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX, REPLICAS_MAX
-from outrider.sessions.redis_address import RedisAddress
-from outrider.settings import between
+from outrider.redis.address import RedisAddress
 
 Role = Literal["coordinator", "target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -13,8 +13,8 @@ have mean m and mean deviation d, its next item is expected within m + SPREAD * 
 
 from collections.abc import Callable, Sequence
 
+from outrider.common.newest import Newest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.newest import Newest
 
 GAIN = 0.9  # a step waits only if `together` is shorter than GAIN times `in turns`
 MEMORY = 0.25  # weight of the newest value in the averages of gaps and of trust

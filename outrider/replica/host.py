@@ -13,21 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.config import DraftConfig, ReplicaConfig
-from outrider.engine.tensor_parallel.rank_process import (
-    RankLeader,
-    engine_of_a_replica,
-    threads_of_a_rank,
-)
+from outrider.common.settings import blaming
+from outrider.config.deployment import DraftConfig, ReplicaConfig
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
 from outrider.replica import process_setup
-from outrider.settings import blaming
+from outrider.replica.rank_process import RankLeader, engine_of_a_replica, threads_of_a_rank
 
 if TYPE_CHECKING:
-    from outrider.engine.interface import Engine
-    from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
+    from outrider.interfaces.engine import Engine
+    from outrider.interfaces.step_costs import StepCosts
     from outrider.registry.redis_registry import Lease
     from outrider.replica.executors import ThreadExecutor
     from outrider.replica.service import SteppedService
@@ -75,15 +71,15 @@ class ReplicaHost(process_setup.PlacedActor):
             )
         service = await process_setup.on_passing_thread(self._build, engine, config)
         if exports is not None:
-            from outrider.telemetry.step_spans import ObservedSteps
+            from outrider.replica.step_spans import ObservedSteps
 
             self._open.push_async_callback(exports.close)
             service.observe(ObservedSteps(exports.tracer, exports.meter, role))
         return await self.serve(service, config)
 
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
-        from outrider.engine.interface import take_stated_seconds
-        from outrider.engine.threads import start_workers
+        from outrider.interfaces.engine import take_stated_seconds
+        from outrider.kernels.threads import start_workers
         from outrider.models.loading import resolve_device, use_device
         from outrider.replica.executors import ThreadExecutor
 
@@ -175,8 +171,8 @@ class ReplicaHost(process_setup.PlacedActor):
         member = config.membership
         if member is None:
             return
+        from outrider.redis.address import with_password
         from outrider.registry.redis_registry import Lease, RedisRegistry
-        from outrider.sessions.redis_address import with_password
 
         def record() -> ReplicaRecord:
             runs = service.description

@@ -18,26 +18,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
+from outrider.common.logs import JsonLines, LogFile, make_room
+from outrider.common.settings import blaming, by_its_keys
+from outrider.config.deployment import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP, LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM, SUFFIX_TENANTS
-from outrider.settings import blaming, by_its_keys
-from outrider.telemetry.logs import JsonLines, LogFile, make_room
 
 if TYPE_CHECKING:
     import torch
 
     from outrider.drafters.lookup import LookupDrafter
-    from outrider.engine.cpu.kernels import PaceKernels
-    from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.paged_sequences import PagedSequences
-    from outrider.engine.step_costs import StepCosts
-    from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
+    from outrider.interfaces.engine import Engine, ModelInfo
+    from outrider.interfaces.step_costs import StepCosts
+    from outrider.kernels.cpu import PaceKernels
     from outrider.models.draft_head import LoadedDraftHead
     from outrider.models.drafter_check import DraftCheck
     from outrider.models.eagle3 import LoadedEagle3
+    from outrider.models.sharding import Ranks
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"  # as a log directory: log to standard error
@@ -53,7 +53,7 @@ instead of libgomp. In this runtime, waiting threads yield their cores. With eig
 demo target on two cores, a token took 34 to 43 ms instead of 40 to 52 ms."""
 LOADING_NICENESS = 10
 """Added to the niceness of the thread that loads a model, and of its helper threads. The number
-for steps (`outrider.engine.threads.NICENESS`) is smaller, so a replica that loads leaves the cores
+for steps (`outrider.kernels.threads.NICENESS`) is smaller, so a replica that loads leaves the cores
 to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
@@ -171,8 +171,8 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     """Builds the engine, and loads the model or one rank's share. Blocks. Raises `ConfigError`."""
     # Imports of numeric libraries must follow `use_threads`.
     if config.emulated is not None:
+        from outrider.config.emulated_spec import EmulatedSpec
         from outrider.engine.emulated import EmulatedEngine
-        from outrider.engine.emulated_spec import EmulatedSpec
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), config.role, config.max_num_seqs)
     if runs_on_vllm(config):
@@ -185,9 +185,9 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             logging.getLogger(__name__).warning("using transformers instead of vLLM: %s", error)
     from outrider.engine.cuda.table_steps import find_backend
     from outrider.engine.paged_engine import PagedEngine
-    from outrider.engine.tensor_parallel.sharding import least
     from outrider.models.loading import quantization_of, refusing
     from outrider.models.module_replacement import speed_up
+    from outrider.models.sharding import least
 
     module, info = _load(config, num_threads, ranks)
     weight = next(module.parameters())
@@ -232,7 +232,7 @@ def _tried(engine: PagedSequences, config: ReplicaConfig) -> Engine:
     """Raises `SettingError` if the engine's memory is too small for the set length. Tests whether
     the rows of a target's step depend on each other. If a draft's do, its q is still the one from
     which it draws."""
-    from outrider.messages import coupling_note
+    from outrider.interfaces.messages import coupling_note
     from outrider.models.compatibility import row_coupling
 
     if engine.info.max_model_len < config.max_model_len:
@@ -326,7 +326,7 @@ def batched_tokens(config: ReplicaConfig) -> int:
 def _kernels(
     config: ReplicaConfig, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
 ) -> PaceKernels | None:
-    from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
+    from outrider.kernels.cpu import KernelsUnavailable, load_pace
 
     if device.type != "cpu":
         return None
@@ -347,8 +347,8 @@ def _kernels(
 def _load(
     config: ReplicaConfig, num_threads: int, ranks: Ranks | None
 ) -> tuple[torch.nn.Module, ModelInfo]:
-    from outrider.engine.tensor_parallel.sharding import load_shard
     from outrider.models.loading import load_model
+    from outrider.models.sharding import load_shard
     from outrider.models.student import load_student
 
     path = Path(config.directory)
@@ -489,7 +489,7 @@ def try_device_kernels(engine: Engine | None, head: Any) -> None:
     them. Kernels that cannot be compiled are not used. `engine` or `head` may be None."""
     import torch
 
-    from outrider.engine.interface import SequenceStep
+    from outrider.interfaces.engine import SequenceStep
     from outrider.speculation.verification import try_kernels
 
     if not torch.cuda.is_available():

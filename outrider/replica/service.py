@@ -20,9 +20,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider import limits
-from outrider.decayed_average import DecayedSums
-from outrider.engine.interface import ModelInfo
-from outrider.engine.step_costs import StepCosts
+from outrider.common.decayed_average import DecayedSums
+from outrider.common.logs import about
+from outrider.common.newest import Newest
 from outrider.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -34,8 +34,15 @@ from outrider.errors import (
 )
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
-from outrider.messages import ProposalReply, Refused, ReplicaDescription, RoundHead, VerdictReply
-from outrider.newest import Newest
+from outrider.interfaces.engine import ModelInfo
+from outrider.interfaces.messages import (
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    RoundHead,
+    VerdictReply,
+)
+from outrider.interfaces.step_costs import StepCosts
 from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executors import StepExecutor
@@ -50,11 +57,10 @@ from outrider.replica.step_request import (
 )
 from outrider.replica.step_watch import StepWatch
 from outrider.replica.worker import StepWorker
-from outrider.telemetry.logs import about
 from outrider.transport.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
-    from outrider.telemetry.step_spans import ObservedSteps
+    from outrider.replica.step_spans import ObservedSteps
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
+from outrider.interfaces.messages import Refused, ReplyKey
 from outrider.limits import STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import Refused, ReplyKey
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
 
-    from outrider.engine.interface import PageCounts
     from outrider.grammar.compiler import Grammar
+    from outrider.interfaces.engine import PageCounts
 
 
 CANCELLED_CODE = 1  # google.rpc.Code for work that is no longer needed

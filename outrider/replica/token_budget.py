@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.replica.step_watch import ExpectedStep
 

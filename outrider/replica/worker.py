@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
+from outrider.interfaces.engine import Engine, SequenceStep
+from outrider.interfaces.messages import Resync, RoundHead
 from outrider.kv_cache.session_table import Aligned, SessionTable
-from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
 from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget, TokenDemand

@@ -34,19 +34,12 @@ import redis.asyncio
 from pydantic import TypeAdapter
 
 from outrider import errors, limits
+from outrider.common.shared_calls import SharedCalls
+from outrider.common.tokens import TokenSequence
+from outrider.redis.address import RedisAddress
+from outrider.redis.connection import Call, Script, ScriptRunner, calling, check_server, new_client
 from outrider.sessions import store
-from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import (
-    Call,
-    Script,
-    ScriptRunner,
-    calling,
-    check_server,
-    new_client,
-)
-from outrider.shared_calls import SharedCalls
 from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
 
 _OPEN = Script("layout", "open", replicated=True)
 _APPEND = Script("layout", "admit", "append", replicated=True)

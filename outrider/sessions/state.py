@@ -11,10 +11,10 @@ and the owner sends the lost tokens again. They stay showable, because the clien
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outrider.common.tokens import TokenSequence
 from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import APPEND_TOKENS_MAX
 from outrider.sessions import store
-from outrider.tokens import TokenSequence
 
 
 class Session:

@@ -7,9 +7,9 @@ from enum import StrEnum
 from itertools import accumulate, takewhile
 from operator import mul
 
+from outrider.common.values import value
 from outrider.errors import check
 from outrider.speculation.sampling_params import Rule
-from outrider.values import value
 
 
 class Origin(StrEnum):

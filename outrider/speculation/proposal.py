@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from outrider.common.values import value
 from outrider.errors import BadRequest, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
-from outrider.values import value
 
 COUNT_TOTAL = 2**16
 """The counts of a draft distribution sum to this number. q(v) is v's count / `COUNT_TOTAL`."""

@@ -31,10 +31,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from outrider.common.values import value
 from outrider.errors import check
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
-from outrider.values import value
 
 WORD_MASK = 0xFFFFFFFF
 INDEX_TAG = 0x80000000

@@ -19,9 +19,9 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import OutriderError
-from outrider.request import ChatMessage, Finished, GenerateRequest
+from outrider.interfaces.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import SealedProposal
@@ -98,7 +98,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.stop_sequences": request.stop or None,
-            "outrider.request.num_draft_tokens": request.num_draft_tokens,
+            "outrider.interfaces.request.num_draft_tokens": request.num_draft_tokens,
         }
         # Without an explicit context, the span would be a child of the current span.
         self._span = shared.tracer.start_span(

@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from outrider.config.telemetry_destination import Destination
 from outrider.errors import SettingError
 from outrider.registry.registry import Role
-from outrider.telemetry.destination import Destination
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

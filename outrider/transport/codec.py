@@ -1,4 +1,4 @@
-"""Converts between protobuf messages and the values of `outrider.messages`.
+"""Converts between protobuf messages and the values of `outrider.interfaces.messages`.
 
 A field of a message corresponds to the dataclass field with the same name. `OWN_CODECS` has the
 messages that need other conversions. Peers are not trusted, so decoding raises `BadRequest` with
@@ -16,11 +16,10 @@ from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from outrider import limits
-from outrider.engine.step_costs import StepCosts
+from outrider.drafters.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import DIGEST_BYTES, Constraint
-from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
-from outrider.messages import (
+from outrider.interfaces.messages import (
     DraftAnswer,
     DraftItem,
     PositionLogprobs,
@@ -34,6 +33,7 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
+from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import Q_BYTES_MAX, SealedProposal

@@ -18,9 +18,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from outrider import limits
-from outrider.backoff import backoff
+from outrider.common.backoff import backoff
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
-from outrider.messages import ReplicaDescription, Resync, RoundItem
+from outrider.interfaces.messages import ReplicaDescription, Resync, RoundItem
 from outrider.registry.registry import Role
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import CODECS, Codec, from_proto

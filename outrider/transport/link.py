@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from outrider.errors import LinkLost, Unavailable, check
-from outrider.messages import ReplicaDescription
+from outrider.interfaces.messages import ReplicaDescription
 
 
 class Link:

@@ -1,19 +1,11 @@
-"""Converts between the coordinator's protobuf messages and the values of `outrider.request`."""
+"""Converts between the coordinator's protobuf messages and `outrider.interfaces.request`."""
 
 from collections.abc import Sized
 from typing import Any, TypeVar
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint, ConstraintKind
-from outrider.limits import (
-    CHAT_MESSAGES_MAX,
-    DEADLINE_MS_MAX,
-    HTTP_VALUES_MAX,
-    LOGIT_BIAS_ENTRIES_MAX,
-    STOP_STRINGS_MAX,
-    STOP_TOKEN_IDS_MAX,
-)
-from outrider.request import (
+from outrider.interfaces.request import (
     ChatMessage,
     Event,
     Finished,
@@ -25,6 +17,14 @@ from outrider.request import (
     Started,
     Tokens,
     Usage,
+)
+from outrider.limits import (
+    CHAT_MESSAGES_MAX,
+    DEADLINE_MS_MAX,
+    HTTP_VALUES_MAX,
+    LOGIT_BIAS_ENTRIES_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKEN_IDS_MAX,
 )
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from outrider import limits
+from outrider.common.newest import Newest
+from outrider.common.tokens import EMPTY_DIGEST
 from outrider.errors import BadRequest, Overloaded, Unavailable
-from outrider.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
-from outrider.newest import Newest
-from outrider.tokens import EMPTY_DIGEST
+from outrider.interfaces.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
 from outrider.transport.codec import Codec, session_id_from_wire, to_proto
 from outrider.transport.link import Connection, ReplicaService
 from outrider.transport.server import Service

@@ -17,13 +17,13 @@ from coordinator.auth.access_control import AccessControl, RedisSlots, watch_key
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.requests.chat_template import read_chat_template
-from outrider.api_keys import Caller, add_key
-from outrider.config import HERMES
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.common.api_keys import Caller, add_key
+from outrider.config.deployment import HERMES
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.limits import GRPC_AGE_MS
-from outrider.sessions.redis_address import RedisAddress
-from outrider.tokenizer import TokenizerText
+from outrider.models.tokenizer import TokenizerText
+from outrider.redis.address import RedisAddress
 from outrider.transport.server import ServerOptions
 
 VOCAB_SIZE: Final = 320

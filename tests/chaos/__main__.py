@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.config import DeploymentConfig, load_config
+from outrider.config.deployment import DeploymentConfig, load_config
 from outrider.fleet.launcher import Deployment
 from tests.chaos.faults import FULL_MINUTES, KILLS, KINDS, Adversary, missed, missed_in_hangs
 from tests.chaos.gateways import gateways, http_urls

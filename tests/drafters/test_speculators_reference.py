@@ -18,7 +18,7 @@ from draft_service.training.distilling import distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.models.draft_head import LoadedDraftHead, Pairs
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3, save_speculators
 from outrider.models.mtp import load_mtp

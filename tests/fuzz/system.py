@@ -22,15 +22,15 @@ from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.requests.chat_template import read_chat_template
 from coordinator.service import CoordinatorService
-from outrider.api_keys import Caller, add_key
 from outrider.client.failover import EndpointPool
-from outrider.config import HERMES, CoordinatorConfig
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.common.api_keys import Caller, add_key
+from outrider.config.deployment import HERMES, CoordinatorConfig
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
-from outrider.sessions.redis_address import RedisAddress
+from outrider.models.tokenizer import TokenizerText
+from outrider.redis.address import RedisAddress
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
-from outrider.tokenizer import TokenizerText
 from outrider.transport.server import ServerOptions
 
 UNTRACED: Final = CoordinatorConfig(trace_every_rounds=0)

@@ -12,9 +12,9 @@ from stack import running_stack
 from transformers import LlamaConfig
 
 from outrider.engine.cuda.table_steps import find_backend
-from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
-from outrider.request import GenerateRequest
+from outrider.interfaces.engine import ModelInfo
+from outrider.interfaces.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")

@@ -8,9 +8,9 @@ import pytest
 import redis
 from stack import Stack, slow_stack, toy_stack
 
+from outrider.redis.address import RedisAddress
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 
 

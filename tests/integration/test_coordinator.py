@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from stack import emulated_stack
 
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.errors import OutriderError
-from outrider.request import GenerateRequest
+from outrider.interfaces.request import GenerateRequest
 
 pytestmark = pytest.mark.xdist_group("redis")
 

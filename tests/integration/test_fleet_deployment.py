@@ -19,7 +19,7 @@ import ray
 import stack
 
 from outrider.client import Client, GenerateRequest
-from outrider.config import DeploymentConfig, load_config
+from outrider.config.deployment import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 from outrider.fleet.launcher import Deployment
 from outrider.fleet.ray_cluster import RECONCILER, Actor

@@ -6,10 +6,10 @@ import pytest
 import redis
 
 from outrider.errors import StoreUnavailable
+from outrider.redis.address import RedisAddress
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, ReplicaRecord
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import RedisAddress
 
 pytestmark = pytest.mark.xdist_group("redis")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from outrider.config import AutoscaleConfig, load_config
+from outrider.config.deployment import AutoscaleConfig, load_config
 from outrider.fleet.autoscaling import Autoscaler
 from outrider.fleet.replica_set import Fleet
 from outrider.fleet.spec import plan_fleet

@@ -16,12 +16,12 @@ from pydantic import BaseModel
 from stack import Stack, emulated_stack, http_front, running_stack, slow_stack, toy_text, until
 
 from coordinator.requests.chat_template import read_chat_template
-from outrider.config import HERMES
-from outrider.request import ChatMessage, GenerateRequest
+from outrider.config.deployment import HERMES
+from outrider.interfaces.request import ChatMessage, GenerateRequest
+from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokenizer import TokenizerText
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 GREEDY = SamplingParams(temperature=0.0)

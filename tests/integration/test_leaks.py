@@ -19,11 +19,11 @@ from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import SessionContext, SessionRoute
 from coordinator.routing.target_client import TargetClient
 from outrider.client import Client
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.errors import Unavailable
+from outrider.interfaces.request import Finished, GenerateRequest, Started, Tokens
 from outrider.kv_cache.session_table import SessionTable
 from outrider.replica.step_request import StepRequest
-from outrider.request import Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.state import Session
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.chaos.proxy import FaultProxy

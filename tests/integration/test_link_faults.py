@@ -11,8 +11,8 @@ from rounds import PATIENCE_S, Listener, answer_message, make_head
 from stack import serve
 
 from outrider.errors import LinkLost, Overloaded, Unavailable
+from outrider.interfaces.messages import Refused, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import Refused, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.accept_reject import Verdict
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY

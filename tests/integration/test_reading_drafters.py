@@ -13,13 +13,13 @@ from models import byte_level_tokenizer, save_tiny_eagle3, save_tiny_model, save
 from mtp_models import MtpReference, mtp_target
 
 from outrider.client import Client, GenerateRequest
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.fleet.preflight import resolve_models
 from outrider.fleet.spec import ACTORS, plan_fleet
+from outrider.interfaces.request import RoundReport
 from outrider.models.loading import load_model
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.registry import Role
-from outrider.request import RoundReport
-from outrider.sessions.embedded import EmbeddedRedis
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.transport.grpc_link import GrpcLink
 

@@ -19,12 +19,12 @@ from stack import until
 
 from coordinator.auth.access_control import RedisSlots
 from coordinator.decoding.committer import Committer
-from outrider.api_keys import Caller
+from outrider.common.api_keys import Caller
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
+from outrider.redis.address import RedisAddress
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ReplicaRecord
-from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, Finish, FinishReason, SessionRecord

@@ -21,9 +21,9 @@ from stack import until
 
 from outrider import errors
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX, SOCKET_PATH_BYTES_MAX
+from outrider.redis.address import RedisAddress
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.sessions import redis_store
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
@@ -283,7 +283,7 @@ def test_a_server_that_cannot_be_started_says_why(
 def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
     """A killed parent runs no code. The server still stops and releases its lock."""
     program = (
-        "import sys, time; from outrider.sessions.embedded import EmbeddedRedis;"
+        "import sys, time; from outrider.redis.embedded import EmbeddedRedis;"
         "r = EmbeddedRedis(sys.argv[1]); r.start(); print(r.pid, flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -10,9 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rounds import PATIENCE_S, Listener, make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.errors import EngineLost, LinkLost
-from outrider.messages import VerdictReply, VerifyItem
+from outrider.interfaces.messages import VerdictReply, VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.transport.grpc_link import GrpcLink
 from target_service.service import TargetService

@@ -8,8 +8,8 @@ from scraping import VOCAB, watched_stack
 from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest
+from outrider.interfaces.request import Finished, GenerateRequest, RoundReport
 from outrider.registry.registry import ReplicaRecord
-from outrider.request import Finished, GenerateRequest, RoundReport
 from outrider.speculation.sampling_params import SamplingParams
 
 REQUEST = GenerateRequest(

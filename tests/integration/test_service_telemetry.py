@@ -21,9 +21,9 @@ from stack import Stack, emulated_stack, toy_stack
 
 from coordinator.auth.access_control import OPEN
 from coordinator.host import CoordinatorHost
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
+from outrider.interfaces.request import GenerateRequest
 from outrider.registry.registry import ROLES, Role
-from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.observer import UNOBSERVED
 from outrider.telemetry.setup import Exports

@@ -21,7 +21,7 @@ from stack import until
 
 from outrider.cli.serve import InRegistry, ask_registry
 from outrider.client import Client, GenerateRequest
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.fleet.launcher import Deployment
 from outrider.fleet.ray_cluster import check_asks_for_token
 from outrider.models.loading import load_model

@@ -14,15 +14,15 @@ from models import save_tiny_eagle3, tiny_config, tiny_module
 from rank_processes import JOIN_S, follow_model, processes
 from stack import NUM_SEQUENCES, running_stack
 
-from outrider.config import TargetConfig
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.config.deployment import TargetConfig
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
-from outrider.engine.tensor_parallel.rank_process import RankLeader, engine_of_a_replica
 from outrider.errors import BadRequest
+from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.models.compatibility import row_coupling
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
+from outrider.replica.rank_process import RankLeader, engine_of_a_replica
 from target_service.actor import self_drafter_of
 
 

@@ -14,8 +14,8 @@ from toy_engine import ToyEngine
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
+from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
-from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY

@@ -12,8 +12,8 @@ from made_certificates import Made
 from stack import serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
-from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
+from outrider.common.api_keys import Caller, add_key
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import PLAIN
 from outrider.transport.server import ServerOptions, Service

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from outrider.config import DeploymentConfig, load_config
+from outrider.config.deployment import DeploymentConfig, load_config
 from tests.manifests.settings_schema import CHART
 
 EVERY_OPTION: Final = CHART.parent / "values-every-option.yaml"

@@ -1,11 +1,11 @@
-"""Makes the chart's schema of the values under `settings` from `outrider.config`. Run as a module,
-it writes this part of the schema."""
+"""Makes the chart's schema of the values under `settings` from `outrider.config.deployment`. Run as
+a module, it writes this part of the schema."""
 
 import json
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.config import deployment_settings
+from outrider.config.deployment import deployment_settings
 
 CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "outrider"
 SCHEMA: Final = CHART / "values.schema.json"

@@ -16,7 +16,7 @@ from stack import http_front
 
 from coordinator.http_api.server import HttpOptions
 from outrider.errors import BadRequest
-from outrider.request import GenerateRequest
+from outrider.interfaces.request import GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.metrics import HttpTimes

@@ -14,11 +14,11 @@ from stack import Stack, emulated_stack, http_front, toy_text, until
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.server import HttpOptions
-from outrider.api_keys import Caller, add_key
+from outrider.common.api_keys import Caller, add_key
+from outrider.interfaces.request import ChatMessage, GenerateRequest
+from outrider.models.tokenizer import TokenizerText
 from outrider.registry.registry import ReplicaRecord
-from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
-from outrider.tokenizer import TokenizerText
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"{missing()}: see `make test-page`"),

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.decoding.resumption import read_logprobs
 from outrider.errors import check
-from outrider.messages import PositionLogprobs
-from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
 from tests.simulation.redis_host import History
 from tests.simulation.toy import allowed_after, ending_of, fault_free, logprobs_of, rule_of

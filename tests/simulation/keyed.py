@@ -11,7 +11,7 @@ from coordinator.decoding.sessions import RequestKey
 from coordinator.http_api.progress import Progress, RepeatedRequests
 from coordinator.service import CoordinatorService
 from outrider.errors import DataLoss, StaleEpoch, Unavailable
-from outrider.request import Event, GenerateRequest, Started
+from outrider.interfaces.request import Event, GenerateRequest, Started
 
 AGAIN_S = 0.1, 1.0
 

@@ -17,7 +17,7 @@ from rounds import SeverableLink
 
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable
-from outrider.messages import ReplicaDescription
+from outrider.interfaces.messages import ReplicaDescription
 from outrider.transport.link import ReplicaService
 from tests.simulation.processes import Process, current, deliver
 

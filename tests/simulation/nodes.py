@@ -19,12 +19,11 @@ from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider import fair_turns
-from outrider.api_keys import ANYBODY, Caller
 from outrider.client.transport import Method
-from outrider.config import CoordinatorConfig, DraftConfig
+from outrider.common import fair_turns
+from outrider.common.api_keys import ANYBODY, Caller
+from outrider.config.deployment import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
-from outrider.engine.interface import take_stated_seconds
 from outrider.errors import (
     DeadlineExceeded,
     InvariantError,
@@ -34,13 +33,14 @@ from outrider.errors import (
     check,
 )
 from outrider.fleet.ray_cluster import Actor, Demand
+from outrider.interfaces.engine import take_stated_seconds
+from outrider.interfaces.messages import ProposalReply
+from outrider.interfaces.request import Event, GenerateRequest, ResumeRequest, Started
 from outrider.limits import LOST_REPLICA_GRACE_S
-from outrider.messages import ProposalReply
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import Place
-from outrider.request import Event, GenerateRequest, ResumeRequest, Started
 from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process

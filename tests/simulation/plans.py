@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 from outrider.grammar.constraint import Constraint
-from outrider.request import GenerateRequest
+from outrider.interfaces.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.simulation.toy import SPEC
 

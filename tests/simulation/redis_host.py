@@ -18,8 +18,8 @@ from script_store import ScriptStore
 
 from coordinator.auth import access_control
 from outrider.errors import InvariantError
+from outrider.redis.address import DEFAULT_KEY_PREFIX, RedisAddress
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX, RedisAddress
 from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore, encode_tokens
 from outrider.sessions.store import FinishReason
 from tests.simulation import redis_data

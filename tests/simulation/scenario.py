@@ -35,7 +35,7 @@ from outrider.errors import (
     Unavailable,
     check,
 )
-from outrider.request import Event, GenerateRequest
+from outrider.interfaces.request import Event, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from tests.simulation import nodes
 from tests.simulation.answers import Answer

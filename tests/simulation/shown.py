@@ -9,11 +9,11 @@ import torch
 from transformers import LlamaConfig
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
+from outrider.interfaces.engine import SequenceStep, check_steps
 from outrider.limits import PAGE_SIZE
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3

@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from outrider.api_keys import Caller
 from outrider.client import Client
+from outrider.common.api_keys import Caller
 from outrider.errors import Overloaded, Unavailable, check
+from outrider.interfaces.request import Event, GenerateRequest, Started, Tokens
 from outrider.limits import SLOT_LEASE_MS, SLOT_RENEWAL_MS
-from outrider.request import Event, GenerateRequest, Started, Tokens
-from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX
+from outrider.redis.address import DEFAULT_KEY_PREFIX
 from tests.simulation.redis_host import Redis
 
 LIMITED = Caller("alice", "team", concurrency=1)

@@ -25,10 +25,10 @@ from outrider.errors import OutriderError, StoreUnavailable
 from outrider.fleet.hang_watch import HangWatch
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import UNCOMMITTED_MS_MAX
+from outrider.redis.connection import Script
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
-from outrider.sessions.redis_connection import Script
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord

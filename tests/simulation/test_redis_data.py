@@ -9,7 +9,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 
-from outrider.sessions.embedded import EmbeddedRedis
+from outrider.redis.embedded import EmbeddedRedis
 from tests.simulation.redis_data import RedisData, ReplyError, Status, packed
 
 pytestmark = pytest.mark.xdist_group("redis")

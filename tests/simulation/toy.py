@@ -17,20 +17,20 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from verdict_laws import score
 
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
-from outrider.messages import PositionLogprobs
-from outrider.request import GenerateRequest
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import GenerateRequest
+from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokenizer import TokenizerText
 
 SPEC = EmulatedSpec(
     vocab_size=7, support=7, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,

@@ -13,14 +13,14 @@ from typing import Any
 from coordinator.decoding.loop import COMMIT_GRACE_S
 from outrider.client import Client
 from outrider.client.failover import EndpointPool, ResumingTransport
-from outrider.config import DraftConfig, load_config
+from outrider.config.deployment import DraftConfig, load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
 from outrider.fleet.ray_cluster import Demand
 from outrider.fleet.replica_set import Fleet
 from outrider.fleet.spec import FleetSpec, plan_fleet
+from outrider.interfaces.request import GenerateRequest
 from outrider.limits import SLOT_LEASE_MS
 from outrider.registry.registry import LEASE_S, ROLES, Role
-from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
 from tests.simulation import nodes
 from tests.simulation.cancels import Cancels

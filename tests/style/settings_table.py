@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from outrider.config import deployment_settings
+from outrider.config.deployment import deployment_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.backoff import backoff
+from outrider.common.backoff import backoff
 
 
 def test_waits_double_with_jitter() -> None:

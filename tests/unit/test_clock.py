@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from outrider.clock import run_virtually
+from outrider.common.clock import run_virtually
 from outrider.errors import InvariantError
 
 

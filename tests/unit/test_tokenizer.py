@@ -11,7 +11,7 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import BadRequest, ConfigError
-from outrider.tokenizer import TokenizerText
+from outrider.models.tokenizer import TokenizerText
 
 
 def unknown_tokenizer() -> PreTrainedTokenizerFast:

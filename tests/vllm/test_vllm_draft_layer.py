@@ -14,10 +14,10 @@ from models import save_tiny_eagle3, tiny_eagle3, tiny_module, twin
 from mtp_models import MtpReference, mtp_target
 from stack import running_stack
 
-from outrider.config import TargetConfig
-from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.config.deployment import TargetConfig
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.models.drafter_check import Reading, read_library
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of

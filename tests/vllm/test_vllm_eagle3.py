@@ -14,9 +14,9 @@ from draft_service.training.distilling import distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
-from outrider.config import TargetConfig
-from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.config.deployment import TargetConfig
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import load_eagle3
 

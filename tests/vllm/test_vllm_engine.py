@@ -10,10 +10,10 @@ import torch
 from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 from pages import check_pages
 
-from outrider.config import TargetConfig
-from outrider.engine.cpu import processor
-from outrider.engine.interface import SequenceStep
+from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import SequenceStep
+from outrider.kernels import processor
 from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
 from outrider.models.eagle3 import load_eagle3
 from outrider.models.student import target_ends
 

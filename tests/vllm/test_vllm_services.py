@@ -20,10 +20,10 @@ from models import byte_level_tokenizer, depth_cut
 from stack import running_stack
 
 from outrider.client import Client, GenerateRequest, Tokens
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.fleet.launcher import Deployment
+from outrider.interfaces.request import RoundReport
 from outrider.models.sources import resolve_model
-from outrider.request import RoundReport
 from outrider.speculation.sampling_params import Rule
 
 NUM_TOKENS, NUM_LONG = 24, 200

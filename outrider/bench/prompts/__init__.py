@@ -14,7 +14,7 @@ from outrider.errors import SettingError
 from outrider.limits import MAX_TOKENS_DEFAULT
 
 if TYPE_CHECKING:
-    from outrider.tokenizer import TokenizerText
+    from outrider.models.tokenizer import TokenizerText
 
 CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
 """Categories of the built-in prompts. Prompts of the last three contain a text to work on."""

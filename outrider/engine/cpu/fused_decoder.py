@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.engine.attention import AttentionLayer
 from outrider.engine.batch import HeldSequence, HeldStep
-from outrider.engine.cpu.kernels import Attention, LayerSizes, LayerWeights, PaceKernels
 from outrider.engine.gathered_attention import Steps
-from outrider.engine.interface import SequenceStep
-from outrider.engine.threads import on_threads
 from outrider.errors import OutriderError
+from outrider.interfaces.engine import SequenceStep
+from outrider.kernels.cpu import Attention, LayerSizes, LayerWeights, PaceKernels
+from outrider.kernels.threads import on_threads
+from outrider.kv_cache.attention import AttentionLayer
 from outrider.kv_cache.storage import BlockedKeysAndValues, KVCache, LayerShape
 from outrider.limits import PAGE_SIZE
 from outrider.models.linear_layers import FusedLinear

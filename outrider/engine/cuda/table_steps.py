@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import HeldSequence, HeldStep, shipped
 from outrider.engine.gathered_attention import Forward, Steps
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
+from outrider.kv_cache.attention import LayerPages, running
 from outrider.limits import PAGE_SIZE
 
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outrider.engine.tensor_parallel import rank_rpc
-from outrider.engine.tensor_parallel.sharding import Ranks
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.limits import COLLECTIVE_TIMEOUT_S, FRAME_OF_CALLS_BYTES_MAX
+from outrider.models.sharding import Ranks
 
 LEADER = 0
 

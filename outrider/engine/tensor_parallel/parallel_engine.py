@@ -12,8 +12,8 @@ from typing import Any
 import msgpack
 import torch
 
-from outrider.engine.interface import Engine, SequenceStep, check_steps
 from outrider.errors import EngineLost, OutOfPages, OutriderError, StepUndone, Unavailable, check
+from outrider.interfaces.engine import Engine, SequenceStep, check_steps
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
 _CALLS = frozenset({"attach", "fork", "keep", "release"})

@@ -27,16 +27,16 @@ from verdict_laws import drafted
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider.config import DraftConfig
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.interface import SequenceStep, take_stated_seconds
 from outrider.errors import Incompatible
 from outrider.grammar.token_mask import TokenMask
-from outrider.messages import VerifyItem
+from outrider.interfaces.engine import SequenceStep, take_stated_seconds
+from outrider.interfaces.messages import VerifyItem
+from outrider.interfaces.request import GenerateRequest, RoundReport, Tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.replica.executors import InlineExecutor
-from outrider.request import GenerateRequest, RoundReport, Tokens
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

@@ -17,16 +17,16 @@ from coordinator_bench import Bench, draft_service, running, target_service
 from stack import running_stack, until
 from toy_engine import ToyEngine
 
-from outrider.clock import run_virtually
+from outrider.common.clock import run_virtually
+from outrider.interfaces.request import GenerateRequest, Tokens
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.request import GenerateRequest, Tokens
+from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
-from outrider.tokenizer import TokenizerText
 
 pytestmark = pytest.mark.virtual
 

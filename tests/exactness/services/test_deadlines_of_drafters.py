@@ -20,10 +20,10 @@ from draft_service.service import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.drafters.autoregressive_draft import DraftSampler
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
-from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.drafters.hidden_states import Features
 from outrider.engine.paged_engine import PagedEngine
-from outrider.hidden_states import Features
-from outrider.messages import DraftItem, ProposalReply
+from outrider.interfaces.engine import ModelInfo, SequenceStep
+from outrider.interfaces.messages import DraftItem, ProposalReply
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget

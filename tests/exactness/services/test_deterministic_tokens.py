@@ -12,12 +12,12 @@ from models import tiny_config, tiny_module
 from paged_engines import pace_kernels
 from stack import Stack, running_stack
 
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import ModelInfo, SequenceStep
+from outrider.interfaces.request import GenerateRequest
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
-from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 
 NUM_DRAFT_TOKENS = (0, 3, 8)

@@ -34,13 +34,13 @@ from outrider.client import CompletionBuilder
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.drafters.names import LookupKind
 from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
-from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
-from outrider.request import GenerateRequest
+from outrider.interfaces.engine import ModelInfo
+from outrider.interfaces.request import GenerateRequest
+from outrider.models.tokenizer import TokenizerText
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
 
 END = 3

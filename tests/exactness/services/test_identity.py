@@ -18,12 +18,12 @@ from pages import check_pages
 from stack import Stack, running_stack
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import ModelInfo
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
 from outrider.models.student import load_student
-from outrider.tokenizer import TokenizerText
+from outrider.models.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
 
 pytestmark = pytest.mark.xdist_group("identity")

@@ -19,10 +19,10 @@ from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider.clock import run_virtually
-from outrider.engine.interface import SequenceStep, take_stated_seconds
+from outrider.common.clock import run_virtually
+from outrider.interfaces.engine import SequenceStep, take_stated_seconds
+from outrider.interfaces.request import GenerateRequest, RoundReport
 from outrider.replica.executors import InlineExecutor
-from outrider.request import GenerateRequest, RoundReport
 from outrider.speculation.sampling_params import Rule
 from target_service.service import TargetService
 

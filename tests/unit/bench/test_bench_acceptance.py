@@ -13,7 +13,7 @@ from toy_engine import ToyEngine, toy_logits
 from outrider.bench import acceptance
 from outrider.bench.options import AcceptanceOptions
 from outrider.bench.prompts import BenchPrompt
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import SettingError

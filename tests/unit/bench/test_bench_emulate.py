@@ -10,10 +10,10 @@ from command_lines import reported
 from outrider.bench import emulate
 from outrider.bench.emulate import Run, figures, window
 from outrider.bench.measurement import Round
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
+from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
-from outrider.request import RoundReport, Tokens
+from outrider.interfaces.request import RoundReport, Tokens
 from outrider.speculation.sampling_params import Rule
 
 

@@ -12,8 +12,16 @@ from outrider.bench.clients import GrpcClient
 from outrider.bench.measurement import Completion, Contestant, bench_request, measure
 from outrider.bench.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.errors import OutriderError, Unavailable
+from outrider.interfaces.request import (
+    ChatMessage,
+    Event,
+    Finished,
+    GenerateRequest,
+    Metrics,
+    Tokens,
+    Usage,
+)
 from outrider.limits import SEED_MAX
-from outrider.request import ChatMessage, Event, Finished, GenerateRequest, Metrics, Tokens, Usage
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule

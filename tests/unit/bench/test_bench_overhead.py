@@ -11,9 +11,9 @@ from command_lines import reported
 from outrider.bench.measurement import BenchClient, Completion
 from outrider.bench.overhead import added_ms, round_figures
 from outrider.bench.processes import Process, delayed
-from outrider.clock import run_virtually
+from outrider.common.clock import run_virtually
 from outrider.errors import ConfigError
-from outrider.request import GenerateRequest, RoundReport
+from outrider.interfaces.request import GenerateRequest, RoundReport
 
 
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:

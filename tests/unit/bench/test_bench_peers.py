@@ -19,7 +19,7 @@ from outrider.bench.peers import PeersOptions, level_of, report, run
 from outrider.bench.rates import Work
 from outrider.bench.speedup import Subject
 from outrider.cli import bench
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.sources import resolve_model
 

@@ -21,7 +21,7 @@ from outrider.bench.measurement import Completion
 from outrider.bench.serve import Load, ServeOptions, arrival_times, measure, report
 from outrider.cli.main import main
 from outrider.errors import Unavailable
-from outrider.request import GenerateRequest
+from outrider.interfaces.request import GenerateRequest
 
 NUMBER = 20_000
 

@@ -12,7 +12,7 @@ from outrider.bench.prompts import BenchPrompt, read_prompts
 from outrider.bench.rates import Work
 from outrider.bench.speedup import SpeedupOptions, compared, report, run
 from outrider.errors import ConfigError
-from outrider.request import GenerateRequest
+from outrider.interfaces.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule
 
 pytestmark = pytest.mark.virtual

@@ -35,9 +35,9 @@ from outrider.bench.library_process import DECODERS, _decode
 from outrider.bench.measurement import bench_request
 from outrider.bench.options import PromptOptions
 from outrider.bench.prompts import BenchPrompt
-from outrider.config import TargetConfig
-from outrider.engine.cpu import processor
+from outrider.config.deployment import TargetConfig
 from outrider.errors import BadRequest, ConfigError, Unavailable
+from outrider.kernels import processor
 from outrider.models.sources import converted
 
 TEXTS = [f"{first}" for first in (1, 11, EOS - 2)]

@@ -13,7 +13,7 @@ from command_lines import refusal
 
 from outrider.cli.main import main, outrider, parse
 from outrider.cli.options import error_line, own_config
-from outrider.config import CoordinatorConfig, deployment_settings
+from outrider.config.deployment import CoordinatorConfig, deployment_settings
 from outrider.errors import BadRequest, SettingError, Unauthenticated
 
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from command_lines import refusal
 
-from outrider.api_keys import given_keys, key_hash, new_key
 from outrider.cli.command import Arguments
 from outrider.cli.main import main, parse
 from outrider.cli.options import caller_key, caller_trust_of
 from outrider.cli.output import masked_settings
 from outrider.client import Trust
-from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
+from outrider.common.api_keys import given_keys, key_hash, new_key
+from outrider.config.deployment import CoordinatorConfig, DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.preflight import warnings, without_secrets
 

@@ -17,7 +17,7 @@ from outrider.cli import generate
 from outrider.cli.generate import STYLES, Printer
 from outrider.cli.main import main
 from outrider.cli.output import Progress
-from outrider.request import Tokens
+from outrider.interfaces.request import Tokens
 from outrider.speculation.accept_reject import Origin
 
 PERIOD_S = 0.1

@@ -12,7 +12,7 @@ from command_lines import refusal, reported
 from recorded import RAY, record, run_here
 
 from outrider.cli.main import main
-from outrider.config import AutoscaleConfig, load_config
+from outrider.config.deployment import AutoscaleConfig, load_config
 from outrider.errors import Unavailable
 from outrider.fleet.local_state import publish, state_directory
 from outrider.fleet.reconciler import changed

@@ -18,12 +18,12 @@ from outrider.cli.main import main, parse
 from outrider.cli.options import connected, deployment_config, refuse_other_settings
 from outrider.cli.output import program
 from outrider.cli.serve import _until_it_fails, endpoints_text, status_table
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet import local_state
 from outrider.fleet.launcher import Deployment
 from outrider.fleet.replica_set import Overview, ReplicaView
-from outrider.messages import ReplicaDescription
+from outrider.interfaces.messages import ReplicaDescription
 from outrider.registry.registry import ROLES, ReplicaRecord, Role, Starts
 
 DESCRIBED = asdict(ReplicaDescription("b", "", "", 99, "", 64, (), 8))

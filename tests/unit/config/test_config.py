@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import (
+from outrider.config.deployment import (
     CoordinatorConfig,
     DeploymentConfig,
     DraftConfig,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.main import main
-from outrider.config import load_config, merge
+from outrider.config.deployment import load_config, merge
 from outrider.errors import ConfigError
 
 SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}

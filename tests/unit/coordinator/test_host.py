@@ -13,11 +13,11 @@ from session_links import TOY, described
 from coordinator import host
 from coordinator.host import CoordinatorHost, _load_text, owner_name
 from coordinator.service import CoordinatorService
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest
+from outrider.redis.address import RedisAddress
 from outrider.registry.registry import Membership
-from outrider.sessions.redis_address import RedisAddress
 
 REDIS = RedisAddress(url="unix:///none", key_prefix="outrider:")
 

@@ -32,10 +32,9 @@ from coordinator.decoding.loop import COMMIT_GRACE_S
 from coordinator.service import LOOK_PERIOD_S, TROUBLE_S
 from outrider import errors
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import SequenceStep
-from outrider.engine.step_costs import StepCosts
-from outrider.messages import ProposalReply
-from outrider.request import (
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import ProposalReply
+from outrider.interfaces.request import (
     Event,
     Finished,
     GenerateRequest,
@@ -44,6 +43,7 @@ from outrider.request import (
     Started,
     Tokens,
 )
+from outrider.interfaces.step_costs import StepCosts
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams

@@ -13,9 +13,9 @@ from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
-from outrider.clock import run_virtually
+from outrider.common.clock import run_virtually
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
-from outrider.messages import DraftItem, ProposalReply, Refused
+from outrider.interfaces.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED

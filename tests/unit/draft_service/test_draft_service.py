@@ -9,13 +9,13 @@ from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
+from outrider.common.tokens import TokenSequence
 from outrider.errors import EngineLost, OutriderError
-from outrider.messages import DraftItem
+from outrider.interfaces.messages import DraftItem
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
-from outrider.tokens import TokenSequence
 
 PROMPT = (1, 2, 3)
 

@@ -12,13 +12,13 @@ from models import flat_module, tiny_eagle3, twin
 from rounds import RULES, Replica, make_head, outcome_of, proposal_of_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from outrider import hidden_states
+from outrider.drafters import hidden_states
 from outrider.drafters.drafter import DraftDeadline
-from outrider.engine.interface import ModelInfo
+from outrider.drafters.hidden_states import Features
 from outrider.engine.paged_engine import PagedEngine
-from outrider.hidden_states import Features
+from outrider.interfaces.engine import ModelInfo
+from outrider.interfaces.messages import DraftItem, ProposalReply, Resync, VerdictReply, VerifyItem
 from outrider.limits import PAGE_SIZE
-from outrider.messages import DraftItem, ProposalReply, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Unfinished
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal

@@ -12,10 +12,10 @@ from rounds import GREEDY, Replica, make_head, session_name
 from test_draft_service import draft_over, expected_proposal
 from toy_engine import ToyEngine
 
-from outrider.engine.interface import SequenceStep
-from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, OutOfPages
-from outrider.messages import DraftItem, ProposalReply, Refused, Resync
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import DraftItem, ProposalReply, Refused, Resync
+from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.token_budget import CORRECTION_WEIGHT
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

@@ -21,16 +21,16 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
 from draft_service.model_drafter import ParallelDrafter, parallel_token
-from outrider.config import DraftConfig
+from outrider.common.tokens import TokenSequence
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
-from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 from outrider.grammar.token_mask import TokenMask
+from outrider.interfaces.engine import SequenceStep
 from outrider.speculation.logits_processing import masked_logits, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
-from outrider.tokens import TokenSequence
 
 MASK, TOY_MASK, TOY_VOCAB = VOCAB - 1, 7, 8
 LENGTHS = (1, 2, 5, 31, 64, 120)

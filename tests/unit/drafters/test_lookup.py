@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_requests import request
 
+from outrider.common.tokens import TokenSequence
 from outrider.drafters.lookup import OCCURRENCES_MAX, TOKENS_PER_MATCH, NgramDrafter
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
 
 
 def search(ids: list[int], ngrams: tuple[int, int], num_tokens: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider.cli.main import main
-from outrider.config import DraftConfig
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.names import DRAFTERS, SHIPPED, DrafterChoice, LookupKind, parse_drafter
 from outrider.errors import SettingError
 

@@ -13,9 +13,9 @@ from models import tiny_config, tiny_module
 from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 from torch import nn
 
-from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
+from outrider.interfaces.engine import SequenceStep
 from outrider.limits import PAGE_SIZE
 from outrider.models.compatibility import dependent_at
 from outrider.models.linear_layers import AlignedActivation

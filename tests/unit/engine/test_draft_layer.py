@@ -11,9 +11,9 @@ from models import tiny_config, tiny_eagle3, tiny_module, twin
 from paged_engines import VOCAB, WIDE, fuse, ids, pace_kernels
 from pages import check_pages
 
-from outrider.engine.interface import DraftingEngine, ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError, StepUndone
+from outrider.interfaces.engine import DraftingEngine, ModelInfo, SequenceStep
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.models.module_replacement import speed_up

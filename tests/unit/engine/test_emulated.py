@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import SequenceStep, take_stated_seconds
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import SequenceStep, take_stated_seconds
 
 
 def rows(engine: EmulatedEngine, tokens: tuple[int, ...], num: int) -> torch.Tensor:

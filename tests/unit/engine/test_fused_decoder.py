@@ -9,11 +9,12 @@ from models import tiny_config, tiny_module
 from paged_engines import VOCAB, WIDE, ids, pace_kernels
 from reference_kernels import ReferenceKernels, ReferenceLayers
 
-from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence, HeldStep
-from outrider.engine.cpu import fused_decoder, processor
-from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
-from outrider.engine.interface import SequenceStep
+from outrider.engine.cpu import fused_decoder
+from outrider.interfaces.engine import SequenceStep
+from outrider.kernels import processor
+from outrider.kernels.cpu import KernelsUnavailable, load_pace
+from outrider.kv_cache.attention import find_layers
 from outrider.kv_cache.storage import KVCache, LayerShape
 from outrider.limits import PAGE_SIZE
 from outrider.models.module_replacement import speed_up
@@ -68,7 +69,7 @@ def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KernelsUnavailable, match="no AVX-512 BF16"):
             load_pace()
         monkeypatch.setattr(processor, "has_bfloat16", lambda: True)
-        monkeypatch.setattr("outrider.engine.cpu.kernels.PACKAGE", "no-such-package")
+        monkeypatch.setattr("outrider.kernels.cpu.PACKAGE", "no-such-package")
         with pytest.raises(KernelsUnavailable, match="no-such-package is not installed"):
             load_pace()
     finally:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine import batch, gathered_attention
-from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldSequence, HeldStep, StepPlan, padded_rows, plan_step
 from outrider.engine.gathered_attention import attend
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
+from outrider.kv_cache.attention import LayerPages
 from outrider.kv_cache.storage import KeysAndValues
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, 
 from pages import check_pages
 
 from outrider.engine.cpu.fused_decoder import SPAN_TOKENS_MAX
-from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
+from outrider.interfaces.engine import SequenceStep
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
 """Families that run on fused kernels."""

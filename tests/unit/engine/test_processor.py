@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.engine.cpu.processor import has_bfloat16
+from outrider.kernels.processor import has_bfloat16
 
 _NEITHER = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}
 

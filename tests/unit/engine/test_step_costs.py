@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import SequenceStep
-from outrider.engine.step_costs import StepCosts, measure_step_costs
+from outrider.engine.step_costs import measure_step_costs
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.step_costs import StepCosts
 
 COSTS = StepCosts((1, 4, 8), (1.0, 1.6, 4.0), session_s=0.5, slot_s=0.01, row_slot_s=0.001)
 

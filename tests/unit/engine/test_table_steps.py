@@ -10,9 +10,9 @@ from cuda_substitutes import attend_by_tables, backend_on
 from models import tiny_config, tiny_module, twin
 from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
-from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
+from outrider.kv_cache.attention import LayerPages
 
 CLOSE = 2e-3  # allowed difference in float32, for logits of about 10
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.engine.threads import NICENESS, RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
+from outrider.kernels.threads import NICENESS, RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     code = (
         "import os, threading, torch; torch.set_num_threads(3)\n"
         "from outrider.replica.executors import ThreadExecutor\n"
-        "from outrider.engine.threads import start_workers\n"
+        "from outrider.kernels.threads import start_workers\n"
         "import asyncio\n"
         "found = []\n"
         "executor = ThreadExecutor('step', lambda: 0.0)\n"

@@ -18,11 +18,11 @@ if not ON_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
 pytest.importorskip("triton", reason="the compiler of the attention kernel is not installed")
 
-from outrider.engine.attention import LayerPages  # noqa: E402
 from outrider.engine.batch import HeldSequence, HeldStep, plan_step  # noqa: E402
 from outrider.engine.cuda.table_steps import TableStep, attend_tables, kernel_form  # noqa: E402
 from outrider.engine.gathered_attention import attend  # noqa: E402
-from outrider.engine.interface import SequenceStep  # noqa: E402
+from outrider.interfaces.engine import SequenceStep  # noqa: E402
+from outrider.kv_cache.attention import LayerPages  # noqa: E402
 from outrider.kv_cache.storage import KeysAndValues  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")

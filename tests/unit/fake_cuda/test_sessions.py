@@ -19,9 +19,15 @@ from rounds import GREEDY, PENALISED, make_head
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
-from outrider.engine.interface import ModelInfo
-from outrider.hidden_states import Features
-from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
+from outrider.drafters.hidden_states import Features
+from outrider.interfaces.engine import ModelInfo
+from outrider.interfaces.messages import (
+    DraftItem,
+    ProposalReply,
+    RoundHead,
+    VerdictReply,
+    VerifyItem,
+)
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.draft_sampling import draw_from_logits

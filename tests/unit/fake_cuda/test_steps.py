@@ -13,8 +13,8 @@ import pytest
 from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
 from models import tiny_config, tiny_eagle3, tiny_module
 
-from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import SequenceStep
 
 _names = map(str, count())
 

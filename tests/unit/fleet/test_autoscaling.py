@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from memory_registry import MemoryRegistry
 
-from outrider.config import AutoscaleConfig
+from outrider.config.deployment import AutoscaleConfig
 from outrider.errors import StoreUnavailable
 from outrider.fleet.autoscaling import Autoscaler
 from outrider.registry.registry import Figures, ReplicaRecord, Role

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import ray
 
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.errors import SettingError, Unavailable
 from outrider.fleet import launcher
 from outrider.fleet import reconciler as asking

@@ -20,7 +20,7 @@ from models import (
 )
 from mtp_models import MtpReference, mtp_target
 
-from outrider.config import DeploymentConfig, DraftConfig, TargetConfig, load_config
+from outrider.config.deployment import DeploymentConfig, DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
 from outrider.fleet.preflight import (
     check_before_start,
@@ -245,7 +245,7 @@ def test_a_target_alone_is_found_without_the_model_library(tmp_path: Path) -> No
     (tmp_path / "model.safetensors").touch()
     code = (
         "import sys; from outrider.fleet.preflight import resolve_models; "
-        "from outrider.config import load_config; "
+        "from outrider.config.deployment import load_config; "
         f"found = resolve_models(load_config({{'model': {str(tmp_path)!r}}}, {{}})); "
         "print(found.target.directory, 'torch' in sys.modules)"
     )

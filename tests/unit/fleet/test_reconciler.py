@@ -15,7 +15,7 @@ import ray
 from fleet_world import World, resolved
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
-from outrider.config import DeploymentConfig, load_config
+from outrider.config.deployment import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, SettingError, StoreUnavailable, Unavailable
 from outrider.fleet import reconciler as module
 from outrider.fleet.reconciler import AWAY_S, SLOW_S, Reconciler, ReconcilerClient, changed

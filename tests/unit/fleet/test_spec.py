@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.ray_cluster import Demand, beyond, strategy
 from outrider.fleet.spec import FleetSpec, are_apart, plan_fleet

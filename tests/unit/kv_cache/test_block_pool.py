@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pages import check_pages
 
-from outrider.engine.interface import SequenceStep
 from outrider.errors import OutOfPages
+from outrider.interfaces.engine import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool, Copy
 
 SIZE = 4

@@ -9,12 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pages import check_pages
 from rounds import make_head
 
+from outrider.common.tokens import TokenSequence
+from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import SequenceStep
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import ReplyKey, Resync, RoundHead
 from outrider.kv_cache.session_table import SessionTable
-from outrider.messages import ReplyKey, Resync, RoundHead
-from outrider.tokens import TokenSequence
 
 SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
 

@@ -21,9 +21,9 @@ from paged_engines import (
 )
 from torch import Tensor, nn
 
-from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import ModelInfo
 from outrider.models.compatibility import check_features, row_coupling
 from outrider.models.module_replacement import speed_up
 

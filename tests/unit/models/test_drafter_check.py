@@ -9,7 +9,7 @@ import torch
 from models import tiny_config, tiny_eagle3, tiny_module
 from mtp_models import mtp_target, tiny_mtp
 
-from outrider.engine.interface import ModelInfo
+from outrider.interfaces.engine import ModelInfo
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, read_library

@@ -15,10 +15,10 @@ from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.cpu import processor
-from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import SequenceStep
+from outrider.kernels import processor
 from outrider.models import fingerprint, loading, sources
 from outrider.models.loading import (
     check_same_tokenizer,

@@ -10,9 +10,9 @@ from models import save_tiny_model, twin
 from mtp_models import FAMILIES, MtpReference, mtp_target
 from safetensors.torch import load_file, save_file
 
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
+from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.module_replacement import speed_up
 from outrider.models.mtp import check_mtp, load_mtp

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.config import load_config
+from outrider.config.deployment import load_config
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.preflight import resolve_models
+from outrider.interfaces.engine import SequenceStep
 from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
 from outrider.models.loading import WEIGHTS_FILE
 from outrider.models.student import DESCRIPTION_FILE, load_student

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.cli.main import main
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.planner.rounds import Line, Option, ServiceTimes
 from outrider.planner.simulation import (
     ROLES,

@@ -8,7 +8,7 @@ import pytest
 from bench_sides import pair_here, tiny_pair
 from command_lines import refusal, reported
 
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.planner import rehearsal
 from outrider.replica.process_setup import build_engine
 

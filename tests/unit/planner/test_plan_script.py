@@ -17,15 +17,15 @@ from toy_engine import ToyEngine
 from outrider.bench.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from outrider.bench.measurement import Completion, Round, bench_request
 from outrider.bench.prompts import BenchPrompt
-from outrider.clock import run_virtually
-from outrider.config import DraftConfig, load_config
-from outrider.engine.step_costs import StepCosts
+from outrider.common.clock import run_virtually
+from outrider.config.deployment import DraftConfig, load_config
+from outrider.interfaces.request import RoundReport, Tokens
+from outrider.interfaces.step_costs import StepCosts
 from outrider.planner import rehearsal
 from outrider.planner.choosing import PlanReport, choose
 from outrider.planner.rehearsal import PlayedSession, fit
 from outrider.planner.rounds import ServiceTimes, scripted, total
 from outrider.replica.process_setup import build_lookup
-from outrider.request import RoundReport, Tokens
 from outrider.speculation.sampling_params import Rule
 
 VOCAB_SIZE = 12

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_fleet_simulation import drafting_pair, scenario_of
 
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.planner.choosing import GAIN_MIN, LEVEL, Chooser, best, speedup_interval
 from outrider.planner.rounds import (
     Attempt,

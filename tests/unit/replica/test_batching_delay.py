@@ -7,8 +7,8 @@ import pytest
 from rounds import Replica, ask, make_head
 from toy_engine import ToyEngine
 
-from outrider.engine.step_costs import StepCosts
-from outrider.messages import VerifyItem
+from outrider.interfaces.messages import VerifyItem
+from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.batching_delay import BatchingDelay
 
 

@@ -20,14 +20,14 @@ from models import byte_level_tokenizer, save_tiny_model
 from thread_ranks import ThreadRank, on_each, thread_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from outrider.config import DraftConfig, TargetConfig
-from outrider.engine.cpu import processor
-from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
-from outrider.engine.tensor_parallel import group, parallel_engine, rank_process
+from outrider.config.deployment import DraftConfig, TargetConfig
+from outrider.engine.tensor_parallel import group, parallel_engine
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
-from outrider.replica import process_setup
+from outrider.interfaces.engine import ModelInfo, PageCounts, SequenceStep
+from outrider.kernels import processor
+from outrider.replica import process_setup, rank_process
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import build_engine, build_grammars, log_at, log_to
 from outrider.replica.service import describe_model
@@ -58,7 +58,7 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
         log_at(chosen)
         logging.getLogger("coordinator.decoding.sessions").debug("own at %s", chosen)
         logging.getLogger("asyncio").debug("library's at %s", chosen)
-        logging.getLogger("outrider.tokenizer").info("news at %s", chosen)
+        logging.getLogger("outrider.models.tokenizer").info("news at %s", chosen)
     log_to("", "draft")
     logging.getLogger("x").info("lost")
     log_to(process_setup.STANDARD_ERROR, "draft")

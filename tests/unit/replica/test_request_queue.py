@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rounds import make_head
 
-from outrider.messages import DraftItem
+from outrider.interfaces.messages import DraftItem
 from outrider.replica.step_request import AnswerSender, RequestQueue, StepRequest, Unfinished
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from rounds import PATIENCE_S, make_head, session_name
 
-from outrider.engine.interface import PageCounts
 from outrider.errors import EngineLost, Overloaded, StaleEpoch, Unavailable
+from outrider.interfaces.engine import PageCounts
+from outrider.interfaces.messages import DraftItem, ProposalReply, Refused
 from outrider.limits import (
     HUNG_STEP_FACTOR,
     HUNG_STEP_S,
@@ -17,7 +18,6 @@ from outrider.limits import (
     LATE_STEP_S,
     RELEASES_REMEMBERED_MAX,
 )
-from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.registry.registry import WINDOW_S
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.service import STARVED_REST_S, StaleRoundFilter, StepLoad, SteppedService

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.token_budget import ROUND_BACKLOG_MAX, STEP_GROWTH, TokenBudget, TokenDemand
 
 COSTS = StepCosts((1, 16, 512), (0.010, 0.012, 0.260), session_s=0.0001, slot_s=1e-6)

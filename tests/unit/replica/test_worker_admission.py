@@ -8,9 +8,9 @@ from pages import check_pages
 from rounds import make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.engine.interface import SequenceStep
-from outrider.engine.step_costs import StepCosts
-from outrider.messages import Resync
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import Resync
+from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker

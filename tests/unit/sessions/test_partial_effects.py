@@ -13,8 +13,8 @@ from script_store import ScriptStore
 from session_model import IDS, OWNERS, end_of, new_session, next_append
 
 from outrider import errors
+from outrider.redis.connection import Call, Script
 from outrider.sessions import state
-from outrider.sessions.redis_connection import Call, Script
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, Shared
 from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError

@@ -22,8 +22,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from outrider.errors import ConfigError, DataLoss, InvariantError, SettingError, StoreUnavailable
 from outrider.limits import PASSWORD_BYTES_MAX, REDIS_TIMEOUT_MS
-from outrider.sessions import redis_connection
-from outrider.sessions.redis_address import (
+from outrider.redis import connection as redis_connection
+from outrider.redis.address import (
     SENTINEL_VARIABLE,
     VARIABLE,
     RedisAddress,

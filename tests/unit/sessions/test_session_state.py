@@ -9,12 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from session_model import new_session
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
-from outrider.config import WAIT_MS_MAX
+from outrider.common.tokens import TokenSequence
+from outrider.config.deployment import WAIT_MS_MAX
 from outrider.errors import DataLoss, InvariantError, StaleEpoch
 from outrider.limits import APPEND_TOKENS_MAX, DEADLINE_MS_MAX, KEY_TTL_S, TOKEN_ID_MAX
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, FinishReason
-from outrider.tokens import TokenSequence
 
 NO_COUNTS = Counters()
 

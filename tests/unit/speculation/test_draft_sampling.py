@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from verdict_laws import draft_token, row_keys
 
+from outrider.common.tokens import TokenSequence
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
 from outrider.speculation import draft_sampling
@@ -22,7 +23,6 @@ from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
-from outrider.tokens import TokenSequence
 
 
 @settings(deadline=None)

@@ -19,8 +19,15 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
+from outrider.interfaces.messages import (
+    DraftItem,
+    ProposalReply,
+    Refused,
+    RoundHead,
+    VerdictReply,
+    VerifyItem,
+)
 from outrider.limits import GRAMMARS_MAX
-from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.step_request import StepRequest
 from outrider.speculation.proposal import (

@@ -7,8 +7,8 @@ import pytest
 from rounds import Replica, make_head, session_name
 from toy_engine import ToyEngine
 
+from outrider.interfaces.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.limits import SILENT_SESSION_MS
-from outrider.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.speculation.proposal import SealedProposal
 
 STEP_S = 0.01

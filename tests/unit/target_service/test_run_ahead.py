@@ -9,9 +9,9 @@ import torch
 from rounds import Player, Replica, make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.engine.interface import SequenceStep
 from outrider.errors import Overloaded
-from outrider.messages import Refused, ReplyKey, Resync, VerifyAnswer, VerifyItem
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import Refused, ReplyKey, Resync, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE, AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams

@@ -11,10 +11,10 @@ from paged_engines import shorten_pages
 from rounds import RULES, Replica, make_head, outcome_of, proposal_of_head, session_name
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
+from outrider.interfaces.engine import ModelInfo, SequenceStep
+from outrider.interfaces.messages import VerdictReply, VerifyItem
 from outrider.limits import PAGE_SIZE
-from outrider.messages import VerdictReply, VerifyItem
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

@@ -4,8 +4,8 @@ from rounds import Replica, make_head, session_name
 from scraping import Memory
 from toy_engine import ToyEngine
 
-from outrider.messages import VerifyItem
-from outrider.telemetry.step_spans import ObservedSteps
+from outrider.interfaces.messages import VerifyItem
+from outrider.replica.step_spans import ObservedSteps
 
 
 def values(memory: Memory) -> dict[str, float]:

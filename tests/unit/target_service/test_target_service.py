@@ -12,13 +12,13 @@ from rounds import Replica, make_head, outcome_of, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
-from outrider.engine.interface import SequenceStep
-from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
+from outrider.common.tokens import EMPTY_DIGEST, TokenSequence
+from outrider.interfaces.engine import SequenceStep
+from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.logits_processing import raw_logprobs, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
-from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 PROMPT = (1, 2, 3)
 HALVES = DraftDistribution((4, 5), (2**15, 2**15))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from outrider.common import logs as log_files
 from outrider.fleet.local_state import LOG_NAME, logged_error
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
+from outrider.redis.embedded import EmbeddedRedis
 from outrider.replica.process_setup import log_to
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.telemetry import logs as log_files
 
 SMALL = 2_000  # bytes of a file in these tests
 

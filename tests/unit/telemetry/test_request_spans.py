@@ -10,14 +10,14 @@ import pytest
 from opentelemetry.trace import get_current_span
 from scraping import Memory, Page
 
-from outrider.config import CoordinatorConfig
+from outrider.common.logs import JsonLines, about, identify
+from outrider.config.deployment import CoordinatorConfig
+from outrider.config.telemetry_destination import Destination
 from outrider.errors import ConfigError, Unavailable
+from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.registry.registry import ROLES
-from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry import setup
-from outrider.telemetry.destination import Destination
-from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
 

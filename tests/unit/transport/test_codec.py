@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounds import answer_message, item_message, make_head
 
-from outrider import limits, messages
-from outrider.engine.step_costs import StepCosts
+from outrider import limits
+from outrider.common.tokens import EMPTY_DIGEST
+from outrider.drafters.hidden_states import Features
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint
-from outrider.hidden_states import Features
-from outrider.request import GenerateRequest, ResumeRequest
+from outrider.interfaces import messages
+from outrider.interfaces.request import GenerateRequest, ResumeRequest
+from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokens import EMPTY_DIGEST
 from outrider.transport import codec, request_codec
 from outrider.transport.codec import DRAFT, VERIFY, from_proto, to_proto
 from outrider.v1 import coordinator_pb2 as pb

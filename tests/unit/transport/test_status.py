@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from coordinator.http_api.reading import error_response
-from outrider import errors, refusals
+from outrider import errors
+from outrider.common import refusals
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 from outrider.transport.status import abort, status_to_error
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from rounds import make_head
 
+from outrider.interfaces.messages import VerifyItem
 from outrider.limits import FRAME_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import VerifyItem
 from outrider.transport.codec import VERIFY
 from outrider.transport.stream_server import ReplicaServicer, SendQueue
 

@@ -9,7 +9,7 @@ import pytest
 from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
-from outrider.api_keys import ANYBODY, Caller, given_keys, key_hash
+from outrider.common.api_keys import ANYBODY, Caller, given_keys, key_hash
 from outrider.errors import (
     Overloaded,
     SessionNotFound,
@@ -17,7 +17,7 @@ from outrider.errors import (
     Unauthenticated,
     Unavailable,
 )
-from outrider.request import Event, Finished, Started, Tokens
+from outrider.interfaces.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
 
 KEY = "a-key-of-16-characters"

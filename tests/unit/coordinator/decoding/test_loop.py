@@ -9,8 +9,8 @@ import pytest
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.loop import Entry, OutputQueue
 from coordinator.routing.drafts import Drafted
+from outrider.interfaces.request import RoundReport, Tokens
 from outrider.registry.registry import WINDOW_S, Figures
-from outrider.request import RoundReport, Tokens
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry.observer import SILENT

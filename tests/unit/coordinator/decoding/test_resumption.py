@@ -27,13 +27,13 @@ from coordinator.decoding.resumption import (
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters, ParametersWriter
 from outrider import errors, limits
-from outrider.messages import PositionLogprobs
+from outrider.common.tokens import EMPTY_DIGEST, TokenSequence
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import Event, ResumeRequest, Started, Tokens
 from outrider.registry.registry import Starts
-from outrider.request import Event, ResumeRequest, Started, Tokens
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 pytestmark = pytest.mark.virtual
 

@@ -13,7 +13,7 @@ from coordinator_bench import REQUEST, Bench, bench
 from coordinator.decoding.sessions import RequestKey
 from coordinator.decoding.stored_bytes import KEY_BYTES, SESSION_BYTES, TOKEN_BYTES, StoredBytes
 from outrider import errors, limits
-from outrider.request import Event, ResumeRequest
+from outrider.interfaces.request import Event, ResumeRequest
 from outrider.sessions.store import StoreMemory
 from outrider.speculation.sampling_params import SamplingParams
 

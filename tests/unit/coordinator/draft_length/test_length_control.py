@@ -11,7 +11,7 @@ from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
 

@@ -14,7 +14,7 @@ from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 from coordinator.draft_length import controller
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 33), (0.02, 0.034))

@@ -17,7 +17,7 @@ from length_world import BOUND, RUN_AHEAD, description
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 3, 9, 17, 80), (0.0448, 0.0465, 0.048, 0.0537, 0.064, 0.130))

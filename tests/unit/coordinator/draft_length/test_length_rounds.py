@@ -9,11 +9,11 @@ import pytest
 from coordinator_bench import CONFIG, STEP_S, bench, draft_service, target_service
 from toy_engine import ToyEngine
 
-from outrider.config import DraftConfig
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.step_costs import StepCosts
-from outrider.messages import DraftItem, VerdictReply, VerifyItem
-from outrider.request import Finished, GenerateRequest
+from outrider.interfaces.messages import DraftItem, VerdictReply, VerifyItem
+from outrider.interfaces.request import Finished, GenerateRequest
+from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
 from outrider.transport.link import MemoryLink

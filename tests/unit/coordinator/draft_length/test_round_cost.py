@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.draft_length.policy import DraftedBeside, PlayedRound
 from coordinator.draft_length.round_cost import MESSAGES_WORK, OUTLIER, CostLine, Load, RoundCosts
-from outrider.engine.step_costs import StepCosts
+from outrider.interfaces.step_costs import StepCosts
 
 TARGET = StepCosts((1, 9, 17), (0.016, 0.024, 0.032))
 """1 ms a row."""

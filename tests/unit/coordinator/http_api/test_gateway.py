@@ -17,8 +17,8 @@ from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.reading import error_body, to_json
 from outrider import limits
-from outrider.api_keys import given_keys
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
+from outrider.common.api_keys import given_keys
 from outrider.errors import Overloaded, Unavailable
 
 pytestmark = pytest.mark.virtual

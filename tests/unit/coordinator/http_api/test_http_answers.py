@@ -11,12 +11,13 @@ from models import byte_fallback_tokenizer, byte_level_tokenizer
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
 from coordinator.http_api.reading import error_response, to_json
-from outrider import errors, request
-from outrider.messages import PositionLogprobs
+from outrider import errors
+from outrider.interfaces import request
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
-from outrider.tokenizer import TokenizerText
 
 TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")

@@ -23,12 +23,12 @@ from coordinator.decoding.sessions import RequestKey
 from coordinator.http_api.app import Generated, HttpOptions, build_app
 from coordinator.http_api.progress import Progress
 from coordinator.http_api.tools import ChatFormats
-from outrider import refusals
-from outrider.api_keys import Caller, add_key
+from outrider.common import refusals
+from outrider.common.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Unavailable
-from outrider.messages import PositionLogprobs
-from outrider.request import Event, GenerateRequest, PromptTokens
-from outrider.tokenizer import TokenizerText
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import Event, GenerateRequest, PromptTokens
+from outrider.models.tokenizer import TokenizerText
 
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"

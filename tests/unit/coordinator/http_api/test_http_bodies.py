@@ -21,7 +21,7 @@ from coordinator.http_api.tools import ChatFormats
 from outrider import limits
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
-from outrider.request import ChatMessage, GenerateRequest
+from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.request_codec import request_from_proto, request_to_proto

@@ -16,9 +16,9 @@ from coordinator.http_api.bodies import ChatBody, TranslatedBody
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.tools import ChatFormats
 from outrider.errors import BadRequest, Unavailable
+from outrider.interfaces.messages import PositionLogprobs
+from outrider.interfaces.request import Event, Finished, Tokens
 from outrider.limits import CHAT_MESSAGES_MAX
-from outrider.messages import PositionLogprobs
-from outrider.request import Event, Finished, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 

@@ -9,7 +9,7 @@ from models import byte_fallback_tokenizer, byte_level_tokenizer
 from test_http_app import Front
 from toy_engine import ToyEngine
 
-from outrider.tokenizer import TokenizerText
+from outrider.models.tokenizer import TokenizerText
 
 VOCAB = 320
 TEXT = TokenizerText(byte_level_tokenizer(VOCAB), "toy")

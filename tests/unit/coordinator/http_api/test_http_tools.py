@@ -26,12 +26,12 @@ from coordinator.http_api.tools import (
     call_id_of,
 )
 from coordinator.requests.chat_template import read_chat_template
-from outrider.config import HERMES as TEMPLATE
+from outrider.config.deployment import HERMES as TEMPLATE
 from outrider.errors import BadRequest, SettingError
+from outrider.interfaces.request import ChatMessage
 from outrider.limits import CALLS_MAX, FILE_BYTES_MAX, TOOLS_MAX
-from outrider.request import ChatMessage
+from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
-from outrider.tokenizer import TokenizerText
 
 Parts = list[tuple[str, str]]
 CITY = {

@@ -15,7 +15,7 @@ from coordinator.requests.grammar_check import _Compiler
 from coordinator.requests.validation import PromptEncoder
 from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.grammar.constraint import Constraint
-from outrider.tokenizer import TokenizerText
+from outrider.models.tokenizer import TokenizerText
 
 EOS = (0,)
 ENDLESS = Constraint.of_schema({"type": "integer", "multipleOf": 9_999_991})

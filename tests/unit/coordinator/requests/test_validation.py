@@ -10,11 +10,11 @@ import pytest
 
 from coordinator.requests import validation
 from outrider import limits
-from outrider.config import CoordinatorConfig
+from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
-from outrider.messages import ReplicaDescription
-from outrider.request import ChatMessage, GenerateRequest
+from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.sessions.store import SessionRecord
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

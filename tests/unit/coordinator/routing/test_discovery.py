@@ -13,7 +13,7 @@ from session_links import TOY, ScriptedLink, context_of, described, session
 from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.errors import Incompatible, LinkLost, StoreUnavailable, Unavailable
-from outrider.messages import ReplicaDescription
+from outrider.interfaces.messages import ReplicaDescription
 from outrider.registry.registry import (
     LEASE_S,
     RENEWAL_S,

@@ -29,19 +29,19 @@ from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from outrider.config import DraftConfig
+from outrider.common.tokens import TokenSequence
+from outrider.config.deployment import DraftConfig
+from outrider.drafters.hidden_states import Features
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, LinkLost, NotFound
-from outrider.hidden_states import Features
+from outrider.interfaces.messages import ProposalReply, ReplyKey, Resync, VerdictReply
 from outrider.limits import SILENT_DRAFT_S
-from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
 
 pytestmark = pytest.mark.virtual
 

@@ -41,7 +41,13 @@ from coordinator.routing.replica_pool import (
 )
 from coordinator.routing.target_client import RETRY_S_MAX
 from outrider.errors import Incompatible, InvariantError, LinkLost, Overloaded, Unavailable
-from outrider.messages import ProposalReply, ReplicaDescription, ReplyKey, Resync, VerdictReply
+from outrider.interfaces.messages import (
+    ProposalReply,
+    ReplicaDescription,
+    ReplyKey,
+    Resync,
+    VerdictReply,
+)
 from outrider.registry.registry import Starts
 from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import CacheState

@@ -10,10 +10,10 @@ from session_links import CONFIG, asked, context_of, session
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.draft_client import SelfDraftClient
 from coordinator.routing.drafts import NextWanted
-from outrider.clock import run_virtually
-from outrider.config import DraftConfig
+from outrider.common.clock import run_virtually
+from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
-from outrider.messages import ReplyKey, VerdictReply
+from outrider.interfaces.messages import ReplyKey, VerdictReply
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise

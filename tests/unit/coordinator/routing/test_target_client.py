@@ -13,7 +13,7 @@ from session_links import PROMPT, ScriptedLink, play, refuse, session, target_of
 
 from coordinator.routing.target_client import ANSWER_S
 from outrider import errors
-from outrider.messages import Resync
+from outrider.interfaces.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters

@@ -22,7 +22,7 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Report
 from outrider.cli.main import main
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.models.student import load_student
 

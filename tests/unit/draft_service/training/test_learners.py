@@ -18,7 +18,7 @@ from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
-from outrider.config import TargetConfig
+from outrider.config.deployment import TargetConfig
 from outrider.models.eagle3 import load_eagle3
 from outrider.models.loading import WEIGHTS_FILE, load_model
 from outrider.models.student import load_student

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.tensor_parallel import parallel_engine
 from outrider.engine.tensor_parallel.group import LEADER, Links
 from outrider.errors import BadRequest, EngineLost, InvariantError, OutOfPages, StepUndone
+from outrider.interfaces.engine import ModelInfo, SequenceStep
 
 WAIT_S = 10.0
 INFO = ModelInfo("toy", 100, 64, "float32", (), "weights", "")

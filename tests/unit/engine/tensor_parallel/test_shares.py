@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import on_each, thread_ranks
 from transformers import MixtralConfig, Olmo2Config, Phi3Config
 
-from outrider.config import TargetConfig
-from outrider.engine.tensor_parallel.sharding import check_shares, load_shard
+from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.models.loading import load_model
+from outrider.models.sharding import check_shares, load_shard
 from outrider.replica.process_setup import build_engine
 
 KEY = "tensor_parallel_size"

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.cpu import processor
 from outrider.errors import OutriderError
+from outrider.kernels import processor
 
 PACKAGE = "amd-pace"
 VERSION = "1.3.0"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from outrider.common.tokens import TokenSequence
 from outrider.errors import BadRequest, check
 from outrider.limits import PAGE_SIZE
-from outrider.tokens import TokenSequence
 
 if TYPE_CHECKING:
     from torch import Tensor

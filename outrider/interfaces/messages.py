@@ -7,18 +7,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from outrider.common.values import value
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
-from outrider.engine.step_costs import StepCosts
+from outrider.drafters.hidden_states import Features
 from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.constraint import Constraint
-from outrider.hidden_states import Features
+from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.values import value
 
 if TYPE_CHECKING:
     from outrider.grammar.compiler import Grammar

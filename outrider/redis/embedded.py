@@ -21,9 +21,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from outrider import limits
+from outrider.common.files import locked
+from outrider.common.logs import rotate
 from outrider.errors import ConfigError, check
-from outrider.files import locked
-from outrider.telemetry.logs import rotate
 
 _SUPERVISE = """
 exec 3<&0

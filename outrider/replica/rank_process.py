@@ -12,7 +12,7 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.config import ReplicaConfig
+from outrider.config.deployment import ReplicaConfig
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous, open_rendezvous
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
@@ -27,8 +27,8 @@ from outrider.replica.process_setup import (
 )
 
 if TYPE_CHECKING:
-    from outrider.engine.interface import Engine
     from outrider.engine.tensor_parallel.group import RankGroup
+    from outrider.interfaces.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class RankHost(PlacedActor):
 
     async def _follow(self, engine: Engine, group: RankGroup, device: str, rank: int) -> None:
         from outrider.engine.tensor_parallel.parallel_engine import follow
-        from outrider.engine.threads import start_workers
+        from outrider.kernels.threads import start_workers
         from outrider.models.loading import resolve_device, use_device
         from outrider.replica.executors import with_frame_room
 

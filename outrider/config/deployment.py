@@ -13,12 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field
 
 from outrider import limits
-from outrider.api_keys import given_keys
-from outrider.drafters.names import EAGLE3, MTP, DrafterChoice, LookupKind, parse_drafter
-from outrider.errors import ConfigError, SettingError
-from outrider.registry.registry import Membership, Role
-from outrider.sessions.redis_address import RedisAddress
-from outrider.settings import (
+from outrider.common.api_keys import given_keys
+from outrider.common.settings import (
     Internal,
     Setting,
     Value,
@@ -29,8 +25,12 @@ from outrider.settings import (
     layers,
     settings_of,
 )
-from outrider.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, settings_of_vllm
-from outrider.telemetry.destination import Destination
+from outrider.config.speculative import SPECULATIVE_CONFIG, SpeculativeConfig, settings_of_vllm
+from outrider.config.telemetry_destination import Destination
+from outrider.drafters.names import EAGLE3, MTP, DrafterChoice, LookupKind, parse_drafter
+from outrider.errors import ConfigError, SettingError
+from outrider.redis.address import RedisAddress
+from outrider.registry.registry import Membership, Role
 
 PORT_MAX = 65_535
 THREADS_MAX = 1024

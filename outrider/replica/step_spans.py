@@ -10,7 +10,7 @@ from typing import Any
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
 
-from outrider.messages import ProposalReply, Refused, Resync
+from outrider.interfaces.messages import ProposalReply, Refused, Resync
 from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
 from outrider.telemetry.metrics import PREFIX, ObservedCounter, times, watch
 from outrider.telemetry.setup import read_sampled

@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from outrider import errors, limits
-from outrider.sessions.redis_address import RedisAddress
+from outrider.redis.address import RedisAddress
 
 MINIMUM_VERSION = (6, 2)
 _LOADING_POLL_S = 0.1

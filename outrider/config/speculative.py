@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
+from outrider.common.settings import Value, checked
+from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.drafters.names import MTP
-from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, did_you_mean
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.settings import Value, checked
 
 SPECULATIVE_CONFIG = "speculative_config"
 

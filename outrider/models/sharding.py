@@ -17,8 +17,8 @@ from typing import Any, Protocol, Unpack
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError, check
+from outrider.interfaces.engine import ModelInfo
 from outrider.models import loading
 from outrider.models.sources import check_weights
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from outrider.common.values import value
 from outrider.grammar.constraint import Constraint
+from outrider.interfaces.messages import PositionLogprobs
 from outrider.limits import MAX_TOKENS_DEFAULT
-from outrider.messages import PositionLogprobs
 from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.values import value
 
 
 @dataclass(frozen=True, slots=True)

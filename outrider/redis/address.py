@@ -18,10 +18,10 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
+from outrider.common.files import read_file
+from outrider.common.settings import Internal, blaming, checked
 from outrider.errors import SettingError
-from outrider.files import read_file
 from outrider.limits import PASSWORD_BYTES_MAX
-from outrider.settings import Internal, blaming, checked
 
 DEFAULT_KEY_PREFIX = "outrider:"
 _SETTINGS = (

@@ -1,0 +1,1 @@
+"""What the parts exchange: requests, messages, the interface and the costs of an engine."""

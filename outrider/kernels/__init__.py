@@ -1,0 +1,1 @@
+"""Fused kernels for CPUs, what the processor supports, and threads."""

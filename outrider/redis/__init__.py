@@ -1,0 +1,1 @@
+"""Redis: addresses, connections, and the embedded server."""
