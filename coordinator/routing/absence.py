@@ -1,15 +1,20 @@
 """How long a request waits for a replica, if no replica can be reached."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import LinkLost, Overloaded, Unavailable
+from outrider.registry.registry import Role, Starts
 
-if TYPE_CHECKING:
-    from coordinator.routing.replica_pool import ReplicaPool
+
+class Pool(Protocol):
+    """The replicas of a role. `starts` says which replicas are being started."""
+
+    @property
+    def role(self) -> Role: ...
+    @property
+    def starts(self) -> Starts: ...
 
 
 class Absence:
@@ -20,7 +25,7 @@ class Absence:
     being started, the wait may last longer, up to `target_start_ms`. Such starts do not matter if a
     replica is there, but its stream is full."""
 
-    def __init__(self, pool: ReplicaPool, config: CoordinatorConfig) -> None:
+    def __init__(self, pool: Pool, config: CoordinatorConfig) -> None:
         self._pool = pool
         self._gone_s = config.target_gone_ms / 1e3
         self._most_s = max(config.target_start_ms, config.target_gone_ms) / 1e3

@@ -15,16 +15,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outrider.errors import OutriderError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, Role
 
-from .ray_cluster import repeated
-
-if TYPE_CHECKING:
-    from .replica_set import Replica
+from .ray_cluster import Actor, repeated
 
 _log = logging.getLogger(__name__)
 HANG_LOOK_S = 0.25
@@ -42,10 +39,20 @@ LATE_CALLS = 20
 late. They take about 30 s. Calls are counted, not time, because this process may be paused."""
 
 
+class Watched(Protocol):
+    """A replica with a lease."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def ranks(self) -> Sequence[Actor]: ...
+    def note_hang(self, error: Unavailable) -> None: ...
+
+
 class HangWatch:
-    def __init__(
-        self, registry: RedisRegistry, replicas: Callable[[], Sequence["Replica"]]
-    ) -> None:
+    def __init__(self, registry: RedisRegistry, replicas: Callable[[], Sequence[Watched]]) -> None:
         """`replicas` returns the replicas that should have a lease now."""
         self._registry = registry
         self._replicas = replicas
@@ -81,12 +88,12 @@ class HangWatch:
             if one.name not in listed and one.name not in self._asking:
                 self._begin(one)
 
-    def _begin(self, one: "Replica") -> None:
+    def _begin(self, one: Watched) -> None:
         name = one.name
         self._asking[name] = asyncio.create_task(self._ask(one))
         self._asking[name].add_done_callback(lambda _: self._asking.pop(name))
 
-    async def _ask(self, one: "Replica") -> None:
+    async def _ask(self, one: Watched) -> None:
         """Asks a replica until it answers, or has hung, or has died."""
         loop = asyncio.get_running_loop()
         num_calls = num_silences = 0

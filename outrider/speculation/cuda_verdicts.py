@@ -15,14 +15,12 @@ from torch import Tensor
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.gumbel_max import BLOCK, IntArray
+from outrider.speculation.kernel_rows import JUDGED, RESULTS, ROW, num_words
 from outrider.speculation.logits_processing import DraftVocabulary, changed_tokens
 from outrider.speculation.proposal import ENTRY_BYTES
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.sampling_params import SamplingParams, TokenHistory
 
-ROW_WORDS = 12
-JUDGED_WORDS = 9
-FOUND = 6
 _BLOCK = 8192
 _WEIGHING_WARPS = 32
 _ENTRIES = 1024
@@ -52,7 +50,7 @@ def judge_by_kernels(
 ) -> JudgedRows:
     """Computes `JudgedRows`. `logits` [R, V] are those of `rows`, in float32 or a narrower type."""
     num_rows, device = len(logits), logits.device
-    found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
+    found = torch.empty((len(RESULTS), num_rows), dtype=torch.float64, device=device)
     nothing = np.empty((num_rows, 0), dtype=np.int64)
     with on_device(device):
         words, _, changed = send_rows(logits, transforms, rows.sizes, rows.drafted, nothing)
@@ -62,13 +60,13 @@ def judge_by_kernels(
         # The host prepares the last kernel's arguments while the device runs the first kernels.
         packed = [b"" if each is None else each.packed for each in rows.q]
         num_bytes = np.array([*map(len, packed)], dtype=np.int64)
-        judged = np.zeros((num_rows, JUDGED_WORDS), dtype=np.int64)
-        judged[:, :5] = rows.keys().view(np.int64)
-        judged[:, 5] = rows.num_before
-        judged[:, 6] = rows.is_block
+        judged = np.zeros(num_rows, dtype=JUDGED)
+        judged["keys"] = rows.keys()
+        judged["num_before"] = rows.num_before
+        judged["is_block"] = rows.is_block
         is_judged = rows.num_before >= 0
-        judged[is_judged, 7] = judged.nbytes + num_bytes.cumsum() - num_bytes
-        judged[is_judged, 8] = num_bytes // ENTRY_BYTES
+        judged["q_at"][is_judged] = judged.nbytes + num_bytes.cumsum() - num_bytes
+        judged["q_size"][is_judged] = num_bytes // ENTRY_BYTES
         sent = send([judged, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
         settle(weights, found, words, sent)
     maxima, _, _, behind, left, drawn = found.cpu().numpy()
@@ -84,41 +82,41 @@ def send_rows(
     of rows in `sizes`. `drafted` has the draft token after each row, or -1. `extra` [R, E] has
     further arguments of the rows.
 
-    Returns the arguments [R, `ROW_WORDS`] and `extra` on the device, and the logits after masks,
-    biases and penalties (`change_rows`)."""
+    Returns the words of `ROW` for each row [R, 12] and `extra` on the device, and the logits after
+    masks, biases and penalties (`change_rows`)."""
     num_rows, width = logits.shape
-    words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
+    rows = np.zeros(num_rows, dtype=ROW)
     kept = np.array([filters(sampling) for sampling, _, _ in transforms])
-    words[:, :3] = kept.view(np.int64)[:, :3].repeat(sizes, axis=0)
-    words[:, 3] = kept[:, 3].repeat(sizes)
-    words[:, 4] = drafted
-    words[:, 7] = -1
-    num_bytes = end = words.nbytes + extra.nbytes
+    for name, values in zip(("temperature", "min_p", "top_p", "top_k"), kept.T, strict=True):
+        rows[name] = values.repeat(sizes)
+    rows["drafted"] = drafted
+    num_bytes = end = rows.nbytes + extra.nbytes
     changes: list[npt.NDArray[Any]] = []  # tables of tokens with biases or penalties, then masks
     masks: dict[int, tuple[int, TokenMask]] = {}
+    mask_of = np.full(num_rows, -1, dtype=np.int64)
     at = 0
     for (sampling, history, row_masks), size in zip(transforms, sizes.tolist(), strict=True):
         start, at = at, at + size
         if sampling.penalised or sampling.logit_bias:
             changes.append(changed_tokens(sampling, history, width, vocabulary))
-            rows = words[start:at]
-            rows[:, 5:7] = len(changes[-1]), end
-            rows[:, 8] = np.arange(size)
-            penalties = rows[:, 9:].view(np.float64)
-            penalties[:, 0] = sampling.repetition_penalty
-            penalties[:, 1:] = sampling.presence_penalty, sampling.frequency_penalty
+            own = rows[start:at]
+            own["num_changed"], own["changed_at"] = len(changes[-1]), end
+            own["num_before"] = np.arange(size)
+            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+                own[name] = getattr(sampling, name)
             end += changes[-1].nbytes
         for row, mask in enumerate(row_masks, start):
             if mask is not None:
-                words[row, 7] = masks.setdefault(id(mask), (len(masks), mask))[0]
+                mask_of[row] = masks.setdefault(id(mask), (len(masks), mask))[0]
     if masks:
         bits = np.zeros((len(masks), -(-width // 8)), dtype=np.uint8)
         for place, given in masks.values():
             known = given.bits[: bits.shape[1]]
             bits[place, : len(known)] = known
-        words[:, 7] = np.where(words[:, 7] < 0, -1, words[:, 7] * bits.shape[1] + end)
+        mask_of = np.where(mask_of < 0, -1, mask_of * bits.shape[1] + end)
         changes.append(bits)
-    sent = send([words, extra, *changes], logits.device)
+    rows["mask_at"] = mask_of
+    sent = send([rows, extra, *changes], logits.device)
     if changes:
         from outrider.speculation.triton_kernels import change_rows
 
@@ -128,8 +126,9 @@ def send_rows(
             BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
         )  # fmt: skip
         logits = changed
-    own, others = torch.split(sent[:num_bytes].view(torch.int64), [words.size, extra.size])
-    return own.view(words.shape), others.view(extra.shape), logits
+    num_own = num_rows * num_words(ROW)
+    words, others = torch.split(sent[:num_bytes].view(torch.int64), [num_own, extra.size])
+    return words.view(num_rows, -1), others.view(extra.shape), logits
 
 
 def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:

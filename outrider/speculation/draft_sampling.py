@@ -22,8 +22,6 @@ from torch import Tensor
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.cuda_verdicts import (
-    FOUND,
-    JUDGED_WORDS,
     filters,
     has_kernels,
     on_device,
@@ -41,6 +39,7 @@ from outrider.speculation.gumbel_max import (
     uniforms,
     whole_blocks,
 )
+from outrider.speculation.kernel_rows import JUDGED, RESULTS, as_words
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     adjusted_logits,
@@ -206,15 +205,19 @@ def _read_by_kernels(asked: _Asked) -> _Rows:
     any_coupled, any_filtered = Rule.COUPLED in rules, any(one.filtered for one, _ in transforms)
     with on_device(logits.device):
         if any_coupled or any_filtered or asked.any_changed:
-            judged = np.full((len(rules), JUDGED_WORDS), -1, dtype=np.int64)
-            judged[:, :5] = keys.view(np.int64)
+            judged = np.zeros(len(rules), dtype=JUDGED)
+            judged["keys"], judged["num_before"] = keys, -1
             parts, ones = [(*each, ()) for each in transforms], np.ones(len(rules), dtype=np.int64)
-            words, judged_words, logits = send_rows(logits, parts, ones, -1, judged, vocabulary)
+            words, judged_words, logits = send_rows(
+                logits, parts, ones, -1, as_words(judged), vocabulary
+            )
         maxima, likeliest = logits.max(dim=1, keepdim=True)
         results = [likeliest, maxima.double(), likeliest]
         if any_coupled or any_filtered:
             weights = torch.empty_like(logits, dtype=torch.float32)
-            found = torch.empty((FOUND, len(rules)), dtype=torch.float64, device=logits.device)
+            found = torch.empty(
+                (len(RESULTS), len(rules)), dtype=torch.float64, device=logits.device
+            )
             weigh(weights, found, logits, words)
         if any_filtered:
             logits = logits.masked_fill(weights == 0, float("-inf"))

@@ -1,5 +1,6 @@
 """Three Triton kernels that compute verdicts on a CUDA device. This module is imported only where
-Triton is installed. Each program computes one of the R rows, so grids are [R].
+Triton is installed. Each program computes one of the R rows, so grids are [R]. `kernel_rows.py` has
+the arguments and the results of a row.
 
 - `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
 - `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. To
@@ -17,40 +18,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.speculation import cuda_verdicts, gumbel_max, proposal
+from outrider.speculation import gumbel_max, kernel_rows, proposal
+from outrider.speculation.kernel_rows import JUDGED, RESULTS, ROW
 
-ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
-"""Number of int64 words for each row. The words are:
-
-    0..2    temperature, min-p and top-p, as float64
-    3       top-k
-    4       the draft token that the row judges, or -1
-    5, 6    the number of tokens with a bias or a penalty, and the byte offset of their table
-    7       the byte offset of the row's mask, or -1
-    8       the number of draft tokens before the row
-    9..11   repetition, presence and frequency penalty, as float64
-"""
-ENTRY_WORDS = tl.constexpr(3)
-"""Number of int64 words for each token that `logits_processing.changed_tokens` lists."""
-JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Number of further int64 words for each row, which only `settle_rows` reads. The words are:
-
-    0..4    the row's `RowKeys`
-    5       the number of draft tokens before the row, or -1 if the row judges no draft token
-    6       whether the rule is block
-    7       the byte offset of the draft token's `DraftDistribution.packed`
-    8       the number of tokens in q; 0 if the draft drew its token with certainty
-"""
-MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
-"""Indices of the results [6, R]:
-
-    MAXIMUM    the largest logit; NaN if any logit is NaN
-    TOTAL      the sum of the weights
-    DRAFTED    p of the draft token
-    ACCEPTED   in row n: min(1, p / q) of the draft token, or pi_{n+1} under block; NaN if q is 0
-    LEFT       in row n: Z_n. `verification.py` defines n, pi and Z
-    DRAWN      the drawn token
-"""
+ROW_WORDS = tl.constexpr(kernel_rows.num_words(ROW))
+TEMPERATURE = tl.constexpr(kernel_rows.word(ROW, "temperature"))
+MIN_P = tl.constexpr(kernel_rows.word(ROW, "min_p"))
+TOP_P = tl.constexpr(kernel_rows.word(ROW, "top_p"))
+TOP_K = tl.constexpr(kernel_rows.word(ROW, "top_k"))
+DRAFTED = tl.constexpr(kernel_rows.word(ROW, "drafted"))
+NUM_CHANGED = tl.constexpr(kernel_rows.word(ROW, "num_changed"))
+CHANGED_AT = tl.constexpr(kernel_rows.word(ROW, "changed_at"))
+MASK_AT = tl.constexpr(kernel_rows.word(ROW, "mask_at"))
+ROW_NUM_BEFORE = tl.constexpr(kernel_rows.word(ROW, "num_before"))
+REPETITION = tl.constexpr(kernel_rows.word(ROW, "repetition_penalty"))
+PRESENCE = tl.constexpr(kernel_rows.word(ROW, "presence_penalty"))
+FREQUENCY = tl.constexpr(kernel_rows.word(ROW, "frequency_penalty"))
+CHANGED_WORDS = tl.constexpr(kernel_rows.CHANGED_WORDS)
+JUDGED_WORDS = tl.constexpr(kernel_rows.num_words(JUDGED))
+KEYS = tl.constexpr(kernel_rows.word(JUDGED, "keys"))
+NUM_BEFORE = tl.constexpr(kernel_rows.word(JUDGED, "num_before"))
+IS_BLOCK = tl.constexpr(kernel_rows.word(JUDGED, "is_block"))
+Q_AT = tl.constexpr(kernel_rows.word(JUDGED, "q_at"))
+Q_SIZE = tl.constexpr(kernel_rows.word(JUDGED, "q_size"))
+MAXIMUM = tl.constexpr(RESULTS.index("maximum"))
+TOTAL = tl.constexpr(RESULTS.index("total"))
+P_OF_DRAFTED = tl.constexpr(RESULTS.index("drafted"))
+ACCEPTED = tl.constexpr(RESULTS.index("accepted"))
+LEFT = tl.constexpr(RESULTS.index("left"))
+DRAWN = tl.constexpr(RESULTS.index("drawn"))
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
@@ -137,7 +133,7 @@ def change_rows(
     words = sent.to(tl.pointer_type(tl.int64)) + at * ROW_WORDS
     source = logits + at * logits_stride
     row = weights + at * width
-    mask_at = tl.load(words + 7)
+    mask_at = tl.load(words + MASK_AT)
     masked_width = tl.where(mask_at >= 0, width, 0)
     lane = tl.arange(0, BLOCK)
     for start in range(0, width, BLOCK):
@@ -148,18 +144,20 @@ def change_rows(
         is_allowed = ((bits >> (place % 8)) & 1) > 0
         tl.store(row + place, tl.where(is_allowed, logit, float("-inf")), mask=place < width)
     tl.debug_barrier()
-    num_entries = tl.load(words + 5)
-    entries = (sent + tl.load(words + 6)).to(tl.pointer_type(tl.int64))
-    repetition, presence, frequency = _real(words + 9), _real(words + 10), _real(words + 11)
-    for start in range(0, num_entries, ENTRIES):
+    num_changed = tl.load(words + NUM_CHANGED)
+    changed = (sent + tl.load(words + CHANGED_AT)).to(tl.pointer_type(tl.int64))
+    repetition = _real(words + REPETITION)
+    presence = _real(words + PRESENCE)
+    frequency = _real(words + FREQUENCY)
+    for start in range(0, num_changed, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
-        is_here = entry < num_entries
-        token = tl.load(entries + entry * ENTRY_WORDS, mask=is_here, other=0)
-        bias = tl.load(entries + entry * ENTRY_WORDS + 1, mask=is_here, other=0)
-        counted = tl.load(entries + entry * ENTRY_WORDS + 2, mask=is_here, other=0)
+        is_here = entry < num_changed
+        token = tl.load(changed + entry * CHANGED_WORDS, mask=is_here, other=0)
+        bias = tl.load(changed + entry * CHANGED_WORDS + 1, mask=is_here, other=0)
+        counted = tl.load(changed + entry * CHANGED_WORDS + 2, mask=is_here, other=0)
         count = counted >> 1
-        for back in range(1, tl.load(words + 8) + 1):
-            count += (tl.load(words - back * ROW_WORDS + 4) == token).to(tl.int64)
+        for back in range(1, tl.load(words + ROW_NUM_BEFORE) + 1):
+            count += (tl.load(words - back * ROW_WORDS + DRAFTED) == token).to(tl.int64)
         logit = tl.load(row + token, mask=is_here, other=float("-inf")).to(tl.float64)
         logit += bias.to(tl.float64, bitcast=True)
         most = tl.where(logit == float("inf"), logit, FLOAT_MAX)
@@ -184,10 +182,10 @@ def weigh_rows(
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     words += at * ROW_WORDS
-    temperature = _real(words).to(tl.float32)
-    min_p = _real(words + 1).to(tl.float32)
-    top_p = _real(words + 2)
-    top_k = tl.load(words + 3)
+    temperature = _real(words + TEMPERATURE).to(tl.float32)
+    min_p = _real(words + MIN_P).to(tl.float32)
+    top_p = _real(words + TOP_P)
+    top_k = tl.load(words + TOP_K)
     source = logits + at * logits_stride
     row = weights + at * width
     lane = tl.arange(0, BLOCK)
@@ -220,20 +218,20 @@ def weigh_rows(
         least = ((1.0 - top_p) * total / (2.0 * width)).to(tl.float32)
         low = tl.maximum(least.to(tl.int32, bitcast=True), 1)
         total = _keep_goal(row, width, low, top_p * total, True, BLOCK)
-    token = tl.load(words + 4)
+    token = tl.load(words + DRAFTED)
     is_known = (token >= 0) & (token < width)
     drafted = tl.load(row + token, mask=is_known, other=0.0).to(tl.float64) / total
     top = tl.where(tl.min(is_number) > 0, top, float("nan"))
     tl.store(found + MAXIMUM * num_rows + at, top.to(tl.float64))
     tl.store(found + TOTAL * num_rows + at, total)
-    tl.store(found + DRAFTED * num_rows + at, drafted)
+    tl.store(found + P_OF_DRAFTED * num_rows + at, drafted)
 
 
 @triton.jit
 def _draft_q(token, sent, judged, ENTRIES: tl.constexpr):
     """The ids and counts [ENTRIES] of a draft token's q, and the token's own count."""
-    size = tl.load(judged + 8)
-    packed = (sent + tl.load(judged + 7)).to(tl.pointer_type(tl.uint16))
+    size = tl.load(judged + Q_SIZE)
+    packed = (sent + tl.load(judged + Q_AT)).to(tl.pointer_type(tl.uint16))
     entry = tl.arange(0, ENTRIES)
     is_here = entry < size
     low = tl.load(packed + 2 * entry, mask=is_here, other=0).to(tl.int64)
@@ -290,14 +288,14 @@ def settle_rows(
     token = tl.arange(0, WAIT_TOKENS).to(tl.int64)
     total = tl.load(found + TOTAL * num_rows + at)
     judged = sent.to(tl.pointer_type(tl.int64)) + at * JUDGED_WORDS
-    num_before = tl.load(judged + 5)
+    num_before = tl.load(judged + NUM_BEFORE)
     behind = tl.full((), 0.0, tl.float64)
     remains = tl.full((), 0.0, tl.float64)
     if num_before >= 0:
-        own = words + at * ROW_WORDS + 4
-        p = found + DRAFTED * num_rows + at
+        own = words + at * ROW_WORDS + DRAFTED
+        p = found + P_OF_DRAFTED * num_rows + at
         log_pi = tl.full((), 0.0, tl.float64)
-        if tl.load(judged + 6) > 0:
+        if tl.load(judged + IS_BLOCK) > 0:
             for back in range(num_before, 0, -1):
                 earlier = tl.load(own - back * ROW_WORDS)
                 _, _, drafted = _draft_q(earlier, sent, judged - back * JUDGED_WORDS, ENTRIES)
@@ -329,10 +327,11 @@ def settle_rows(
     tl.store(found + ACCEPTED * num_rows + at, behind)
     tl.store(found + LEFT * num_rows + at, remains)
     zero = tl.full((), 0, tl.uint32)
-    a = tl.load(judged).to(tl.uint32)
-    b = tl.load(judged + 1).to(tl.uint32)
-    stream = tl.load(judged + 2).to(tl.uint32)
-    seed = tl.load(judged + 3).to(tl.uint64) | (tl.load(judged + 4).to(tl.uint64) << 32)
+    keys = judged + KEYS
+    a = tl.load(keys).to(tl.uint32)
+    b = tl.load(keys + 1).to(tl.uint32)
+    stream = tl.load(keys + 2).to(tl.uint32)
+    seed = tl.load(keys + 3).to(tl.uint64) | (tl.load(keys + 4).to(tl.uint64) << 32)
     w0, w1, w2, w3 = tl.philox(seed, zero, a, b, stream)
     first = ((w1.to(tl.uint64) << 32) | w0.to(tl.uint64)).to(tl.int64, bitcast=True)
     second = ((w3.to(tl.uint64) << 32) | w2.to(tl.uint64)).to(tl.int64, bitcast=True)
