@@ -13,9 +13,9 @@ from typing import Any
 
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
-from outrider.common.newest import Newest
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
+from outrider.foundation.newest import Newest
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX
 from outrider.sessions.state import Session
 from outrider.telemetry.observer import AuditOutcome, Observation

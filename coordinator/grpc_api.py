@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from coordinator.auth.access_control import OPEN, AccessControl, current_caller
-from outrider.common.api_keys import Caller
 from outrider.errors import Overloaded
+from outrider.foundation.api_keys import Caller
 from outrider.interfaces.request import Event
 from outrider.limits import DEADLINE_MS_MAX, RECORD_READS_MAX, SLOT_RETRY_MS
 from outrider.transport.codec import session_id_from_wire

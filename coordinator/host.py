@@ -18,10 +18,10 @@ from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.http_api.tools import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
-from outrider.common.api_keys import given_keys
-from outrider.common.settings import blaming
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
+from outrider.foundation.api_keys import given_keys
+from outrider.foundation.settings import blaming
 from outrider.limits import GRPC_AGE_MS
 from outrider.registry.redis_registry import Lease, RedisRegistry
 from outrider.registry.registry import Engagement, ReplicaRecord, Role

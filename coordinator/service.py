@@ -34,9 +34,9 @@ from coordinator.routing.drafts import NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider import errors
-from outrider.common.refusals import REFUSALS
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
+from outrider.foundation.refusals import REFUSALS
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens, ResumeRequest
 from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.common.settings import blaming
 from outrider.config.deployment import DraftConfig
+from outrider.foundation.settings import blaming
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import (
     batched_tokens,

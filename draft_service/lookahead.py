@@ -23,10 +23,10 @@ from itertools import count
 import torch
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.common.tokens import EMPTY_DIGEST, digest_behind
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.errors import EngineLost, OutriderError
+from outrider.foundation.tokens import EMPTY_DIGEST, digest_behind
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.limits import LOOK_AHEAD_BYTES_MAX

@@ -8,10 +8,10 @@ from typing import Any
 
 from draft_service.lookahead import LookAhead
 from draft_service.model_drafter import ModelDrafter
-from outrider.common.tokens import EMPTY_DIGEST
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.errors import Incompatible
+from outrider.foundation.tokens import EMPTY_DIGEST
 from outrider.grammar.compiler import Grammars
 from outrider.interfaces.messages import DraftItem, ProposalReply
 from outrider.interfaces.step_costs import StepCosts

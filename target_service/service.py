@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from outrider.common.tokens import extend_digest
 from outrider.errors import Overloaded, check
+from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.interfaces.engine import Engine
 from outrider.interfaces.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem

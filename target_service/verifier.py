@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.common.tokens import extend_digest
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.drafters.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, OutriderError, check
+from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep

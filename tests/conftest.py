@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 from hypothesis import settings
 
-from outrider.common.clock import VirtualClockLoop
+from outrider.foundation.clock import VirtualClockLoop
 from outrider.replica.process_setup import PACKAGES, SPIN_COUNT
 
 # Hypothesis' deadlines for single examples would only measure how busy the machine is.

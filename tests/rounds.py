@@ -11,8 +11,8 @@ from pages import check_pages
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import DraftService
-from outrider.common.tokens import TokenSequence
 from outrider.errors import LinkLost, check
+from outrider.foundation.tokens import TokenSequence
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces import messages
 from outrider.interfaces.engine import take_stated_seconds

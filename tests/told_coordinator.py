@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
-from outrider.common.api_keys import Caller
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import Overloaded, StoreUnavailable
+from outrider.foundation.api_keys import Caller
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.request import (
     Event,

@@ -30,9 +30,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider import limits
-from outrider.common.api_keys import ANYBODY, Caller, key_hash, read_key_file
-from outrider.common.files import FileWatch
 from outrider.errors import NotFound, OutriderError, Overloaded, Unauthenticated
+from outrider.foundation.api_keys import ANYBODY, Caller, key_hash, read_key_file
+from outrider.foundation.files import FileWatch
 from outrider.interfaces.request import Event, Finished, Started
 from outrider.redis.address import RedisAddress
 from outrider.redis.connection import Call, Script, ScriptRunner, new_client

@@ -11,8 +11,8 @@ from contextlib import suppress
 from itertools import islice
 
 from outrider import limits
-from outrider.common.backoff import backoff
 from outrider.errors import OutriderError, StoreUnavailable, Unavailable, check
+from outrider.foundation.backoff import backoff
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, FinishReason, SessionStore
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.requests.validation import GenerationParameters
-from outrider.common.values import value
+from outrider.foundation.values import value
 from outrider.sessions.store import FinishReason
 
 

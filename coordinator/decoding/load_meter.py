@@ -4,8 +4,8 @@ import asyncio
 import time
 
 from coordinator.routing.drafts import Drafted
-from outrider.common.decayed_average import DecayedSums
 from outrider.errors import Overloaded
+from outrider.foundation.decayed_average import DecayedSums
 from outrider.limits import LOOP_LAG_LOOKS, LOOP_LAG_MS_MAX
 from outrider.registry.registry import WINDOW_S, Figures
 

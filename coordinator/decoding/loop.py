@@ -18,9 +18,9 @@ from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider.common.logs import about, identify
-from outrider.common.values import value
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
+from outrider.foundation.logs import about, identify
+from outrider.foundation.values import value
 from outrider.interfaces.messages import PositionLogprobs, VerdictReply
 from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord

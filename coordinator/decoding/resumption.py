@@ -8,8 +8,8 @@ from itertools import pairwise
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.requests.validation import GenerationParameters
-from outrider.common.tokens import TokenSequence
 from outrider.errors import DataLoss, OtherTokens, check
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import (
     Event,

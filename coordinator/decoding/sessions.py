@@ -16,8 +16,8 @@ from coordinator.requests.validation import GenerationParameters, ParametersWrit
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider import errors, limits
-from outrider.common.fair_turns import FairQueue, FairThreads
 from outrider.config.deployment import CoordinatorConfig
+from outrider.foundation.fair_turns import FairQueue, FairThreads
 from outrider.interfaces.messages import VerdictReply
 from outrider.interfaces.request import ResumeRequest
 from outrider.sessions.state import Session

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from outrider.common.values import value
+from outrider.foundation.values import value
 
 
 @value(frozen=True, slots=True)

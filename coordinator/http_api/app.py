@@ -28,8 +28,8 @@ from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send
 from coordinator.http_api.tools import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
-from outrider.common.api_keys import Caller
 from outrider.errors import BadRequest, NotFound, OtherTokens, SessionNotFound, Unavailable
+from outrider.foundation.api_keys import Caller
 from outrider.interfaces.request import Event
 from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
 

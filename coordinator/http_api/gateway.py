@@ -35,9 +35,9 @@ from coordinator.http_api.reading import SERVER_FULL, Entrance, add_error_handle
 from coordinator.http_api.server import LiveResponse, send_part
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
-from outrider.common.api_keys import ANYBODY
-from outrider.common.backoff import backoff
 from outrider.errors import StreamBroken, Unavailable
+from outrider.foundation.api_keys import ANYBODY
+from outrider.foundation.backoff import backoff
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, HTTP_STUCK_WRITE_S
 
 _log = logging.getLogger(__name__)

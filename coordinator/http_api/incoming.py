@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 
 from coordinator.http_api.server import connections_max
 from outrider import limits
-from outrider.common.api_keys import ANYBODY, Caller
 from outrider.errors import Overloaded, TooLarge, Unavailable
+from outrider.foundation.api_keys import ANYBODY, Caller
 from outrider.transport.callers import site
 
 

@@ -20,8 +20,8 @@ from functools import reduce
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
-from outrider.common.tokens import EMPTY_DIGEST, extend_digest
 from outrider.errors import BadRequest, Overloaded, Unavailable
+from outrider.foundation.tokens import EMPTY_DIGEST, extend_digest
 from outrider.interfaces.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
 from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX, REPEATED_REQUESTS_MAX
 

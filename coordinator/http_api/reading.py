@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
 from outrider import errors, limits
-from outrider.common.api_keys import ANYBODY
-from outrider.common.refusals import count_refusal
+from outrider.foundation.api_keys import ANYBODY
+from outrider.foundation.refusals import count_refusal
 
 _log = logging.getLogger(__name__)
 

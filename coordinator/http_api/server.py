@@ -38,9 +38,9 @@ from uvicorn.server import ServerState
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.reading import error_body, error_response, to_json
 from outrider import limits
-from outrider.common.files import FileWatch
 from outrider.config.deployment import CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, Overloaded, Unavailable
+from outrider.foundation.files import FileWatch
 from outrider.transport.server import check_port
 
 if TYPE_CHECKING:

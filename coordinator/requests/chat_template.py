@@ -4,9 +4,9 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from outrider.common.files import read_file
 from outrider.config.deployment import HERMES
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.files import read_file
 
 _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 

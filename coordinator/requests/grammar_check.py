@@ -15,10 +15,10 @@ from functools import cache
 from typing import Any
 
 from outrider import limits
-from outrider.common.fair_turns import FairQueue, Waiting, WaitingRoom
-from outrider.common.newest import Newest
-from outrider.common.shared_calls import SharedCalls
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
+from outrider.foundation.fair_turns import FairQueue, Waiting, WaitingRoom
+from outrider.foundation.newest import Newest
+from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint
 
 _log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
-from outrider.common.fair_turns import TwoLanes, Waiting
-from outrider.common.shared_calls import SharedCalls
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
+from outrider.foundation.fair_turns import TwoLanes, Waiting
+from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.request import ChatMessage, GenerateRequest, Prompt

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from coordinator.routing.replica_pool import ReplicaPool
-from outrider.common.newest import Newest
 from outrider.errors import Incompatible, OutriderError
+from outrider.foundation.newest import Newest
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import (

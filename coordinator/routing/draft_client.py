@@ -12,10 +12,10 @@ from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider import errors, limits
-from outrider.common.tokens import TokenSequence
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.hidden_states import Features
 from outrider.drafters.lookup import LookupDrafter
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import (
     DraftAnswer,
     DraftItem,

@@ -7,9 +7,9 @@ from typing import Literal
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.replica_pool import SessionContext
-from outrider.common.values import value
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
+from outrider.foundation.values import value
 from outrider.interfaces.messages import VerdictReply
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal

@@ -8,7 +8,6 @@ from random import Random
 from coordinator.routing.absence import Absence
 from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
-from outrider.common.backoff import backoff
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import (
     BadRequest,
@@ -22,6 +21,7 @@ from outrider.errors import (
     check,
     error_from_code,
 )
+from outrider.foundation.backoff import backoff
 from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal

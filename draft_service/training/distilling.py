@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from outrider.common.settings import blaming
 from outrider.errors import SettingError
+from outrider.foundation.settings import blaming
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model

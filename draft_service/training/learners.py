@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from outrider.common.settings import blaming
 from outrider.drafters.names import EAGLE3
 from outrider.errors import SettingError
+from outrider.foundation.settings import blaming
 from outrider.models import eagle3, student
 from outrider.models.target_layers import last_norm, layers_of
 from outrider.replica.process_setup import load_options

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from outrider.common.settings import Internal, between, checked
 from outrider.errors import SettingError
+from outrider.foundation.settings import Internal, between, checked
 from outrider.limits import SEED_MAX
 
 LAYERS = 5

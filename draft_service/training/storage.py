@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.common.files import locked, write_whole
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.files import locked, write_whole
 
 CACHE_VERSION = 6
 """Increment this number if the format of cached folders changes. Older folders are then ignored."""

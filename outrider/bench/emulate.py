@@ -20,9 +20,9 @@ from operator import sub
 from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
-from outrider.common.settings import between, blaming, checked
 from outrider.config.deployment import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
 from outrider.config.emulated_spec import EmulatedSpec
+from outrider.foundation.settings import between, blaming, checked
 from outrider.limits import LOOK_AHEAD_DEFAULT
 from outrider.speculation.sampling_params import Rule
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from outrider import limits
-from outrider.common.settings import between, checked
 from outrider.config.deployment import Device, Dtype
 from outrider.errors import SettingError
+from outrider.foundation.settings import between, checked
 from outrider.speculation.sampling_params import Rule
 
 if TYPE_CHECKING:

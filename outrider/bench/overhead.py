@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from outrider.client import Client
-from outrider.common.settings import between, checked
 from outrider.errors import Unavailable
+from outrider.foundation.settings import between, checked
 from outrider.interfaces.messages import (
     DraftItem,
     ProposalReply,

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
-from outrider.common.settings import between, checked
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.foundation.settings import between, checked
 from outrider.models.sources import cache_dir, gguf_file
 
 from . import libraries

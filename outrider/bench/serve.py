@@ -28,8 +28,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from outrider.common.settings import between, checked
 from outrider.errors import OutriderError
+from outrider.foundation.settings import between, checked
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 from .measurement import BenchClient, Completion, Progress, bench_request

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.common.settings import checked
 from outrider.config.deployment import TargetConfig
+from outrider.foundation.settings import checked
 from outrider.interfaces.request import GenerateRequest
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs

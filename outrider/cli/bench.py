@@ -15,8 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import outrider.bench.options
-from outrider.common.api_keys import new_key
-from outrider.common.settings import build
 from outrider.config.deployment import (
     CoordinatorConfig,
     DeploymentConfig,
@@ -27,6 +25,8 @@ from outrider.drafters.names import LookupKind
 from outrider.errors import SettingError
 from outrider.fleet.local_state import running_deployment, state_directory
 from outrider.fleet.preflight import resolve_models
+from outrider.foundation.api_keys import new_key
+from outrider.foundation.settings import build
 from outrider.replica.process_setup import available_cores, use_threads
 
 from . import options as cli

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.common.settings import Setting
+    from outrider.foundation.settings import Setting
 
 _ALL = "outrider.all"
 

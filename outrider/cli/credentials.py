@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from outrider.bench.report import Report, table
-from outrider.common.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.errors import ConfigError
+from outrider.foundation.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
 from outrider.registry.registry import ROLES
 from outrider.transport import tls

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.bench.prompts import encoder, read_prompts
 from outrider.bench.report import Report
-from outrider.common.settings import build, settings_of
 from outrider.config.deployment import TargetConfig, deployment_settings
 from outrider.drafters.names import SHIPPED, LookupKind
 from outrider.errors import SettingError
+from outrider.foundation.settings import build, settings_of
 from outrider.replica.process_setup import available_cores, use_threads
 
 from .command import Arguments, Option, argument, command, json_option

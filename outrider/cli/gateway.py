@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import click
 
 from outrider.bench.report import Report
-from outrider.common.settings import build
 from outrider.config import deployment as config
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.fleet.local_state import DeploymentRecord, running_deployment, state_directory
 from outrider.fleet.preflight import check_security_files, whole_paths
+from outrider.foundation.settings import build
 
 from .command import Arguments, Option, Seconds, command, grouped, json_option
 from .options import caller_trust_of, setting_option, trust_options

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider import errors, limits
-from outrider.common.settings import Setting, Value, settings_of
 from outrider.config import deployment as config
 from outrider.config.deployment import DeploymentConfig, deployment_settings, merge
 from outrider.drafters.names import same_drafter
 from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError
 from outrider.fleet import local_state
 from outrider.fleet.local_state import DeploymentLocation, DeploymentRecord, running_deployment
+from outrider.foundation.settings import Setting, Value, settings_of
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
 from .command import Arguments, Option, flag_of, grouped

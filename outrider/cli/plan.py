@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.bench.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from outrider.bench.report import Report
-from outrider.common.settings import between, checked
 from outrider.config.deployment import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.settings import between, checked
 from outrider.limits import REPLICAS_MAX
 from outrider.replica.process_setup import available_cores
 

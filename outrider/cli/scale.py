@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.bench.report import Report
-from outrider.common.settings import Value
 from outrider.config.deployment import WAIT_S_MAX, AutoscaleConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.local_state import DeploymentLocation
@@ -18,6 +17,7 @@ from outrider.fleet.reconciler import FIXED, ReconcilerClient, connect_reconcile
 from outrider.fleet.replica_set import Overview
 from outrider.fleet.spec import FleetSpec
 from outrider.fleet.trial import MINUTES_DEFAULT, MINUTES_MAX, SHARE_MAX
+from outrider.foundation.settings import Value
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
 

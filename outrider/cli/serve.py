@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.report import Report
-from outrider.common.logs import LogFile
 from outrider.config.deployment import WAIT_S_MAX
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet import local_state
 from outrider.fleet.local_state import DeploymentRecord, running_deployment, state_directory
+from outrider.foundation.logs import LogFile
 from outrider.redis.address import RedisAddress, with_password
 from outrider.registry.registry import LEASE_S, ROLES, Role, Starts
 

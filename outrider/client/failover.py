@@ -16,9 +16,9 @@ from random import random as any_random
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from outrider.client.transport import GENERATE_SLACK_S, Method, Transport
-from outrider.common.backoff import backoff
-from outrider.common.tokens import EMPTY_DIGEST, extend_digest
 from outrider.errors import BadRequest, DeadlineExceeded, StreamBroken, Unavailable
+from outrider.foundation.backoff import backoff
+from outrider.foundation.tokens import EMPTY_DIGEST, extend_digest
 from outrider.interfaces.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 

@@ -13,8 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field
 
 from outrider import limits
-from outrider.common.api_keys import given_keys
-from outrider.common.settings import (
+from outrider.config.speculative import SPECULATIVE_CONFIG, SpeculativeConfig, settings_of_vllm
+from outrider.config.telemetry_destination import Destination
+from outrider.drafters.names import EAGLE3, MTP, DrafterChoice, LookupKind, parse_drafter
+from outrider.errors import ConfigError, SettingError
+from outrider.foundation.api_keys import given_keys
+from outrider.foundation.settings import (
     Internal,
     Setting,
     Value,
@@ -25,10 +29,6 @@ from outrider.common.settings import (
     layers,
     settings_of,
 )
-from outrider.config.speculative import SPECULATIVE_CONFIG, SpeculativeConfig, settings_of_vllm
-from outrider.config.telemetry_destination import Destination
-from outrider.drafters.names import EAGLE3, MTP, DrafterChoice, LookupKind, parse_drafter
-from outrider.errors import ConfigError, SettingError
 from outrider.redis.address import RedisAddress
 from outrider.registry.registry import Membership, Role
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from outrider.common.settings import Value, checked
 from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.drafters.names import MTP
 from outrider.errors import ConfigError, did_you_mean
+from outrider.foundation.settings import Value, checked
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 SPECULATIVE_CONFIG = "speculative_config"

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.common.tokens import TokenSequence
 from outrider.drafters.hidden_states import Features
+from outrider.foundation.tokens import TokenSequence
 from outrider.grammar.token_mask import Allowed
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

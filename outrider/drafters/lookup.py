@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from outrider.common.newest import Newest
-from outrider.common.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 from outrider.drafters.drafter import DraftRequest
+from outrider.foundation.newest import Newest
+from outrider.foundation.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import Proposal
 

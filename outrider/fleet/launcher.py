@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from outrider.common.settings import blaming
 from outrider.config.deployment import BOUND_SETTINGS, DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
+from outrider.foundation.settings import blaming
 from outrider.redis.address import with_password
 from outrider.redis.embedded import EmbeddedRedis
 from outrider.replica.process_setup import STANDARD_ERROR

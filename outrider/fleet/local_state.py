@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.common.files import write_whole
 from outrider.errors import ConfigError
+from outrider.foundation.files import write_whole
 
 FILE_NAME, KEY_NAME = "deployment.json", "cli.key"
 LOCK_NAME, LOG_NAME = "deployment.lock", "serve.log"

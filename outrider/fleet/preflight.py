@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.requests.chat_template import read_chat_template
-from outrider.common.api_keys import given_keys, key_hash, new_key, read_key_file
-from outrider.common.settings import Value, blaming, by_its_keys
 from outrider.config.deployment import (
     HERMES,
     PATHS,
@@ -27,6 +25,8 @@ from outrider.config.deployment import (
 from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.drafters.names import DEMO, EAGLE3, MTP, check_model_name, eagle3_name
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.api_keys import given_keys, key_hash, new_key, read_key_file
+from outrider.foundation.settings import Value, blaming, by_its_keys
 from outrider.redis.address import without_password
 from outrider.registry.registry import ROLES
 from outrider.replica.process_setup import check_vllm

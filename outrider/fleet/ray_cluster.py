@@ -25,9 +25,9 @@ from ray.util import list_named_actors, placement_group_table
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from outrider.common.files import write_whole
 from outrider.config.deployment import deployment_settings
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.foundation.files import write_whole
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT, PROCESS_START_S
 from outrider.replica.process_setup import Place
 

@@ -28,7 +28,6 @@ from typing import Any
 import ray
 from pydantic import TypeAdapter
 
-from outrider.common.settings import Value
 from outrider.config.deployment import (
     BOUND_SETTINGS,
     AutoscaleConfig,
@@ -37,6 +36,7 @@ from outrider.config.deployment import (
 )
 from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.foundation.settings import Value
 from outrider.redis.address import with_password
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role

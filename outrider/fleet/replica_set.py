@@ -19,7 +19,6 @@ from functools import partial
 from random import random
 from typing import Any, cast
 
-from outrider.common.backoff import backoff
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import (
     ConfigError,
@@ -29,6 +28,7 @@ from outrider.errors import (
     TargetUnavailable,
     Unavailable,
 )
+from outrider.foundation.backoff import backoff
 from outrider.limits import PROCESS_START_S
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Engagement, Membership, Role, Starts

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from outrider.common.settings import by_its_keys
 from outrider.config.deployment import (
     LEAST,
     PORT_MAX,
@@ -20,6 +19,7 @@ from outrider.config.deployment import (
 )
 from outrider.config.telemetry_destination import Destination
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.settings import by_its_keys
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
 from outrider.replica.process_setup import available_cores

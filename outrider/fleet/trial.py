@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
-from outrider.common.settings import Value
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.settings import Value
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 from .spec import FleetSpec

@@ -22,9 +22,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider import limits
-from outrider.common.fair_turns import TwoLanes, Waiting
-from outrider.common.shared_calls import SharedCalls
 from outrider.errors import BadRequest, ConfigError, Overloaded
+from outrider.foundation.fair_turns import TwoLanes, Waiting
+from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.grammar.token_mask import TokenMask
 

@@ -15,8 +15,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from outrider import limits
-from outrider.common.newest import Newest
 from outrider.errors import BadRequest, Incompatible, OutriderError, check
+from outrider.foundation.newest import Newest
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from outrider.common.tokens import TokenSequence
 from outrider.errors import BadRequest, check
+from outrider.foundation.tokens import TokenSequence
 from outrider.limits import PAGE_SIZE
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from outrider.common.values import value
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.drafters.hidden_states import Features
 from outrider.errors import BadRequest, OutriderError
+from outrider.foundation.values import value
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from outrider.common.values import value
+from outrider.foundation.values import value
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.limits import MAX_TOKENS_DEFAULT

@@ -61,6 +61,8 @@ class LayerWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
+    """The sizes and the activation of a layer."""
+
     query_heads: int
     key_heads: int
     width: int

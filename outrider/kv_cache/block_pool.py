@@ -19,8 +19,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from outrider.common.tokens import TokenSequence
 from outrider.errors import InvariantError, OutOfPages, check
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.engine import PageCounts, SequenceStep
 
 Copy = tuple[int, int]

@@ -7,8 +7,8 @@ import math
 from collections import OrderedDict
 from typing import NamedTuple
 
-from outrider.common.tokens import TokenSequence, digest_behind
 from outrider.errors import BadRequest
+from outrider.foundation.tokens import TokenSequence, digest_behind
 from outrider.interfaces.engine import Engine
 from outrider.interfaces.messages import Resync, RoundHead
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX

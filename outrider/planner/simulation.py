@@ -28,13 +28,13 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.bench.measurement import bench_request
 from outrider.bench.report import Report, table
-from outrider.common.clock import cancelling_others, run_virtually
 from outrider.config.deployment import EMULATED, DeploymentConfig, DraftConfig
 from outrider.config.emulated_spec import PAGES_MAX, EmulatedSpec
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.errors import OutriderError, SettingError
+from outrider.foundation.clock import cancelling_others, run_virtually
 from outrider.interfaces.engine import SequenceStep, take_stated_seconds
 from outrider.interfaces.request import RoundReport, Tokens
 from outrider.interfaces.step_costs import StepCosts

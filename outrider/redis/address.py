@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
-from outrider.common.files import read_file
-from outrider.common.settings import Internal, blaming, checked
 from outrider.errors import SettingError
+from outrider.foundation.files import read_file
+from outrider.foundation.settings import Internal, blaming, checked
 from outrider.limits import PASSWORD_BYTES_MAX
 
 DEFAULT_KEY_PREFIX = "outrider:"

@@ -21,9 +21,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from outrider import limits
-from outrider.common.files import locked
-from outrider.common.logs import rotate
 from outrider.errors import ConfigError, check
+from outrider.foundation.files import locked
+from outrider.foundation.logs import rotate
 
 _SUPERVISE = """
 exec 3<&0

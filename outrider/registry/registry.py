@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from outrider.common.settings import between
+from outrider.foundation.settings import between
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX, REPLICAS_MAX
 from outrider.redis.address import RedisAddress
 

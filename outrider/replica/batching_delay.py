@@ -13,7 +13,7 @@ have mean m and mean deviation d, its next item is expected within m + SPREAD * 
 
 from collections.abc import Callable, Sequence
 
-from outrider.common.newest import Newest
+from outrider.foundation.newest import Newest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 
 GAIN = 0.9  # a step waits only if `together` is shorter than GAIN times `in turns`

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.common.settings import blaming
 from outrider.config.deployment import DraftConfig, ReplicaConfig
+from outrider.foundation.settings import blaming
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
 from outrider.replica import process_setup

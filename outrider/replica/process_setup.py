@@ -18,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from outrider.common.logs import JsonLines, LogFile, make_room
-from outrider.common.settings import blaming, by_its_keys
 from outrider.config.deployment import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP, LookupKind
 from outrider.errors import ConfigError, SettingError
+from outrider.foundation.logs import JsonLines, LogFile, make_room
+from outrider.foundation.settings import blaming, by_its_keys
 from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM, SUFFIX_TENANTS
 
 if TYPE_CHECKING:

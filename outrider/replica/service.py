@@ -20,9 +20,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider import limits
-from outrider.common.decayed_average import DecayedSums
-from outrider.common.logs import about
-from outrider.common.newest import Newest
 from outrider.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -32,6 +29,9 @@ from outrider.errors import (
     Unavailable,
     check,
 )
+from outrider.foundation.decayed_average import DecayedSums
+from outrider.foundation.logs import about
+from outrider.foundation.newest import Newest
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo

@@ -34,8 +34,8 @@ import redis.asyncio
 from pydantic import TypeAdapter
 
 from outrider import errors, limits
-from outrider.common.shared_calls import SharedCalls
-from outrider.common.tokens import TokenSequence
+from outrider.foundation.shared_calls import SharedCalls
+from outrider.foundation.tokens import TokenSequence
 from outrider.redis.address import RedisAddress
 from outrider.redis.connection import Call, Script, ScriptRunner, calling, check_server, new_client
 from outrider.sessions import store

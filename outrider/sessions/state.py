@@ -11,8 +11,8 @@ and the owner sends the lost tokens again. They stay showable, because the clien
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.common.tokens import TokenSequence
 from outrider.errors import InvariantError, OutriderError, check
+from outrider.foundation.tokens import TokenSequence
 from outrider.limits import APPEND_TOKENS_MAX
 from outrider.sessions import store
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, Self
 
-from outrider.common.tokens import TokenSequence
-from outrider.common.values import value
 from outrider.errors import OutriderError, SessionNotFound, Unavailable
+from outrider.foundation.tokens import TokenSequence
+from outrider.foundation.values import value
 from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.speculation.sampling_params import Rule
 

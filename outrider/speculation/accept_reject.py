@@ -7,8 +7,8 @@ from enum import StrEnum
 from itertools import accumulate, takewhile
 from operator import mul
 
-from outrider.common.values import value
 from outrider.errors import check
+from outrider.foundation.values import value
 from outrider.speculation.sampling_params import Rule
 
 

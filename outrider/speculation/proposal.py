@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from outrider.common.values import value
 from outrider.errors import BadRequest, check
+from outrider.foundation.values import value
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
 

@@ -31,8 +31,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from outrider.common.values import value
 from outrider.errors import check
+from outrider.foundation.values import value
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
 

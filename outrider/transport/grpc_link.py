@@ -18,8 +18,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from outrider import limits
-from outrider.common.backoff import backoff
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
+from outrider.foundation.backoff import backoff
 from outrider.interfaces.messages import ReplicaDescription, Resync, RoundItem
 from outrider.registry.registry import Role
 from outrider.transport.channel import PLAIN, Trust, open_channel

@@ -9,8 +9,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.common.refusals import count_refusal
 from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable, error_from_code
+from outrider.foundation.refusals import count_refusal
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from outrider import limits
-from outrider.common.newest import Newest
-from outrider.common.tokens import EMPTY_DIGEST
 from outrider.errors import BadRequest, Overloaded, Unavailable
+from outrider.foundation.newest import Newest
+from outrider.foundation.tokens import EMPTY_DIGEST
 from outrider.interfaces.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
 from outrider.transport.codec import Codec, session_id_from_wire, to_proto
 from outrider.transport.link import Connection, ReplicaService

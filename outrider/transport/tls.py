@@ -30,8 +30,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from outrider.common.files import FileWatch, read_file, write_whole
 from outrider.errors import ConfigError, PermissionDenied
+from outrider.foundation.files import FileWatch, read_file, write_whole
 from outrider.registry.registry import Role
 from outrider.transport.channel import Trust
 

@@ -20,7 +20,7 @@ from coordinator.http_api.app import build_app
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.server import HttpOptions, HttpServer
 from outrider.client.failover import EndpointPool
-from outrider.common.api_keys import Caller, add_key
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.request import Event, GenerateRequest
 from outrider.limits import GRPC_AGE_MS
 from outrider.transport.server import RpcServer, ServerOptions, Service

@@ -17,9 +17,9 @@ from coordinator.auth.access_control import AccessControl, RedisSlots, watch_key
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.requests.chat_template import read_chat_template
-from outrider.common.api_keys import Caller, add_key
 from outrider.config.deployment import HERMES
 from outrider.config.emulated_spec import EmulatedSpec
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.limits import GRPC_AGE_MS
 from outrider.models.tokenizer import TokenizerText

@@ -23,9 +23,9 @@ from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.requests.chat_template import read_chat_template
 from coordinator.service import CoordinatorService
 from outrider.client.failover import EndpointPool
-from outrider.common.api_keys import Caller, add_key
 from outrider.config.deployment import HERMES, CoordinatorConfig
 from outrider.config.emulated_spec import EmulatedSpec
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.models.tokenizer import TokenizerText
 from outrider.redis.address import RedisAddress

@@ -7,7 +7,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
-from outrider.common.tokens import TokenSequence
+from outrider.foundation.tokens import TokenSequence
 from outrider.v1 import coordinator_pb2, draft_pb2, target_pb2, types_pb2
 from tests.fuzz.hostile import BYTES, SESSION_IDS, messages, mutated
 from tests.fuzz.system import VOCAB_SIZE

@@ -15,7 +15,7 @@ from made_certificates import Made
 from stack import Stack, coordinator_api, serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
-from outrider.common.api_keys import Caller, add_key
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.transport.server import ServerOptions
 from outrider.transport.tls import server_credentials
 from tests.style.test_readme_commands import ROOT, lines_of

@@ -20,9 +20,9 @@ from test_services_by_certificates import code_of
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.server import HttpOptions
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started
-from outrider.common.api_keys import Caller, add_key
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded, Unauthenticated, Unavailable
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.limits import SLOT_RETRY_MS
 from outrider.redis.address import RedisAddress
 from outrider.speculation.sampling_params import Rule

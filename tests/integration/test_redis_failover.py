@@ -19,8 +19,8 @@ from stack import until
 
 from coordinator.auth.access_control import RedisSlots
 from coordinator.decoding.committer import Committer
-from outrider.common.api_keys import Caller
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
+from outrider.foundation.api_keys import Caller
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
 from outrider.redis.address import RedisAddress
 from outrider.registry.redis_registry import RedisRegistry

@@ -13,8 +13,8 @@ from stack import serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.client import Client, SyncClient, Trust, caller_trust
-from outrider.common.api_keys import Caller, add_key
 from outrider.errors import ConfigError, Unavailable
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.transport.channel import PLAIN
 from outrider.transport.server import ServerOptions, Service
 from outrider.transport.tls import pinned_trust, server_credentials

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from outrider.cli.main import parse
-from outrider.common.settings import NOT_SETTINGS
 from outrider.config.deployment import deployment_settings
 from outrider.fleet.ray_cluster import ENVIRONMENT
+from outrider.foundation.settings import NOT_SETTINGS
 from outrider.transport.tls import RoleFiles
 from tests.manifests import rendering
 

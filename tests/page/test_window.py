@@ -14,7 +14,7 @@ from stack import Stack, emulated_stack, http_front, toy_text, until
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.server import HttpOptions
-from outrider.common.api_keys import Caller, add_key
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.models.tokenizer import TokenizerText
 from outrider.registry.registry import ReplicaRecord

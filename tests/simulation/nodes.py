@@ -20,8 +20,6 @@ from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.client.transport import Method
-from outrider.common import fair_turns
-from outrider.common.api_keys import ANYBODY, Caller
 from outrider.config.deployment import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import (
@@ -33,6 +31,8 @@ from outrider.errors import (
     check,
 )
 from outrider.fleet.ray_cluster import Actor, Demand
+from outrider.foundation import fair_turns
+from outrider.foundation.api_keys import ANYBODY, Caller
 from outrider.interfaces.engine import take_stated_seconds
 from outrider.interfaces.messages import ProposalReply
 from outrider.interfaces.request import Event, GenerateRequest, ResumeRequest, Started

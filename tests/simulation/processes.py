@@ -14,7 +14,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from outrider.common.clock import VirtualClockLoop, cancelling_others
+from outrider.foundation.clock import VirtualClockLoop, cancelling_others
 
 T = TypeVar("T")
 _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)

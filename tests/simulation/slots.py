@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.client import Client
-from outrider.common.api_keys import Caller
 from outrider.errors import Overloaded, Unavailable, check
+from outrider.foundation.api_keys import Caller
 from outrider.interfaces.request import Event, GenerateRequest, Started, Tokens
 from outrider.limits import SLOT_LEASE_MS, SLOT_RENEWAL_MS
 from outrider.redis.address import DEFAULT_KEY_PREFIX

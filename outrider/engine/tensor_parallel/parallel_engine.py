@@ -55,6 +55,7 @@ class ParallelEngine:
         self._broken: BaseException | None = None
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """See `Engine.forward`. Raises `EngineLost` if the ranks' pages may differ."""
         if self._broken is not None:
             raise EngineLost(f"the ranks run no more steps: {self._broken}") from self._broken
         check_steps(steps, self.info, self._max_num_seqs, self.length)

@@ -10,7 +10,7 @@ import torch
 from exactness.law import cells_of, chi_square
 from verdict_laws import row_keys
 
-from outrider.common.tokens import TokenSequence
+from outrider.foundation.tokens import TokenSequence
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.random_streams import RoundNoise, Stream, row_words, uniform

@@ -17,7 +17,7 @@ from coordinator_bench import Bench, draft_service, running, target_service
 from stack import running_stack, until
 from toy_engine import ToyEngine
 
-from outrider.common.clock import run_virtually
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import GenerateRequest, Tokens
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.models.tokenizer import TokenizerText

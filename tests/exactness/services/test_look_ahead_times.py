@@ -19,7 +19,7 @@ from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider.common.clock import run_virtually
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.engine import SequenceStep, take_stated_seconds
 from outrider.interfaces.request import GenerateRequest, RoundReport
 from outrider.replica.executors import InlineExecutor

@@ -11,8 +11,8 @@ from command_lines import reported
 from outrider.bench.measurement import BenchClient, Completion
 from outrider.bench.overhead import added_ms, round_figures
 from outrider.bench.processes import Process, delayed
-from outrider.common.clock import run_virtually
 from outrider.errors import ConfigError
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import GenerateRequest, RoundReport
 
 

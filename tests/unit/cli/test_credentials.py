@@ -14,10 +14,10 @@ from outrider.cli.main import main, parse
 from outrider.cli.options import caller_key, caller_trust_of
 from outrider.cli.output import masked_settings
 from outrider.client import Trust
-from outrider.common.api_keys import given_keys, key_hash, new_key
 from outrider.config.deployment import CoordinatorConfig, DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.preflight import warnings, without_secrets
+from outrider.foundation.api_keys import given_keys, key_hash, new_key
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 KEY = "a-secret-of-sixteen-or-more"

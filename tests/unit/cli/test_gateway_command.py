@@ -20,7 +20,7 @@ from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.cli.main import main, parse
-from outrider.common.api_keys import Caller, add_key
+from outrider.foundation.api_keys import Caller, add_key
 
 WAIT_S = 20.0
 

@@ -14,7 +14,7 @@ from test_client import FINISHED, FIRST, ID, SECOND, STARTED, ScriptedServicer, 
 
 from outrider import errors
 from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient, failover
-from outrider.common.tokens import TokenSequence
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.request import Event
 from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.transport.server import RpcServer

@@ -13,8 +13,8 @@ from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
-from outrider.common.clock import run_virtually
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget

@@ -9,8 +9,8 @@ from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
-from outrider.common.tokens import TokenSequence
 from outrider.errors import EngineLost, OutriderError
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import DraftItem
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import DraftDistribution

@@ -21,10 +21,10 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
 from draft_service.model_drafter import ParallelDrafter, parallel_token
-from outrider.common.tokens import TokenSequence
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.errors import ConfigError
+from outrider.foundation.tokens import TokenSequence
 from outrider.grammar.token_mask import TokenMask
 from outrider.interfaces.engine import SequenceStep
 from outrider.speculation.logits_processing import masked_logits, target_probabilities

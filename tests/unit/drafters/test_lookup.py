@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_requests import request
 
-from outrider.common.tokens import TokenSequence
 from outrider.drafters.lookup import OCCURRENCES_MAX, TOKENS_PER_MATCH, NgramDrafter
+from outrider.foundation.tokens import TokenSequence
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import Rule
 

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pages import check_pages
 from rounds import make_head
 
-from outrider.common.tokens import TokenSequence
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import ReplyKey, Resync, RoundHead
 from outrider.kv_cache.session_table import SessionTable

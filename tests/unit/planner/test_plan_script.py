@@ -17,8 +17,8 @@ from toy_engine import ToyEngine
 from outrider.bench.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from outrider.bench.measurement import Completion, Round, bench_request
 from outrider.bench.prompts import BenchPrompt
-from outrider.common.clock import run_virtually
 from outrider.config.deployment import DraftConfig, load_config
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import RoundReport, Tokens
 from outrider.interfaces.step_costs import StepCosts
 from outrider.planner import rehearsal

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from session_model import new_session
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
-from outrider.common.tokens import TokenSequence
 from outrider.config.deployment import WAIT_MS_MAX
 from outrider.errors import DataLoss, InvariantError, StaleEpoch
+from outrider.foundation.tokens import TokenSequence
 from outrider.limits import APPEND_TOKENS_MAX, DEADLINE_MS_MAX, KEY_TTL_S, TOKEN_ID_MAX
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, FinishReason

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from verdict_laws import draft_token, row_keys
 
-from outrider.common.tokens import TokenSequence
 from outrider.errors import InvariantError
+from outrider.foundation.tokens import TokenSequence
 from outrider.limits import SEED_MAX
 from outrider.speculation import draft_sampling
 from outrider.speculation.draft_sampling import draw_from_logits, quantise

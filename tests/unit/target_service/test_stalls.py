@@ -6,10 +6,10 @@ import statistics
 
 from rounds import Replica, ask, make_head
 
-from outrider.common.clock import run_virtually
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.step_costs import measure_step_costs
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import VerifyItem
 
 SPEC = EmulatedSpec(vocab_size=64, support=4, verify_ms=10.0, verify_tokens=16)

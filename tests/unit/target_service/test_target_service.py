@@ -12,7 +12,7 @@ from rounds import Replica, make_head, outcome_of, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
-from outrider.common.tokens import EMPTY_DIGEST, TokenSequence
+from outrider.foundation.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.logits_processing import raw_logprobs, target_probabilities

@@ -10,10 +10,10 @@ import pytest
 from opentelemetry.trace import get_current_span
 from scraping import Memory, Page
 
-from outrider.common.logs import JsonLines, about, identify
 from outrider.config.deployment import CoordinatorConfig
 from outrider.config.telemetry_destination import Destination
 from outrider.errors import ConfigError, Unavailable
+from outrider.foundation.logs import JsonLines, about, identify
 from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.registry.registry import ROLES
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal

@@ -10,9 +10,9 @@ import pytest
 from bare_http2 import bare_connection
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.common.clock import run_virtually
-from outrider.common.refusals import REFUSALS
 from outrider.errors import Overloaded, Unauthenticated
+from outrider.foundation.clock import run_virtually
+from outrider.foundation.refusals import REFUSALS
 from outrider.transport.callers import OpenCalls, source
 from outrider.transport.channel import open_channel
 from outrider.transport.server import (

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rounds import answer_message, item_message, make_head
 
 from outrider import limits
-from outrider.common.tokens import EMPTY_DIGEST
 from outrider.drafters.hidden_states import Features
 from outrider.errors import BadRequest, InvariantError
+from outrider.foundation.tokens import EMPTY_DIGEST
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces import messages
 from outrider.interfaces.request import GenerateRequest, ResumeRequest

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.http_api.reading import error_response
 from outrider import errors
-from outrider.common import refusals
+from outrider.foundation import refusals
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 from outrider.transport.status import abort, status_to_error
 

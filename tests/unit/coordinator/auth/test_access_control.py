@@ -9,7 +9,6 @@ import pytest
 from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
-from outrider.common.api_keys import ANYBODY, Caller, given_keys, key_hash
 from outrider.errors import (
     Overloaded,
     SessionNotFound,
@@ -17,6 +16,7 @@ from outrider.errors import (
     Unauthenticated,
     Unavailable,
 )
+from outrider.foundation.api_keys import ANYBODY, Caller, given_keys, key_hash
 from outrider.interfaces.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
 

@@ -27,7 +27,7 @@ from coordinator.decoding.resumption import (
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters, ParametersWriter
 from outrider import errors, limits
-from outrider.common.tokens import EMPTY_DIGEST, TokenSequence
+from outrider.foundation.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, ResumeRequest, Started, Tokens
 from outrider.registry.registry import Starts

@@ -11,7 +11,7 @@ from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.body_route import Turns
 from outrider import limits
-from outrider.common.api_keys import given_keys
+from outrider.foundation.api_keys import given_keys
 from outrider.interfaces.request import ChatMessage
 
 CHAT = "/v1/chat/completions"

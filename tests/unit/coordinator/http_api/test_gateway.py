@@ -18,8 +18,8 @@ from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.reading import error_body, to_json
 from outrider import limits
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
-from outrider.common.api_keys import given_keys
 from outrider.errors import Overloaded, Unavailable
+from outrider.foundation.api_keys import given_keys
 
 pytestmark = pytest.mark.virtual
 

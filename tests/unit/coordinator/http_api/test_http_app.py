@@ -23,9 +23,9 @@ from coordinator.decoding.sessions import RequestKey
 from coordinator.http_api.app import Generated, HttpOptions, build_app
 from coordinator.http_api.progress import Progress
 from coordinator.http_api.tools import ChatFormats
-from outrider.common import refusals
-from outrider.common.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Unavailable
+from outrider.foundation import refusals
+from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens
 from outrider.models.tokenizer import TokenizerText

@@ -18,8 +18,8 @@ from coordinator.http_api.app import build_app
 from coordinator.http_api.progress import Progress, RepeatedRequests
 from coordinator.http_api.server import HttpOptions
 from coordinator.http_api.tools import ChatFormats
-from outrider.common.api_keys import Caller, given_keys, key_hash
 from outrider.errors import Overloaded, StoreUnavailable, Unavailable
+from outrider.foundation.api_keys import Caller, given_keys, key_hash
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
 
 pytestmark = pytest.mark.virtual

@@ -23,11 +23,11 @@ from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, OpenConnections, TlsFiles, _State
 from outrider.client import Client
-from outrider.common import refusals
-from outrider.common.api_keys import given_keys
 from outrider.config.deployment import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.preflight import check_ports
+from outrider.foundation import refusals
+from outrider.foundation.api_keys import given_keys
 from outrider.interfaces.request import Event, Tokens
 from outrider.limits import HTTP_LAST_REQUEST_S
 from outrider.speculation.accept_reject import Origin
@@ -219,7 +219,7 @@ async def test_a_new_certificate_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So is a new authority. A certificate without its key changes nothing."""
-    monkeypatch.setattr("outrider.common.files.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("outrider.foundation.files.KEY_FILE_LOOK_MS", 0)
     files = TlsFiles(tmp_path / "tls.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
 
     def made(age: str) -> tuple[Made, Made, Made]:

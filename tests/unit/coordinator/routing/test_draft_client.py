@@ -29,11 +29,11 @@ from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from outrider.common.tokens import TokenSequence
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.hidden_states import Features
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, LinkLost, NotFound
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import ProposalReply, ReplyKey, Resync, VerdictReply
 from outrider.limits import SILENT_DRAFT_S
 from outrider.sessions.state import Session

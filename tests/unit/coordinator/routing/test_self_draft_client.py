@@ -10,9 +10,9 @@ from session_links import CONFIG, asked, context_of, session
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.draft_client import SelfDraftClient
 from coordinator.routing.drafts import NextWanted
-from outrider.common.clock import run_virtually
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
+from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import ReplyKey, VerdictReply
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider import limits
-from outrider.common.files import locked, read_file, without_links, write_whole
 from outrider.errors import ConfigError
+from outrider.foundation.files import locked, read_file, without_links, write_whole
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from outrider.common import logs as log_files
 from outrider.fleet.local_state import LOG_NAME, logged_error
+from outrider.foundation import logs as log_files
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
 from outrider.redis.embedded import EmbeddedRedis
 from outrider.replica.process_setup import log_to

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from outrider.common.clock import run_virtually
 from outrider.errors import InvariantError
+from outrider.foundation.clock import run_virtually
 
 
 def test_a_program_that_hangs_is_an_error() -> None:

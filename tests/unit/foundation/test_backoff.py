@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.common.backoff import backoff
+from outrider.foundation.backoff import backoff
 
 
 def test_waits_double_with_jitter() -> None:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from outrider.common.files import read_file
 from outrider.errors import ConfigError, SettingError, did_you_mean
+from outrider.foundation.files import read_file
 
 Value = str | int | float | bool | None
 Config = TypeVar("Config")

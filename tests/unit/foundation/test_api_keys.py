@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from coordinator.auth.access_control import watch_keys
 from outrider import limits
-from outrider.common.api_keys import (
+from outrider.errors import ConfigError
+from outrider.foundation.api_keys import (
     Caller,
     add_key,
     given_keys,
@@ -25,7 +26,6 @@ from outrider.common.api_keys import (
     read_key_file,
     remove_key,
 )
-from outrider.errors import ConfigError
 
 GOOD = "0123456789abcdef"
 HASH = "sha256:" + "0" * 64
@@ -120,7 +120,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     """Within a second. An invalid, missing or unreadable file changes nothing."""
     path, now = tmp_path / "keys", [0.0]
     key = add_key(path, Caller("alice", "alice"))
-    monkeypatch.setattr("outrider.common.files.monotonic", lambda: now[0])
+    monkeypatch.setattr("outrider.foundation.files.monotonic", lambda: now[0])
     keys = watch_keys(path, given_keys(GOOD))
 
     def is_found() -> bool:

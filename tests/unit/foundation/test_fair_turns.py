@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from outrider.common.fair_turns import FairQueue, FairThreads, Waiting, WaitingRoom
 from outrider.errors import Overloaded
+from outrider.foundation.fair_turns import FairQueue, FairThreads, Waiting, WaitingRoom
 
 THINGS = Waiting(3, 5, "things wait", "things")
 
