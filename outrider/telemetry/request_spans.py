@@ -98,7 +98,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.stop_sequences": request.stop or None,
-            "outrider.interfaces.request.num_draft_tokens": request.num_draft_tokens,
+            "outrider.request.num_draft_tokens": request.num_draft_tokens,
         }
         # Without an explicit context, the span would be a child of the current span.
         self._span = shared.tracer.start_span(
