@@ -98,6 +98,12 @@ class Machines:
         self.failure: OutriderError | None = None
         """While set, `saved`, `save` and `remove` raise this error."""
 
+        self.drained: set[str] = set()
+        """Names of machines that Ray drains."""
+
+    async def draining(self) -> frozenset[str]:
+        return frozenset(self.drained)
+
     async def saved(self) -> str:
         if self.failure is not None:
             raise self.failure

@@ -202,6 +202,14 @@ class Cluster:
                 found.setdefault(replica, []).append(Actor(replica, handle, int(rank or 0)))
         return {name: sorted(ranks, key=lambda actor: actor.rank) for name, ranks in found.items()}
 
+    async def draining(self) -> frozenset[str]:
+        """The names of the machines that Ray drains: the autoscaler or the cloud will take them
+        away, and Ray places no more actors on them. Raises `Unavailable`."""
+        if self.local:
+            return frozenset()
+        with asking_head():
+            return await asyncio.to_thread(_draining_machines)
+
     async def clear(self) -> None:
         with asking_head():
             there = await self.replicas()
@@ -244,6 +252,16 @@ class Cluster:
             )  # fmt: skip
             found.append(one)
         return found
+
+
+def _draining_machines() -> frozenset[str]:
+    # Only the autoscaler's and the train library's own code can ask for this (Ray 2.60).
+    drained = ray._private.state.state.get_draining_nodes()
+    if not drained:
+        return frozenset()
+    return frozenset(
+        node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] in drained
+    )
 
 
 async def _late(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:

@@ -393,7 +393,11 @@ class Reconciler(PlacedActor):
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
     found = Actor(RECONCILER, None)
-    found.start(Reconciler, namespace, spec, namespace, num_cpus=0, max_restarts=-1)
+    # On another node it would be lost with the replicas that it must replace.
+    on_head = {"node:__internal_head__": 0.001}
+    found.start(
+        Reconciler, namespace, spec, namespace, num_cpus=0, max_restarts=-1, resources=on_head
+    )
     return found
 
 

@@ -71,7 +71,7 @@ class ReplicaView:
     leaves: bool = False
     """Whether the replica gets no new work and will end."""
     stale: bool = False
-    """Whether the replica has old settings and will be replaced."""
+    """Whether the replica will be replaced: it has old settings, or its machine is drained."""
     places: tuple[Place, ...] = ()
     """Where the ranks run, the serving rank first; empty while the replica does not serve."""
     http_address: str = ""
@@ -157,11 +157,12 @@ class Replica:
             key: int(address.rpartition(":")[2]) for key, address in addresses.items() if address
         }
 
-    def view(self, plan: str) -> ReplicaView:
+    def view(self, plan: str, draining: Collection[str] = ()) -> ReplicaView:
+        is_old = self.member.plan != plan or any(one.place.node in draining for one in self.ranks)
         places = tuple(actor.place for actor in self.ranks) if self.address else ()
         return ReplicaView(
             self.name, self.role, self.address, leaves=self.leaves,
-            stale=self.member.plan != plan and not self.on_trial, places=places,
+            stale=is_old and not self.on_trial, places=places,
             http_address=self.found.http_address, on_trial=self.on_trial,
         )  # fmt: skip
 
@@ -294,7 +295,8 @@ def next_steps(
     in_place: Collection[Role] = (), crowded: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:  # fmt: skip
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
-    begins with the oldest replica. A *stale* replica has old settings.
+    begins with the oldest replica. A *stale* replica has old settings, or runs on a machine that
+    Ray drains.
 
     Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
     that do not serve yet leave first, then stale replicas, then the youngest replicas.
@@ -364,6 +366,8 @@ class Fleet:
         """By role and `Membership.slot`: the latest replica's ports. Its successor may use them."""
         self._changed = asyncio.Event()
         self._hangs = HangWatch(registry, self._serving)
+        self._draining: Collection[str] = frozenset()
+        """Names of the machines that Ray drains."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -373,7 +377,7 @@ class Fleet:
         return [one for one in self.replicas if one.address and not one.leaves]
 
     def _views(self) -> tuple[ReplicaView, ...]:
-        return tuple(one.view(self.spec.plans[one.role]) for one in self.replicas)
+        return tuple(one.view(self.spec.plans[one.role], self._draining) for one in self.replicas)
 
     def overview(self, upgrades: bool, trial: TrialReport | None) -> Overview:
         views = self._views()
@@ -517,6 +521,10 @@ class Fleet:
                 await self._registry.announce_starts([self.starts(role) for role in ROLES])
             except OutriderError as error:
                 _log.info("the wanted numbers of replicas cannot be read: %s", error)
+            try:
+                self._draining = await self._cluster.draining()
+            except Unavailable as error:
+                _log.info("machines that are drained are not noticed: %s", error)
             self._step()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):

@@ -31,8 +31,11 @@ from outrider.fleet.replica_set import (
 )
 from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
+from outrider.replica.process_setup import Place
 
 pytestmark = pytest.mark.virtual
+
+BETWEEN_MACHINES = {"host": "0.0.0.0", "insecure": True}  # noqa: S104 (nothing listens)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -57,6 +60,22 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(
         [other] = world.names("target")
         assert other != name
         assert [world.actor(one).config.port for one in (name, other)] == [7000, 7000]
+
+
+async def test_replicas_on_a_machine_that_is_drained_are_replaced_one_by_one() -> None:
+    """A new replica serves before an old one leaves. Replicas on other machines stay."""
+    async with playing(**BETWEEN_MACHINES, num_targets=2) as world:
+        old, other = world.names("target")
+        world.actor(old).place = Place(1, "there")
+        world.machines.drained = {"there"}
+        most = 0
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            assert len(world.names("target")) >= 2
+            most = max(most, len(world.names("target")))
+        assert (old not in world.names("target"), other in world.names("target")) == (True, True)
+        assert (most, len(world.names("target"))) == (3, 2)
+        assert world.machines.starts == ["target"]
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:

@@ -75,7 +75,7 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
     """With its last error on standard error, which commands read."""
     code = (
         "import logging, os, sys; from pathlib import Path\n"
-        "from outrider.telemetry import logs as log_files; from outrider.cli import serve\n"
+        "from outrider.foundation import logs as log_files; from outrider.cli import serve\n"
         f"log_files.LOG_BYTES_MAX = {SMALL}\n"
         "logging.basicConfig(stream=sys.stderr)\n"
         "serve._detach(log_files.LogFile(Path(sys.argv[1], 'serve.log'), (1, 2)))\n"
