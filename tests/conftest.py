@@ -34,9 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest also explains failed assertions in these helper modules.
-pytest.register_assert_rewrite(
-    "tests", *(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest")
-)
+pytest.register_assert_rewrite("tests")
 
 _KEPT = ("OUTRIDER_CACHE", "OUTRIDER_TEST_DATA")
 _CLEAN_UP_S: Final = 60.0

@@ -12,8 +12,6 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Final
 
-from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots, ToldCoordinator
-
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import build_app
@@ -25,6 +23,7 @@ from outrider.interfaces.request import Event, GenerateRequest
 from outrider.limits import GRPC_AGE_MS
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
+from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots, ToldCoordinator
 
 CALLERS: Final = (Caller(name="alice", tenant="alice"), Caller(name="mallory", tenant="mallory"))
 TOKEN_S: Final = 0.02

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 
-from bare_http2 import call_frame, frame
-
 from tests.attacks.victims import STRANGER
+from tests.support.bare_http2 import call_frame, frame
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 MAX_STREAMS, INITIAL_WINDOW = 3, 4

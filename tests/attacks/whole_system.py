@@ -10,9 +10,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from models import byte_level_tokenizer
-from stack import coordinator_api, emulated_stack, serve
-
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -25,6 +22,8 @@ from outrider.limits import GRPC_AGE_MS
 from outrider.models.tokenizer import TokenizerText
 from outrider.redis.address import RedisAddress
 from outrider.transport.server import ServerOptions
+from tests.support.models import byte_level_tokenizer
+from tests.support.stack import coordinator_api, emulated_stack, serve
 
 VOCAB_SIZE: Final = 320
 CALLERS: Final = ({"name": "alice", "tenant": "alice"}, {"name": "mallory", "tenant": "mallory"})

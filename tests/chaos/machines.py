@@ -14,7 +14,7 @@ import psutil
 
 from outrider.fleet.ray_cluster import ENVIRONMENT, OBJECT_STORE_BYTES, use_token
 from tests.chaos.proxy import FaultProxy
-from tests.redis_servers import START_S, RedisServers, Server, free_port
+from tests.support.redis_servers import START_S, RedisServers, Server, free_port
 
 if TYPE_CHECKING:
     from ray._private.node import Node

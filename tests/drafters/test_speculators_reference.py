@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module
-from mtp_models import MtpReference, mtp_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -23,6 +21,8 @@ from outrider.models.draft_head import LoadedDraftHead, Pairs
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3, save_speculators
 from outrider.models.mtp import load_mtp
 from outrider.models.sources import resolve_model
+from tests.support.models import tiny_config, tiny_module
+from tests.support.mtp_models import MtpReference, mtp_target
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
 SCRIPT = Path(__file__).with_name("speculators_reference.py")

@@ -14,9 +14,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from models import byte_level_tokenizer
-from stack import Stack, coordinator_api, emulated_stack, http_front, serve
-
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -32,6 +29,8 @@ from outrider.redis.address import RedisAddress
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.transport.server import ServerOptions
+from tests.support.models import byte_level_tokenizer
+from tests.support.stack import Stack, coordinator_api, emulated_stack, http_front, serve
 
 UNTRACED: Final = CoordinatorConfig(trace_every_rounds=0)
 VOCAB_SIZE: Final = 320

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_module, twin
-from stack import running_stack
 from transformers import LlamaConfig
 
 from outrider.engine.cuda.table_steps import find_backend
@@ -16,6 +14,8 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo
 from outrider.interfaces.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.models import tiny_module, twin
+from tests.support.stack import running_stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 VOCAB = 1_000

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import redis
-from stack import Stack, slow_stack, toy_stack
 
 from outrider.redis.address import RedisAddress
 from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.redis_store import RedisStore
+from tests.support.stack import Stack, slow_stack, toy_stack
 
 
 @pytest.fixture(scope="module")

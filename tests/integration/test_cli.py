@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import free_port
 
 from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
+from tests.support.redis_servers import free_port
 
 pytestmark = [
     pytest.mark.real_model, pytest.mark.timeout(600), pytest.mark.xdist_group("deployment"),

@@ -11,13 +11,12 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any, Self
 
-import recorded
-from stack import VOCAB, Stack, running_stack, until
-from toy_engine import ToyEngine
-
 from outrider.client import ChatMessage, GenerateRequest
 from outrider.fleet.local_state import exclusive, state_directory
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support import recorded
+from tests.support.stack import VOCAB, Stack, running_stack, until
+from tests.support.toy_engine import ToyEngine
 
 GREEDY = SamplingParams(temperature=0.0)
 WAIT_S = 30.0

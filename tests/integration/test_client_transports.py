@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import Stack, toy_stack
 
 from outrider.client import ChatMessage, Client, Completion, GenerateRequest, InProcessTransport
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Unavailable
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.stack import Stack, toy_stack
 
 PROMPT = (1, 2, 3)
 

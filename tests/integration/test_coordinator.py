@@ -5,11 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from stack import emulated_stack
 
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.errors import OutriderError
 from outrider.interfaces.request import GenerateRequest
+from tests.support.stack import emulated_stack
 
 pytestmark = pytest.mark.xdist_group("redis")
 

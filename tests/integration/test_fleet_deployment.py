@@ -16,7 +16,6 @@ import psutil
 import pytest
 import pytest_asyncio
 import ray
-import stack
 
 from outrider.client import Client, GenerateRequest
 from outrider.config.deployment import DeploymentConfig, load_config
@@ -27,6 +26,7 @@ from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
 from tests.chaos.gateways import gateways, http_urls
 from tests.chaos.load import Question, Shape, streamed
+from tests.support import stack
 
 SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1", "draft_model": "emulated",

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_certificates import Made
-from stack import Stack, coordinator_api, serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.transport.server import ServerOptions
 from outrider.transport.tls import server_credentials
 from tests.style.test_readme_commands import ROOT, lines_of
+from tests.support.made_certificates import Made
+from tests.support.stack import Stack, coordinator_api, serve
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 RUN_S = 60.0

@@ -9,11 +9,8 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from constrained import EndingEngine, grammars
-from models import byte_level_tokenizer
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from stack import Stack, emulated_stack, http_front, running_stack, slow_stack, toy_text, until
 
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config.deployment import HERMES
@@ -22,6 +19,17 @@ from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.constrained import EndingEngine, grammars
+from tests.support.models import byte_level_tokenizer
+from tests.support.stack import (
+    Stack,
+    emulated_stack,
+    http_front,
+    running_stack,
+    slow_stack,
+    toy_text,
+    until,
+)
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 GREEDY = SamplingParams(temperature=0.0)

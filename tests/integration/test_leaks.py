@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import redis
-from stack import Stack, emulated_stack
 
 from coordinator.decoding.loop import SessionRun
 from coordinator.routing.draft_client import DraftClient
@@ -27,6 +26,7 @@ from outrider.replica.step_request import StepRequest
 from outrider.sessions.state import Session
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.chaos.proxy import FaultProxy
+from tests.support.stack import Stack, emulated_stack
 
 pytestmark = pytest.mark.xdist_group("redis")
 

@@ -7,8 +7,6 @@ from typing import Any, Self
 
 import grpc
 import pytest
-from rounds import PATIENCE_S, Listener, answer_message, make_head
-from stack import serve
 
 from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.interfaces.messages import Refused, VerdictReply, VerifyAnswer, VerifyItem
@@ -20,6 +18,8 @@ from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
+from tests.support.rounds import PATIENCE_S, Listener, answer_message, make_head
+from tests.support.stack import serve
 
 KEY = make_head((1,)).key
 GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)

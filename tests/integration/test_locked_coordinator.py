@@ -10,11 +10,9 @@ import grpc
 import httpx
 import pytest
 import redis.asyncio
-from bare_http2 import bare_connection
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from stack import Stack, coordinator_api, emulated_stack, http_front, serve
 from test_services_by_certificates import code_of
 
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
@@ -29,6 +27,8 @@ from outrider.speculation.sampling_params import Rule
 from outrider.transport.channel import PLAIN, open_channel
 from outrider.transport.server import ServerOptions
 from outrider.v1 import coordinator_pb2 as pb
+from tests.support.bare_http2 import bare_connection
+from tests.support.stack import Stack, coordinator_api, emulated_stack, http_front, serve
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 GREEDY = SamplingParams(temperature=0.0)

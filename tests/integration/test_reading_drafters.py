@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_eagle3, save_tiny_model, save_tiny_raw_eagle3
-from mtp_models import MtpReference, mtp_target
 
 from outrider.client import Client, GenerateRequest
 from outrider.config.deployment import load_config
@@ -22,6 +20,13 @@ from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.transport.grpc_link import GrpcLink
+from tests.support.models import (
+    byte_level_tokenizer,
+    save_tiny_eagle3,
+    save_tiny_model,
+    save_tiny_raw_eagle3,
+)
+from tests.support.mtp_models import MtpReference, mtp_target
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320

@@ -13,9 +13,6 @@ from typing import Self
 
 import pytest
 import redis
-from redis_servers import RedisServers
-from session_model import OWNERS, new_session, next_append
-from stack import until
 
 from coordinator.auth.access_control import RedisSlots
 from coordinator.decoding.committer import Committer
@@ -29,6 +26,9 @@ from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, Finish, FinishReason, SessionRecord
 from tests.chaos.proxy import FaultProxy
+from tests.support.redis_servers import RedisServers
+from tests.support.session_model import OWNERS, new_session, next_append
+from tests.support.stack import until
 
 pytestmark = pytest.mark.xdist_group("redis")
 

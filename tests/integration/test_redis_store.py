@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import redis
-from made_certificates import Made
-from session_model import IDS, OWNERS, end_of, new_session, next_append
-from stack import until
 
 from outrider import errors
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX, SOCKET_PATH_BYTES_MAX
@@ -28,6 +25,9 @@ from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from tests.chaos.proxy import FaultProxy
+from tests.support.made_certificates import Made
+from tests.support.session_model import IDS, OWNERS, end_of, new_session, next_append
+from tests.support.stack import until
 
 pytestmark = pytest.mark.xdist_group("redis")
 NO_COUNTS = Counters()

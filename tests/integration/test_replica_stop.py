@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rounds import PATIENCE_S, Listener, make_head, session_name
-from toy_engine import ToyEngine
 
 from outrider.config.deployment import TargetConfig
 from outrider.errors import EngineLost, LinkLost
@@ -16,6 +14,8 @@ from outrider.interfaces.messages import VerdictReply, VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.transport.grpc_link import GrpcLink
 from target_service.service import TargetService
+from tests.support.rounds import PATIENCE_S, Listener, make_head, session_name
+from tests.support.toy_engine import ToyEngine
 
 T = TypeVar("T")
 Serving = health_pb2.HealthCheckResponse.ServingStatus

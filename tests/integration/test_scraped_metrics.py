@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scraping import VOCAB, watched_stack
-from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest
 from outrider.interfaces.request import Finished, GenerateRequest, RoundReport
 from outrider.registry.registry import ReplicaRecord
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.scraping import VOCAB, watched_stack
+from tests.support.toy_engine import ToyEngine
 
 REQUEST = GenerateRequest(
     (3, 4, 5), sampling=SamplingParams(temperature=1.0), seed=7, max_tokens=60, num_draft_tokens=3

@@ -16,8 +16,6 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
-from scraping import Memory, Page, observers, started_exports, watched_stack
-from stack import Stack, emulated_stack, toy_stack
 
 from coordinator.auth.access_control import OPEN
 from coordinator.host import CoordinatorHost
@@ -30,6 +28,8 @@ from outrider.telemetry.setup import Exports
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1.coordinator_pb2_grpc import CoordinatorStub
+from tests.support.scraping import Memory, Page, observers, started_exports, watched_stack
+from tests.support.stack import Stack, emulated_stack, toy_stack
 
 DETAIL = CoordinatorConfig(trace_every_rounds=4)
 PROMPT = "a secret that must not be recorded"

@@ -9,8 +9,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
-from rounds import Listener, Replica, make_head
-from toy_engine import ToyEngine
 
 from outrider.config.deployment import DraftConfig, TargetConfig
 from outrider.errors import SettingError, Unavailable
@@ -21,6 +19,8 @@ from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.tls import caller_trust, internal_trust, make_authority, make_role, name_of
+from tests.support.rounds import Listener, Replica, make_head
+from tests.support.toy_engine import ToyEngine
 
 NOW = datetime.datetime.now(datetime.UTC)
 NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

@@ -15,9 +15,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from models import byte_level_tokenizer, save_tiny_model
-from redis_servers import START_S, Server, free_port
-from stack import until
 
 from outrider.cli.serve import InRegistry, ask_registry
 from outrider.client import Client, GenerateRequest
@@ -26,6 +23,9 @@ from outrider.fleet.launcher import Deployment
 from outrider.fleet.ray_cluster import check_asks_for_token
 from outrider.models.loading import load_model
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.models import byte_level_tokenizer, save_tiny_model
+from tests.support.redis_servers import START_S, Server, free_port
+from tests.support.stack import until
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320

@@ -10,9 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from exactness.services.test_deterministic_tokens import check_tokens
-from models import save_tiny_eagle3, tiny_config, tiny_module
-from rank_processes import JOIN_S, follow_model, processes
-from stack import NUM_SEQUENCES, running_stack
 
 from outrider.config.deployment import TargetConfig
 from outrider.engine.paged_engine import PagedEngine
@@ -24,6 +21,9 @@ from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
 from outrider.replica.rank_process import RankLeader, engine_of_a_replica
 from target_service.actor import self_drafter_of
+from tests.support.models import save_tiny_eagle3, tiny_config, tiny_module
+from tests.support.rank_processes import JOIN_S, follow_model, processes
+from tests.support.stack import NUM_SEQUENCES, running_stack
 
 
 @contextmanager

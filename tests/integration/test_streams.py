@@ -8,9 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from pages import check_service
-from rounds import PATIENCE_S, Listener, Replica, ask, item_message, make_head, session_name
-from toy_engine import ToyEngine
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
@@ -23,6 +20,17 @@ from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2
+from tests.support.pages import check_service
+from tests.support.rounds import (
+    PATIENCE_S,
+    Listener,
+    Replica,
+    ask,
+    item_message,
+    make_head,
+    session_name,
+)
+from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
 VERIFY_PATH = "/outrider.v1.Target/Verify"

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from made_certificates import Made
-from stack import serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.client import Client, SyncClient, Trust, caller_trust
@@ -19,6 +17,8 @@ from outrider.transport.channel import PLAIN
 from outrider.transport.server import ServerOptions, Service
 from outrider.transport.tls import pinned_trust, server_credentials
 from outrider.v1 import coordinator_pb2 as pb
+from tests.support.made_certificates import Made
+from tests.support.stack import serve
 
 
 async def describe(request: Any, context: Any) -> pb.CoordinatorDescription:

@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from scraping import ROLES, VOCAB, Page, watched_stack
-from stack import http_front
 
 from coordinator.http_api.server import HttpOptions
 from outrider.errors import BadRequest
@@ -20,6 +18,8 @@ from outrider.interfaces.request import GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.metrics import HttpTimes
+from tests.support.scraping import ROLES, VOCAB, Page, watched_stack
+from tests.support.stack import http_front
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "observability"

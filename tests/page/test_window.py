@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from browser import Browser, browser, missing
-from coordinator_bench import SlowText
-from stack import Stack, emulated_stack, http_front, toy_text, until
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.server import HttpOptions
@@ -19,6 +17,8 @@ from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.models.tokenizer import TokenizerText
 from outrider.registry.registry import ReplicaRecord
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.coordinator_bench import SlowText
+from tests.support.stack import Stack, emulated_stack, http_front, toy_text, until
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"{missing()}: see `make test-page`"),

@@ -13,13 +13,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from rounds import SeverableLink
-
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.transport.link import ReplicaService
 from tests.simulation.processes import Process, current, deliver
+from tests.support.rounds import SeverableLink
 
 T = TypeVar("T")
 Message = Callable[[], object]

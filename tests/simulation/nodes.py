@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import AsyncMock, patch
 
-from pages import check_service
-
 from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.progress import RepeatedRequests
 from coordinator.requests.validation import PromptEncoder
@@ -46,6 +44,7 @@ from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_grammars, toy_text
+from tests.support.pages import check_service
 
 T = TypeVar("T")
 PLACING_S = 0.05

@@ -14,7 +14,6 @@ from typing import Any
 
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
-from script_store import ScriptStore
 
 from coordinator.auth import access_control
 from outrider.errors import InvariantError
@@ -25,6 +24,7 @@ from outrider.sessions.store import FinishReason
 from tests.simulation import redis_data
 from tests.simulation.network import Network
 from tests.simulation.processes import Process, current, wall_clock_s
+from tests.support.script_store import ScriptStore
 
 ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
 DEPLOYMENT = "d"

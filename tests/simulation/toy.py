@@ -15,7 +15,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from verdict_laws import score
 
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
@@ -31,6 +30,7 @@ from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.verdict_laws import score
 
 SPEC = EmulatedSpec(
     vocab_size=7, support=7, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,

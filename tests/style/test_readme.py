@@ -56,10 +56,6 @@ def test_tests_that_documents_name_are_there() -> None:
         assert [path for path in paths if not (ROOT / path).exists()] == [], document
 
 
-def test_the_readme_is_read_in_five_minutes() -> None:
-    assert len(README.read_text("utf-8").splitlines()) <= 155
-
-
 def test_every_make_target_is_real() -> None:
     """`make X` in a document names a target of the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module
 from transformers import DeepseekV2Config, MambaConfig, MixtralConfig
 
 from outrider.replica.process_setup import vllm_version
+from tests.support.models import tiny_config, tiny_module
 
 HEAD_WIDTH = 32
 """The smallest width of a head that vLLM's attention for CPUs accepts."""

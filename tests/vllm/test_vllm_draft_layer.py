@@ -10,9 +10,6 @@ import pytest
 import torch
 from conftest import HEAD_WIDTH, MAX_MODEL_LEN, VOCAB, MakeEngine, config_of, save
 from exactness.services.test_deterministic_tokens import check_tokens
-from models import save_tiny_eagle3, tiny_eagle3, tiny_module, twin
-from mtp_models import MtpReference, mtp_target
-from stack import running_stack
 
 from outrider.config.deployment import TargetConfig
 from outrider.engine.paged_engine import PagedEngine
@@ -21,6 +18,9 @@ from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.models.drafter_check import Reading, read_library
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of
+from tests.support.models import save_tiny_eagle3, tiny_eagle3, tiny_module, twin
+from tests.support.mtp_models import MtpReference, mtp_target
+from tests.support.stack import running_stack
 
 NUM_LAYERS = 4
 TAPS = (2, 0, 3)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
-from pages import check_pages
 
 from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError
 from outrider.interfaces.engine import SequenceStep
 from outrider.kernels import processor
 from outrider.replica.process_setup import build_engine
+from tests.support.pages import check_pages
 
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32."""

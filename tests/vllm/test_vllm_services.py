@@ -16,8 +16,6 @@ from conftest import MakeEngine, config_of, save
 from exactness.services import test_distribution
 from exactness.services.test_deterministic_tokens import Prompt, check_tokens, request
 from exactness.services.test_distribution import POWER, SOON, Cell, measure
-from models import byte_level_tokenizer, depth_cut
-from stack import running_stack
 
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config.deployment import load_config
@@ -25,6 +23,8 @@ from outrider.fleet.launcher import Deployment
 from outrider.interfaces.request import RoundReport
 from outrider.models.sources import resolve_model
 from outrider.speculation.sampling_params import Rule
+from tests.support.models import byte_level_tokenizer, depth_cut
+from tests.support.stack import running_stack
 
 NUM_TOKENS, NUM_LONG = 24, 200
 PROMPTS: list[Prompt] = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(8)]

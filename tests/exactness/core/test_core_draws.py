@@ -4,13 +4,13 @@ counts the values of each token. So the first and the last value of each token m
 import numpy as np
 import pytest
 import torch
-from core_toys import RATIO_RULES
 
 from outrider.speculation import draft_sampling
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.core_toys import RATIO_RULES
 
 GENERATOR = torch.Generator().manual_seed(1)
 ROWS = [

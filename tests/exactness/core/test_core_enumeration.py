@@ -3,16 +3,16 @@
 import functools
 from collections import defaultdict
 
-import core_toys
 import numpy as np
 import pytest
 import torch
-from verdict_laws import score, verdict_law
 
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule
+from tests.support import core_toys
+from tests.support.verdict_laws import score, verdict_law
 
 FAILS = -1
 CELLS = [

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from core_toys import EXACT, RATIO_RULES, ToyPair, accepted_law, make_pair, proposal_of, random_pair
-from verdict_laws import verdict_law
 
 from outrider.errors import Incompatible, InvariantError
 from outrider.grammar.token_mask import TokenMask
@@ -27,6 +25,16 @@ from outrider.speculation.logits_processing import (
 )
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.core_toys import (
+    EXACT,
+    RATIO_RULES,
+    ToyPair,
+    accepted_law,
+    make_pair,
+    proposal_of,
+    random_pair,
+)
+from tests.support.verdict_laws import verdict_law
 
 V = 3
 OVER = 2

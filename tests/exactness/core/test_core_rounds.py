@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from core_toys import RATIO_RULES, ToyPair, random_pair, sampling_pair
 from exactness.law import cells_of, chi_square
-from verdict_laws import ABSOLUTE_PLACES
 
 from outrider.speculation.accept_reject import Outcome, Verdict, decide
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
@@ -22,6 +20,8 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
+from tests.support.core_toys import RATIO_RULES, ToyPair, random_pair, sampling_pair
+from tests.support.verdict_laws import ABSOLUTE_PLACES
 
 PROMPT_LENGTH = 5
 NUM_SEQUENCES = 12_000

@@ -18,12 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from coordinator_bench import Bench, running
 from exactness.law import FALSE_ALARM
-from rounds import Replica, SeverableLink, make_head, outcome_of
 from scipy.stats import binom, binomtest
-from toy_engine import ToyEngine
-from verdict_laws import drafted
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -42,6 +38,10 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.service import TargetService
 from target_service.verifier import SelfDrafter
+from tests.support.coordinator_bench import Bench, running
+from tests.support.rounds import Replica, SeverableLink, make_head, outcome_of
+from tests.support.toy_engine import ToyEngine
+from tests.support.verdict_laws import drafted
 
 pytestmark = pytest.mark.virtual
 

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from constrained import CONSTRAINTS, SCHEMA, EndingEngine, grammars, hf_tokenizer
-from coordinator_bench import Bench, draft_service, running, target_service
-from stack import running_stack, until
-from toy_engine import ToyEngine
 
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import GenerateRequest, Tokens
@@ -27,6 +23,10 @@ from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
+from tests.support.constrained import CONSTRAINTS, SCHEMA, EndingEngine, grammars, hf_tokenizer
+from tests.support.coordinator_bench import Bench, draft_service, running, target_service
+from tests.support.stack import running_stack, until
+from tests.support.toy_engine import ToyEngine
 
 pytestmark = pytest.mark.virtual
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle3, tiny_module, twin
-from rounds import PENALISED, make_head
-from toy_engine import ToyEngine
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
@@ -31,6 +28,9 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
+from tests.support.models import tiny_config, tiny_eagle3, tiny_module, twin
+from tests.support.rounds import PENALISED, make_head
+from tests.support.toy_engine import ToyEngine
 
 VOCAB, LENGTH, K = 24, 40, 3
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module
-from paged_engines import pace_kernels
-from stack import Stack, running_stack
 
 from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
@@ -19,6 +16,9 @@ from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.models import tiny_config, tiny_module
+from tests.support.paged_engines import pace_kernels
+from tests.support.stack import Stack, running_stack
 
 NUM_DRAFT_TOKENS = (0, 3, 8)
 NUM_SESSIONS = 8

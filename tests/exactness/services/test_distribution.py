@@ -22,9 +22,6 @@ from typing import Any
 import pytest
 import torch
 from exactness.law import Fit, completion_law, fit, no_mask
-from models import tiny_config, tiny_drafter, tiny_eagle3, tiny_module, twin
-from mtp_models import mtp_target, tiny_mtp
-from stack import HYBRID, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -42,6 +39,9 @@ from outrider.interfaces.request import GenerateRequest
 from outrider.models.tokenizer import TokenizerText
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
+from tests.support.models import tiny_config, tiny_drafter, tiny_eagle3, tiny_module, twin
+from tests.support.mtp_models import mtp_target, tiny_mtp
+from tests.support.stack import HYBRID, Stack, running_stack
 
 END = 3
 PATTERN = "[ab]c?[abc]{0,2}"

@@ -11,11 +11,6 @@ from typing import Any
 import pytest
 import torch
 from exactness.services.test_deterministic_tokens import request
-from library_text import library_text
-from models import depth_cut, tiny_config, tiny_eagle3, tiny_module, twin
-from paged_engines import shorten_pages
-from pages import check_pages
-from stack import Stack, running_stack
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.engine.paged_engine import PagedEngine
@@ -25,6 +20,11 @@ from outrider.models.sources import resolve_model
 from outrider.models.student import load_student
 from outrider.models.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
+from tests.support.library_text import library_text
+from tests.support.models import depth_cut, tiny_config, tiny_eagle3, tiny_module, twin
+from tests.support.paged_engines import shorten_pages
+from tests.support.pages import check_pages
+from tests.support.stack import Stack, running_stack
 
 pytestmark = pytest.mark.xdist_group("identity")
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from coordinator_bench import Bench, tokens_of
 from exactness.law import FALSE_ALARM
 from scipy.stats import binomtest
-from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -25,6 +23,8 @@ from outrider.interfaces.request import GenerateRequest, RoundReport
 from outrider.replica.executors import InlineExecutor
 from outrider.speculation.sampling_params import Rule
 from target_service.service import TargetService
+from tests.support.coordinator_bench import Bench, tokens_of
+from tests.support.toy_engine import ToyEngine
 
 P_ONE = 0.7
 """The target's and the draft's probability of token 1, except right after `PROMPT`."""

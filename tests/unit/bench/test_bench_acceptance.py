@@ -6,9 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_sides import tiny_pair
-from command_lines import reported
-from toy_engine import ToyEngine, toy_logits
 
 from outrider.bench import acceptance
 from outrider.bench.options import AcceptanceOptions
@@ -19,6 +16,9 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import SettingError
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.bench_sides import tiny_pair
+from tests.support.command_lines import reported
+from tests.support.toy_engine import ToyEngine, toy_logits
 
 VOCAB_SIZE = 16
 SALT = 11

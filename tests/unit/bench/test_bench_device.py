@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_substitutes import attend_by_tables
 
 from outrider.bench import device
 from outrider.bench.device import measure, random_llama
 from outrider.bench.options import DeviceOptions
 from outrider.engine.cuda.table_steps import DeviceBackend
+from tests.support.cuda_substitutes import attend_by_tables
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

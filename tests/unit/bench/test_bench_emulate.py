@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_sides import pair_here
-from command_lines import reported
 
 from outrider.bench import emulate
 from outrider.bench.emulate import Run, figures, window
@@ -15,6 +13,8 @@ from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
 from outrider.interfaces.request import RoundReport, Tokens
 from outrider.speculation.sampling_params import Rule
+from tests.support.bench_sides import pair_here
+from tests.support.command_lines import reported
 
 
 def round_of(drafted: int, first: int, num_tokens: int, seconds: float = 1.0) -> Round:

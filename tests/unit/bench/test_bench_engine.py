@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from bench_sides import pair_here
-from command_lines import reported
-from models import byte_level_tokenizer, save_tiny_model
-from stack import running_stack
-from toy_engine import ToyEngine
 
 from outrider.bench.engine import _waits, gaps, random_prompts
 from outrider.cli.main import main
+from tests.support.bench_sides import pair_here
+from tests.support.command_lines import reported
+from tests.support.models import byte_level_tokenizer, save_tiny_model
+from tests.support.stack import running_stack
+from tests.support.toy_engine import ToyEngine
 
 
 def test_one_run_prints_every_figure(

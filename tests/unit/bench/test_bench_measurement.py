@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_sides import ScriptedSide
 
 from outrider.bench.clients import GrpcClient
 from outrider.bench.measurement import Completion, Contestant, bench_request, measure
@@ -25,6 +24,7 @@ from outrider.limits import SEED_MAX
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
+from tests.support.bench_sides import ScriptedSide
 
 pytestmark = pytest.mark.virtual
 PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_sides import ProcessHere
-from command_lines import reported
 
 from outrider.bench.measurement import BenchClient, Completion
 from outrider.bench.overhead import added_ms, round_figures
@@ -14,6 +12,8 @@ from outrider.bench.processes import Process, delayed
 from outrider.errors import ConfigError
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import GenerateRequest, RoundReport
+from tests.support.bench_sides import ProcessHere
+from tests.support.command_lines import reported
 
 
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:

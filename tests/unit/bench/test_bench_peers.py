@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
-from bench_sides import ScriptedSide, subject_of
-from command_lines import printed, reported
-from tiny_gguf import save_tiny_gguf
 
 from outrider.bench import libraries, peers
 from outrider.bench.libraries import Library
@@ -22,6 +19,9 @@ from outrider.cli import bench
 from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.sources import resolve_model
+from tests.support.bench_sides import ScriptedSide, subject_of
+from tests.support.command_lines import printed, reported
+from tests.support.tiny_gguf import save_tiny_gguf
 
 pytestmark = pytest.mark.virtual
 

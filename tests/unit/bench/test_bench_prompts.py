@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from command_lines import refusal
 
 from outrider.bench.prompts import CATEGORIES, BenchPrompt, read_prompts, select_prompts
 from outrider.errors import ConfigError
+from tests.support.command_lines import refusal
 
 
 def test_built_in_prompts_are_eight_of_each_category_and_all_different() -> None:

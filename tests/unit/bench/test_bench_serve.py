@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_sides import ScriptedSide
-from command_lines import printed, refusal, reported
-from openai_server import OpenAiServer, Reply, serving
-from stack import VOCAB, running_stack, toy_text
-from toy_engine import ToyEngine
 
 from outrider.bench.measurement import Completion
 from outrider.bench.serve import Load, ServeOptions, arrival_times, measure, report
 from outrider.cli.main import main
 from outrider.errors import Unavailable
 from outrider.interfaces.request import GenerateRequest
+from tests.support.bench_sides import ScriptedSide
+from tests.support.command_lines import printed, refusal, reported
+from tests.support.openai_server import OpenAiServer, Reply, serving
+from tests.support.stack import VOCAB, running_stack, toy_text
+from tests.support.toy_engine import ToyEngine
 
 NUMBER = 20_000
 

@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_sides import ScriptedSide, subject_of
-from command_lines import printed
 
 from outrider.bench.measurement import Completion, SideResult
 from outrider.bench.prompts import BenchPrompt, read_prompts
@@ -14,6 +12,8 @@ from outrider.bench.speedup import SpeedupOptions, compared, report, run
 from outrider.errors import ConfigError
 from outrider.interfaces.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule
+from tests.support.bench_sides import ScriptedSide, subject_of
+from tests.support.command_lines import printed
 
 pytestmark = pytest.mark.virtual
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model
-from peer_stand_ins import EOS, inputs, make_environment, notes
 from safetensors.torch import load_file
-from tiny_gguf import save_tiny_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -39,6 +36,9 @@ from outrider.config.deployment import TargetConfig
 from outrider.errors import BadRequest, ConfigError, Unavailable
 from outrider.kernels import processor
 from outrider.models.sources import converted
+from tests.support.models import byte_level_tokenizer, save_tiny_model
+from tests.support.peer_stand_ins import EOS, inputs, make_environment, notes
+from tests.support.tiny_gguf import save_tiny_gguf
 
 TEXTS = [f"{first}" for first in (1, 11, EOS - 2)]
 TOKEN_IDS = {text: [5, int(text)] for text in TEXTS} | {"": []}

@@ -9,12 +9,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from command_lines import refusal
 
 from outrider.cli.main import main, outrider, parse
 from outrider.cli.options import error_line, own_config
 from outrider.config.deployment import CoordinatorConfig, deployment_settings
 from outrider.errors import BadRequest, SettingError, Unauthenticated
+from tests.support.command_lines import refusal
 
 
 @pytest.mark.parametrize(

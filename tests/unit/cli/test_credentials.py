@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_lines import refusal
 
 from outrider.cli.command import Arguments
 from outrider.cli.main import main, parse
@@ -18,6 +17,7 @@ from outrider.config.deployment import CoordinatorConfig, DeploymentConfig, load
 from outrider.errors import ConfigError, SettingError
 from outrider.fleet.preflight import warnings, without_secrets
 from outrider.foundation.api_keys import given_keys, key_hash, new_key
+from tests.support.command_lines import refusal
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 KEY = "a-secret-of-sixteen-or-more"

@@ -1,10 +1,10 @@
 """`outrider collect-env`, and the masking of secrets in settings."""
 
 import pytest
-from command_lines import reported
 
 from outrider.cli.main import main
 from outrider.cli.output import masked_settings
+from tests.support.command_lines import reported
 
 
 @pytest.mark.parametrize(

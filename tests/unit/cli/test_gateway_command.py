@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from command_lines import refusal
-from made_certificates import Made
-from recorded import record
-from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.cli.main import main, parse
 from outrider.foundation.api_keys import Caller, add_key
+from tests.support.command_lines import refusal
+from tests.support.made_certificates import Made
+from tests.support.recorded import record
+from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 WAIT_S = 20.0
 

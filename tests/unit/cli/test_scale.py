@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_lines import refusal, reported
-from recorded import RAY, record, run_here
 
 from outrider.cli.main import main
 from outrider.config.deployment import AutoscaleConfig, load_config
@@ -20,6 +18,8 @@ from outrider.fleet.replica_set import Overview, ReplicaView
 from outrider.fleet.trial import TrialReport
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
+from tests.support.command_lines import refusal, reported
+from tests.support.recorded import RAY, record, run_here
 
 GIVEN = {
     "engine": "emulated:vocab_size=10", "draft_model": "emulated", "deployment_name": "d",

@@ -11,8 +11,6 @@ from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
-from command_lines import printed
-from recorded import record, run_here
 
 from outrider.cli.main import main, parse
 from outrider.cli.options import connected, deployment_config, refuse_other_settings
@@ -25,6 +23,8 @@ from outrider.fleet.launcher import Deployment
 from outrider.fleet.replica_set import Overview, ReplicaView
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.registry.registry import ROLES, ReplicaRecord, Role, Starts
+from tests.support.command_lines import printed
+from tests.support.recorded import record, run_here
 
 DESCRIBED = asdict(ReplicaDescription("b", "", "", 99, "", 64, (), 8))
 

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import byte_level_tokenizer
-from script_store import ScriptStore
-from session_links import TOY, described
 
 from coordinator import host
 from coordinator.host import CoordinatorHost, _load_text, owner_name
@@ -18,6 +15,9 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest
 from outrider.redis.address import RedisAddress
 from outrider.registry.registry import Membership
+from tests.support.models import byte_level_tokenizer
+from tests.support.script_store import ScriptStore
+from tests.support.session_links import TOY, described
 
 REDIS = RedisAddress(url="unix:///none", key_prefix="outrider:")
 

@@ -9,23 +9,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
-from coordinator_bench import (
-    CONFIG,
-    REQUEST,
-    STEP_S,
-    Bench,
-    SlowText,
-    bench,
-    draft_service,
-    failing,
-    running,
-    target_service,
-    tokens_of,
-)
-from rounds import SeverableLink
-from session_links import ScriptedLink, proposal
-from stack import toy_text
-from toy_engine import ToyEngine, toy_logits
 
 from coordinator.decoding import load_meter
 from coordinator.decoding.loop import COMMIT_GRACE_S
@@ -47,6 +30,23 @@ from outrider.interfaces.step_costs import StepCosts
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.coordinator_bench import (
+    CONFIG,
+    REQUEST,
+    STEP_S,
+    Bench,
+    SlowText,
+    bench,
+    draft_service,
+    failing,
+    running,
+    target_service,
+    tokens_of,
+)
+from tests.support.rounds import SeverableLink
+from tests.support.session_links import ScriptedLink, proposal
+from tests.support.stack import toy_text
+from tests.support.toy_engine import ToyEngine, toy_logits
 
 pytestmark = pytest.mark.virtual
 

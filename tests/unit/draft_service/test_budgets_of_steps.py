@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from pages import check_pages
-from rounds import Replica, make_head, session_name
 from test_draft_service import expected_proposal
-from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
@@ -21,6 +18,9 @@ from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
+from tests.support.pages import check_pages
+from tests.support.rounds import Replica, make_head, session_name
+from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
 PASS_S = 0.010

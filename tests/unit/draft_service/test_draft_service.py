@@ -4,10 +4,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from pages import check_pages
-from rounds import GREEDY, Replica, make_head, session_name
-from toy_engine import ToyEngine, toy_logits
-from verdict_laws import draft_token
 
 from outrider.errors import EngineLost, OutriderError
 from outrider.foundation.tokens import TokenSequence
@@ -16,6 +12,10 @@ from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from tests.support.pages import check_pages
+from tests.support.rounds import GREEDY, Replica, make_head, session_name
+from tests.support.toy_engine import ToyEngine, toy_logits
+from tests.support.verdict_laws import draft_token
 
 PROMPT = (1, 2, 3)
 

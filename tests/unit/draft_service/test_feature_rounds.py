@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import flat_module, tiny_eagle3, twin
-from rounds import RULES, Replica, make_head, outcome_of, proposal_of_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.drafters import hidden_states
@@ -25,6 +23,8 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import verifier
+from tests.support.models import flat_module, tiny_eagle3, twin
+from tests.support.rounds import RULES, Replica, make_head, outcome_of, proposal_of_head
 
 VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import GREEDY, Replica, make_head, session_name
 from test_draft_service import draft_over, expected_proposal
-from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest, OutOfPages
 from outrider.interfaces.engine import SequenceStep
@@ -18,6 +16,8 @@ from outrider.interfaces.messages import DraftItem, ProposalReply, Refused, Resy
 from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.token_budget import CORRECTION_WEIGHT
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.rounds import GREEDY, Replica, make_head, session_name
+from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)

@@ -12,13 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import MAX_MODEL_LEN, save_tiny_model, tiny_config, tiny_module, twin
-from paged_engines import VOCAB, checked_engines, dense, ids
-from rounds import GREEDY, PENALISED, RULES
 from test_draft_service import draft_over
 from test_look_ahead import item
-from toy_engine import ToyEngine, toy_logits
-from verdict_laws import draft_token
 
 from draft_service.model_drafter import ParallelDrafter, parallel_token
 from outrider.config.deployment import DraftConfig
@@ -31,6 +26,11 @@ from outrider.speculation.logits_processing import masked_logits, target_probabi
 from outrider.speculation.proposal import DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from tests.support.models import MAX_MODEL_LEN, save_tiny_model, tiny_config, tiny_module, twin
+from tests.support.paged_engines import VOCAB, checked_engines, dense, ids
+from tests.support.rounds import GREEDY, PENALISED, RULES
+from tests.support.toy_engine import ToyEngine, toy_logits
+from tests.support.verdict_laws import draft_token
 
 MASK, TOY_MASK, TOY_VOCAB = VOCAB - 1, 7, 8
 LENGTHS = (1, 2, 5, 31, 64, 120)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_requests import request
 
 from outrider.drafters.lookup import OCCURRENCES_MAX, TOKENS_PER_MATCH, NgramDrafter
 from outrider.foundation.tokens import TokenSequence
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import Rule
+from tests.support.lookup_requests import request
 
 
 def search(ids: list[int], ngrams: tuple[int, int], num_tokens: int) -> tuple[int, ...]:

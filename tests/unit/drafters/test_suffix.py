@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_requests import request
 
 from outrider.drafters.suffix import END, History, SuffixConfig, SuffixDrafter
 from outrider.speculation.sampling_params import Rule
+from tests.support.lookup_requests import request
 
 SMALL = SuffixConfig(depth=4, occurrences_max=6)
 

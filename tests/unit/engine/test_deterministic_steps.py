@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import tiny_config, tiny_module
-from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 from torch import nn
 
 from outrider.engine.paged_engine import PagedEngine
@@ -20,6 +18,8 @@ from outrider.limits import PAGE_SIZE
 from outrider.models.compatibility import dependent_at
 from outrider.models.linear_layers import AlignedActivation
 from outrider.models.module_replacement import speed_up
+from tests.support.models import tiny_config, tiny_module
+from tests.support.paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 
 LENGTH = 150  # length of the tested sequence: two splits, ten pages, many windows of 6
 MAX_MODEL_LEN = 512

@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_substitutes import backend_on
-from models import tiny_config, tiny_eagle3, tiny_module, twin
-from paged_engines import VOCAB, WIDE, fuse, ids, pace_kernels
-from pages import check_pages
 
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError, StepUndone
@@ -17,6 +13,10 @@ from outrider.interfaces.engine import DraftingEngine, ModelInfo, SequenceStep
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.models.module_replacement import speed_up
+from tests.support.cuda_substitutes import backend_on
+from tests.support.models import tiny_config, tiny_eagle3, tiny_module, twin
+from tests.support.paged_engines import VOCAB, WIDE, fuse, ids, pace_kernels
+from tests.support.pages import check_pages
 
 TAPS = (2, 0, 3)
 DEPTHS = 3

@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module
-from paged_engines import VOCAB, WIDE, ids, pace_kernels
-from reference_kernels import ReferenceKernels, ReferenceLayers
 
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu import fused_decoder
@@ -18,6 +15,9 @@ from outrider.kv_cache.attention import find_layers
 from outrider.kv_cache.storage import KVCache, LayerShape
 from outrider.limits import PAGE_SIZE
 from outrider.models.module_replacement import speed_up
+from tests.support.models import tiny_config, tiny_module
+from tests.support.paged_engines import VOCAB, WIDE, ids, pace_kernels
+from tests.support.reference_kernels import ReferenceKernels, ReferenceLayers
 
 MAX_MODEL_LEN = 256
 

@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module, twin
-from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
-from pages import check_pages
 
 from outrider.engine.cpu.fused_decoder import SPAN_TOKENS_MAX
 from outrider.errors import BadRequest
 from outrider.interfaces.engine import SequenceStep
+from tests.support.models import tiny_config, tiny_module, twin
+from tests.support.paged_engines import (
+    FAMILIES,
+    VOCAB,
+    EngineMaker,
+    checked_engines,
+    dense,
+    gap,
+    ids,
+    run,
+)
+from tests.support.pages import check_pages
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
 """Families that run on fused kernels."""

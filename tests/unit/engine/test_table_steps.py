@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_substitutes import attend_by_tables, backend_on
-from models import tiny_config, tiny_module, twin
-from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep
 from outrider.interfaces.engine import SequenceStep
 from outrider.kv_cache.attention import LayerPages
+from tests.support.cuda_substitutes import attend_by_tables, backend_on
+from tests.support.models import tiny_config, tiny_module, twin
+from tests.support.paged_engines import (
+    FAMILIES,
+    VOCAB,
+    EngineMaker,
+    checked_engines,
+    dense,
+    gap,
+    ids,
+    run,
+)
 
 CLOSE = 2e-3  # allowed difference in float32, for logits of about 10
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from fake_cuda import DeviceWatch, fake_device
+
+from tests.support.fake_cuda import DeviceWatch, fake_device
 
 
 @pytest.fixture

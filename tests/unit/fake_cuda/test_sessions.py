@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
-from fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_module
-from rounds import GREEDY, PENALISED, make_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter
@@ -43,6 +39,10 @@ from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParam
 from outrider.speculation.verification import Question, verdicts_from_logits
 from target_service.actor import self_drafter_of
 from target_service.verifier import Verifier
+from tests.support.constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
+from tests.support.fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
+from tests.support.models import tiny_config, tiny_eagle3, tiny_module
+from tests.support.rounds import GREEDY, PENALISED, make_head
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(temperature=0.8, min_p=0.01, top_k=50, top_p=0.9)

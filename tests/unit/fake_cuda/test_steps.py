@@ -10,11 +10,11 @@ from functools import cache
 from itertools import count
 
 import pytest
-from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_module
 
 from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import SequenceStep
+from tests.support.fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
+from tests.support.models import tiny_config, tiny_eagle3, tiny_module
 
 _names = map(str, count())
 

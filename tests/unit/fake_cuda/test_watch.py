@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CUDA, VOCAB, DeviceWatch, fake_device, to_device
-from models import tiny_config, tiny_module
 from torch import Tensor
 
 from outrider.speculation.logits_processing import row_sums, target_probabilities
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.fake_cuda import CUDA, VOCAB, DeviceWatch, fake_device, to_device
+from tests.support.models import tiny_config, tiny_module
 
 
 def logits(num: int = 4) -> Tensor:

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memory_registry import MemoryRegistry
 
 from outrider.config.deployment import AutoscaleConfig
 from outrider.errors import StoreUnavailable
 from outrider.fleet.autoscaling import Autoscaler
 from outrider.registry.registry import Figures, ReplicaRecord, Role
+from tests.support.memory_registry import MemoryRegistry
 
 CONFIG = AutoscaleConfig(
     autoscale_targets="1:8", autoscale_drafts="0:6", autoscale_coordinators="1:4",

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from fleet_world import Sitter, World, playing
 
 from outrider.errors import StoreUnavailable, Unavailable
 from outrider.fleet.hang_watch import ANSWER_S, CALLS, HANG_LOOK_S, LATE_CALLS, LATE_S
 from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
+from tests.support.fleet_world import Sitter, World, playing
 
 pytestmark = pytest.mark.virtual
 

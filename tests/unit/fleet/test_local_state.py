@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from recorded import record
 
 from outrider.errors import ConfigError
 from outrider.fleet.local_state import (
@@ -23,6 +22,7 @@ from outrider.fleet.local_state import (
     state_directory,
     withdraw,
 )
+from tests.support.recorded import record
 
 RECORD = record()
 

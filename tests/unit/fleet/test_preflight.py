@@ -11,14 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import (
-    MAX_MODEL_LEN,
-    byte_level_tokenizer,
-    save_tiny_eagle3,
-    save_tiny_model,
-    save_tiny_raw_eagle3,
-)
-from mtp_models import MtpReference, mtp_target
 
 from outrider.config.deployment import DeploymentConfig, DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
@@ -29,6 +21,14 @@ from outrider.fleet.preflight import (
     resolve_models,
     warnings,
 )
+from tests.support.models import (
+    MAX_MODEL_LEN,
+    byte_level_tokenizer,
+    save_tiny_eagle3,
+    save_tiny_model,
+    save_tiny_raw_eagle3,
+)
+from tests.support.mtp_models import MtpReference, mtp_target
 
 EMULATED = {"engine": "emulated:vocab_size=100", "draft_model": "emulated", "port": 0}
 HEAD = {"draft_model": "eagle3:a"}

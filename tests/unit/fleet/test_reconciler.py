@@ -12,7 +12,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 import ray
-from fleet_world import World, resolved
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
 from outrider.config.deployment import DeploymentConfig, load_config
@@ -22,6 +21,7 @@ from outrider.fleet.reconciler import AWAY_S, SLOW_S, Reconciler, ReconcilerClie
 from outrider.fleet.replica_set import Fleet
 from outrider.registry.registry import ReplicaRecord, Role
 from outrider.replica.process_setup import Place
+from tests.support.fleet_world import World, resolved
 
 pytestmark = pytest.mark.virtual
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet_world import Sitter, playing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +31,7 @@ from outrider.fleet.replica_set import (
 from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
 from outrider.replica.process_setup import Place
+from tests.support.fleet_world import Sitter, playing
 
 pytestmark = pytest.mark.virtual
 

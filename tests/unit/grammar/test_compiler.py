@@ -8,13 +8,13 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
-from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
 
 from outrider.errors import BadRequest, ConfigError, Incompatible, Overloaded
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer, check_alternatives
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
 from outrider.limits import ALTERNATIVES_MAX, COMPILE_S_MAX, LIST_ALTERNATIVE, MASK_S_MAX
+from tests.support.constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
 
 ITSELF = {"$ref": "#/$defs/a"}
 

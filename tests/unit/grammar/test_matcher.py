@@ -3,7 +3,6 @@ discarded."""
 
 import random
 
-import constrained
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, TOO_SLOW_S
+from tests.support import constrained
 
 
 @pytest.mark.parametrize("name", constrained.CONSTRAINTS)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pages import check_pages
 
 from outrider.errors import OutOfPages
 from outrider.interfaces.engine import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool, Copy
+from tests.support.pages import check_pages
 
 SIZE = 4
 PROMPT = tuple(range(100, 100 + 3 * SIZE))

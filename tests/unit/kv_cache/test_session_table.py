@@ -6,8 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from pages import check_pages
-from rounds import make_head
 
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
@@ -15,6 +13,8 @@ from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import ReplyKey, Resync, RoundHead
 from outrider.kv_cache.session_table import SessionTable
+from tests.support.pages import check_pages
+from tests.support.rounds import make_head
 
 SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
 

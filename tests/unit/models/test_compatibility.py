@@ -6,8 +6,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from models import tiny_config, tiny_module
-from paged_engines import (
+from torch import Tensor, nn
+
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import ConfigError
+from outrider.interfaces.engine import ModelInfo
+from outrider.models.compatibility import check_features, row_coupling
+from outrider.models.module_replacement import speed_up
+from tests.support.models import tiny_config, tiny_module
+from tests.support.paged_engines import (
     FAMILIES,
     VOCAB,
     WIDE,
@@ -19,13 +26,6 @@ from paged_engines import (
     pace_kernels,
     run,
 )
-from torch import Tensor, nn
-
-from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import ConfigError
-from outrider.interfaces.engine import ModelInfo
-from outrider.models.compatibility import check_features, row_coupling
-from outrider.models.module_replacement import speed_up
 
 SIZES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle3, tiny_module
-from mtp_models import mtp_target, tiny_mtp
 
 from outrider.interfaces.engine import ModelInfo
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, read_library
 from outrider.models.target_layers import watched_layers
+from tests.support.models import tiny_config, tiny_eagle3, tiny_module
+from tests.support.mtp_models import mtp_target, tiny_mtp
 
 VOCAB, LENGTH = 32, 128
 LAYER_IDS = (2, 4, 6)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import as_raw, tiny_config, tiny_eagle3, tiny_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models import eagle3
 from outrider.models.student import target_ends
+from tests.support.models import as_raw, tiny_config, tiny_eagle3, tiny_module
 
 VOCAB = 32
 DRAFT_IDS = (1, 4, 5, 9, 20, 21, 30)

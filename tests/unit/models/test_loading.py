@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_threads import cuda_of
-from halves import halve
-from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +26,9 @@ from outrider.models.loading import (
     settled_dtype,
 )
 from outrider.models.sources import DEMO_DISTRIBUTION, converted, resolve_model
+from tests.support.cuda_threads import cuda_of
+from tests.support.halves import halve
+from tests.support.models import byte_level_tokenizer, save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import quick_linear, tiny_config, tiny_module
 from torch import nn
 from transformers.models.llama.modeling_llama import eager_attention_forward  # noqa: F401 -- looked up beside a block's class
 
@@ -18,6 +17,7 @@ from outrider.models.module_replacement import (
     NativeRMSNorm,
     speed_up,
 )  # fmt: skip
+from tests.support.models import quick_linear, tiny_config, tiny_module
 
 VOCAB = 32
 SHORT, LONG = torch.bfloat16, torch.float64

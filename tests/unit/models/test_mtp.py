@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import save_tiny_model, twin
-from mtp_models import FAMILIES, MtpReference, mtp_target
 from safetensors.torch import load_file, save_file
 
 from outrider.engine.paged_engine import PagedEngine
@@ -17,6 +15,8 @@ from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.module_replacement import speed_up
 from outrider.models.mtp import check_mtp, load_mtp
 from outrider.models.student import target_ends
+from tests.support.models import save_tiny_model, twin
+from tests.support.mtp_models import FAMILIES, MtpReference, mtp_target
 
 VOCAB, LENGTH, DEPTHS = 32, 310, 3
 INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "t")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_module
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig
 
@@ -14,6 +13,7 @@ from outrider.errors import ConfigError
 from outrider.models.eagle3 import LoadedEagle3, load_eagle3
 from outrider.models.mtp import load_mtp
 from outrider.models.published_drafters import recognise
+from tests.support.models import tiny_module
 
 SCALE = 16  # every width of a published drafter is divided by it
 WIDTHS = (

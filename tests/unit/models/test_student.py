@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import save_tiny_drafter, save_tiny_model, tiny_drafter, tiny_module
-from mtp_models import mtp_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +22,8 @@ from outrider.models.student import DESCRIPTION_FILE, load_student
 from outrider.replica.process_setup import build_engine
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.models import save_tiny_drafter, save_tiny_model, tiny_drafter, tiny_module
+from tests.support.mtp_models import mtp_target
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

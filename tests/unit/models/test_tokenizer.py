@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import SPECIAL_TOKENS, byte_fallback_tokenizer, byte_level_tokenizer, save_tiny_model
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import BadRequest, ConfigError
 from outrider.models.tokenizer import TokenizerText
+from tests.support.models import (
+    SPECIAL_TOKENS,
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    save_tiny_model,
+)
 
 
 def unknown_tokenizer() -> PreTrainedTokenizerFast:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import reported
 
 from outrider.cli.main import main
 from outrider.planner.devices import compare
+from tests.support.command_lines import reported
 
 PERFORMANCE = Path(__file__).parents[3] / "docs" / "performance.md"
 RATE = "device_tokens_per_second"

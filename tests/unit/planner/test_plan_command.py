@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_sides import pair_here, tiny_pair
-from command_lines import refusal, reported
 
 from outrider.interfaces.step_costs import StepCosts
 from outrider.planner import rehearsal
 from outrider.replica.process_setup import build_engine
+from tests.support.bench_sides import pair_here, tiny_pair
+from tests.support.command_lines import refusal, reported
 
 FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1")
 EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")

@@ -10,9 +10,6 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from command_lines import printed
-from coordinator_bench import bench, draft_service, target_service
-from toy_engine import ToyEngine
 
 from outrider.bench.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from outrider.bench.measurement import Completion, Round, bench_request
@@ -27,6 +24,9 @@ from outrider.planner.rehearsal import PlayedSession, fit
 from outrider.planner.rounds import ServiceTimes, scripted, total
 from outrider.replica.process_setup import build_lookup
 from outrider.speculation.sampling_params import Rule
+from tests.support.command_lines import printed
+from tests.support.coordinator_bench import bench, draft_service, target_service
+from tests.support.toy_engine import ToyEngine
 
 VOCAB_SIZE = 12
 MAX_TOKENS = 40

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from memory_registry import MemoryRegistry
 
 from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import LEASE_S, RENEWAL_S, STARTS_LEASE_S, ReplicaRecord, Starts
+from tests.support.memory_registry import MemoryRegistry
 
 pytestmark = pytest.mark.virtual
 

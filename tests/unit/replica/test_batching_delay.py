@@ -4,12 +4,12 @@ import asyncio
 from itertools import count
 
 import pytest
-from rounds import Replica, ask, make_head
-from toy_engine import ToyEngine
 
 from outrider.interfaces.messages import VerifyItem
 from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.batching_delay import BatchingDelay
+from tests.support.rounds import Replica, ask, make_head
+from tests.support.toy_engine import ToyEngine
 
 
 def one_time(rows: int, sessions: int) -> float:

@@ -12,12 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import halves
 import pytest
 import torch
-from cuda_threads import cuda_of
-from models import byte_level_tokenizer, save_tiny_model
-from thread_ranks import ThreadRank, on_each, thread_ranks
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outrider.config.deployment import DraftConfig, TargetConfig
@@ -31,6 +27,10 @@ from outrider.replica import process_setup, rank_process
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import build_engine, build_grammars, log_at, log_to
 from outrider.replica.service import describe_model
+from tests.support import halves
+from tests.support.cuda_threads import cuda_of
+from tests.support.models import byte_level_tokenizer, save_tiny_model
+from tests.support.thread_ranks import ThreadRank, on_each, thread_ranks
 
 
 @pytest.mark.parametrize("has_route", [True, False])

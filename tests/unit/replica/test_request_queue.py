@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from rounds import make_head
-
 from outrider.interfaces.messages import DraftItem
 from outrider.replica.step_request import AnswerSender, RequestQueue, StepRequest, Unfinished
+from tests.support.rounds import make_head
 
 
 def work(

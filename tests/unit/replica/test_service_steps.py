@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rounds import PATIENCE_S, make_head, session_name
 
 from outrider.errors import EngineLost, Overloaded, StaleEpoch, Unavailable
 from outrider.interfaces.engine import PageCounts
@@ -30,6 +29,7 @@ from outrider.replica.step_request import (
 )
 from outrider.replica.step_watch import LOOK_S, ExpectedStep
 from outrider.speculation.proposal import EMPTY_PROPOSAL
+from tests.support.rounds import PATIENCE_S, make_head, session_name
 
 PAGES = PageCounts(10, 2, 3, 0, 0)
 

@@ -4,9 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pages import check_pages
-from rounds import make_head, session_name
-from toy_engine import ToyEngine
 
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import Resync
@@ -14,6 +11,9 @@ from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker
+from tests.support.pages import check_pages
+from tests.support.rounds import make_head, session_name
+from tests.support.toy_engine import ToyEngine
 
 WAITS = Unfinished.WAITS
 

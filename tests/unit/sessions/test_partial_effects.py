@@ -9,8 +9,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from script_store import ScriptStore
-from session_model import IDS, OWNERS, end_of, new_session, next_append
 
 from outrider import errors
 from outrider.redis.connection import Call, Script
@@ -18,6 +16,8 @@ from outrider.sessions import state
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, Shared
 from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError
+from tests.support.script_store import ScriptStore
+from tests.support.session_model import IDS, OWNERS, end_of, new_session, next_append
 
 KEY = f"session:{{{IDS[0]}}}".encode()
 KEYS = (KEY, KEY + b":tokens", KEY + b":logprobs")

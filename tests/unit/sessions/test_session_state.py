@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from session_model import new_session
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
 from outrider.config.deployment import WAIT_MS_MAX
@@ -15,6 +14,7 @@ from outrider.foundation.tokens import TokenSequence
 from outrider.limits import APPEND_TOKENS_MAX, DEADLINE_MS_MAX, KEY_TTL_S, TOKEN_ID_MAX
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, FinishReason
+from tests.support.session_model import new_session
 
 NO_COUNTS = Counters()
 

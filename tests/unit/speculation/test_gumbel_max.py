@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from verdict_laws import row_keys
 
 from outrider.speculation.gumbel_max import BLOCK, race, scores
 from outrider.speculation.random_streams import Place, RowKeys, Stream
+from tests.support.verdict_laws import row_keys
 
 ALPHA = 1e-6
 

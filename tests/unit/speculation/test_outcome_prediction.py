@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from verdict_laws import row_keys
 
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
@@ -22,6 +21,7 @@ from outrider.speculation.outcome_prediction import (
 )
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
+from tests.support.verdict_laws import row_keys
 
 V, K = 50, 3
 DRAFTED = (7, 3, 11)

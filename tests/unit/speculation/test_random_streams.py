@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import row_keys
 
 from outrider.limits import SEED_MAX
 from outrider.speculation import random_streams
 from outrider.speculation.gumbel_max import numbers
 from outrider.speculation.sampling_params import Rule
+from tests.support.verdict_laws import row_keys
 
 FULL = 0xFFFFFFFF
 KNOWN_ANSWERS = [

@@ -14,8 +14,6 @@ if not ON_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="the compiler of the kernels is not installed")
 
-from verdict_laws import drafted  # noqa: E402
-
 from outrider.errors import InvariantError  # noqa: E402
 from outrider.grammar.token_mask import TokenMask  # noqa: E402
 from outrider.speculation import cuda_verdicts, draft_sampling, verification  # noqa: E402
@@ -25,6 +23,7 @@ from outrider.speculation.proposal import Proposal  # noqa: E402
 from outrider.speculation.random_streams import RoundNoise  # noqa: E402
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory  # noqa: E402
 from outrider.speculation.verification import Question, verdicts_from_logits  # noqa: E402
+from tests.support.verdict_laws import drafted  # noqa: E402
 
 DEVICE = "cuda" if ON_CUDA else "cpu"
 GREEDY = SamplingParams(temperature=0.0)

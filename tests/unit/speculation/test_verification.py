@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import drafted, row_keys, score, verdict_from_logits
 
 from outrider.errors import InvariantError
 from outrider.speculation.accept_reject import decide
@@ -14,6 +13,7 @@ from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Propos
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.speculation.verification import Question, verdicts_from_logits
+from tests.support.verdict_laws import drafted, row_keys, score, verdict_from_logits
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
 HALF = COUNT_TOTAL // 2

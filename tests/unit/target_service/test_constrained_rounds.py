@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
-from rounds import GREEDY, PATIENCE_S, Pair, Player, Replica, make_head, outcome_of, session_name
-from toy_engine import ToyEngine, toy_logits
-from verdict_laws import verdict_from_logits
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
@@ -38,6 +34,27 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from tests.support.constrained import (
+    CONSTRAINTS,
+    allowed_ids,
+    eos,
+    fresh_mask,
+    grammar,
+    grammars,
+    hf_tokenizer,
+)
+from tests.support.rounds import (
+    GREEDY,
+    PATIENCE_S,
+    Pair,
+    Player,
+    Replica,
+    make_head,
+    outcome_of,
+    session_name,
+)
+from tests.support.toy_engine import ToyEngine, toy_logits
+from tests.support.verdict_laws import verdict_from_logits
 
 VOCAB = 320
 PROMPT = tuple(range(60, 68))

@@ -4,12 +4,12 @@ ever."""
 import asyncio
 
 import pytest
-from rounds import Replica, make_head, session_name
-from toy_engine import ToyEngine
 
 from outrider.interfaces.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.limits import SILENT_SESSION_MS
 from outrider.speculation.proposal import SealedProposal
+from tests.support.rounds import Replica, make_head, session_name
+from tests.support.toy_engine import ToyEngine
 
 STEP_S = 0.01
 LONG_US = 60_000_000

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import Player, Replica, make_head, session_name
-from toy_engine import ToyEngine
 
 from outrider.errors import Overloaded
 from outrider.interfaces.engine import SequenceStep
@@ -15,6 +13,8 @@ from outrider.interfaces.messages import Refused, ReplyKey, Resync, VerifyAnswer
 from outrider.replica.step_request import CANCELLED_CODE, AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.rounds import Player, Replica, make_head, session_name
+from tests.support.toy_engine import ToyEngine
 
 pytestmark = pytest.mark.virtual
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import flat_module, tiny_eagle3, twin
-from paged_engines import shorten_pages
-from rounds import RULES, Replica, make_head, outcome_of, proposal_of_head, session_name
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.paged_engine import PagedEngine
@@ -20,6 +17,16 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
 from target_service.verifier import SelfDrafter
+from tests.support.models import flat_module, tiny_eagle3, twin
+from tests.support.paged_engines import shorten_pages
+from tests.support.rounds import (
+    RULES,
+    Replica,
+    make_head,
+    outcome_of,
+    proposal_of_head,
+    session_name,
+)
 
 VOCAB, LENGTH = 24, 40
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -4,13 +4,12 @@ engine states its times, and costs are measured on it."""
 import asyncio
 import statistics
 
-from rounds import Replica, ask, make_head
-
 from outrider.config.emulated_spec import EmulatedSpec
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.step_costs import measure_step_costs
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import VerifyItem
+from tests.support.rounds import Replica, ask, make_head
 
 SPEC = EmulatedSpec(vocab_size=64, support=4, verify_ms=10.0, verify_tokens=16)
 """A step of 8 rows takes 10 ms, a prompt of 4,000 tokens 2,500 ms."""

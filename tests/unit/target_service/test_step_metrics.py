@@ -1,11 +1,10 @@
 """Metrics of a replica's steps: pages, prefixes, parts of prompts."""
 
-from rounds import Replica, make_head, session_name
-from scraping import Memory
-from toy_engine import ToyEngine
-
 from outrider.interfaces.messages import VerifyItem
 from outrider.replica.step_spans import ObservedSteps
+from tests.support.rounds import Replica, make_head, session_name
+from tests.support.scraping import Memory
+from tests.support.toy_engine import ToyEngine
 
 
 def values(memory: Memory) -> dict[str, float]:

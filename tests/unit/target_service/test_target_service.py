@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import Replica, make_head, outcome_of, session_name
-from toy_engine import ToyEngine, toy_logits
-from verdict_laws import score
 
 from outrider.foundation.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.interfaces.engine import SequenceStep
@@ -19,6 +16,9 @@ from outrider.speculation.logits_processing import raw_logprobs, target_probabil
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from tests.support.rounds import Replica, make_head, outcome_of, session_name
+from tests.support.toy_engine import ToyEngine, toy_logits
+from tests.support.verdict_laws import score
 
 PROMPT = (1, 2, 3)
 HALVES = DraftDistribution((4, 5), (2**15, 2**15))

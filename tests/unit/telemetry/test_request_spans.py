@@ -8,7 +8,6 @@ from urllib.request import Request, urlopen
 
 import pytest
 from opentelemetry.trace import get_current_span
-from scraping import Memory, Page
 
 from outrider.config.deployment import CoordinatorConfig
 from outrider.config.telemetry_destination import Destination
@@ -20,6 +19,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry import setup
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
+from tests.support.scraping import Memory, Page
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from bare_http2 import bare_connection
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import Overloaded, Unauthenticated
@@ -25,6 +24,7 @@ from outrider.transport.server import (
     must_be_taken,
 )
 from outrider.v1 import coordinator_pb2 as pb
+from tests.support.bare_http2 import bare_connection
 
 CHECK, WATCH = f"{HEALTH_PATH}Check", f"{HEALTH_PATH}Watch"
 DESCRIBE = "/outrider.v1.Coordinator/Describe"

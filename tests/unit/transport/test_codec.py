@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rounds import answer_message, item_message, make_head
 
 from outrider import limits
 from outrider.drafters.hidden_states import Features
@@ -25,6 +24,7 @@ from outrider.transport import codec, request_codec
 from outrider.transport.codec import DRAFT, VERIFY, from_proto, to_proto
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
+from tests.support.rounds import answer_message, item_message, make_head
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

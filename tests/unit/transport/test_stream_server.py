@@ -3,12 +3,11 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from rounds import make_head
-
 from outrider.interfaces.messages import VerifyItem
 from outrider.limits import FRAME_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
 from outrider.transport.codec import VERIFY
 from outrider.transport.stream_server import ReplicaServicer, SendQueue
+from tests.support.rounds import make_head
 
 ITEM = VerifyItem(make_head((1, 2)))
 

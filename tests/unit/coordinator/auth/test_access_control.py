@@ -6,7 +6,6 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from outrider.errors import (
@@ -19,6 +18,7 @@ from outrider.errors import (
 from outrider.foundation.api_keys import ANYBODY, Caller, given_keys, key_hash
 from outrider.interfaces.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
+from tests.support.told_coordinator import FINISHED, TOKENS, MemorySlots
 
 KEY = "a-key-of-16-characters"
 LIMITED = Caller("alice", "alice", concurrency=1)

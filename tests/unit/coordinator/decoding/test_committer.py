@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 import pytest
-from script_store import ScriptStore
-from session_model import IDS, new_session
 
 from coordinator.decoding.committer import Committer, SessionCommits
 from outrider import limits
 from outrider.errors import DataLoss, OutriderError, StaleEpoch, StoreUnavailable, Unavailable
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Counters, Finish, FinishReason
+from tests.support.script_store import ScriptStore
+from tests.support.session_model import IDS, new_session
 
 pytestmark = pytest.mark.virtual
 

@@ -2,7 +2,6 @@ import itertools
 from typing import Any
 
 import pytest
-from coordinator_bench import Letters
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from coordinator.decoding.detokenizer import Completion
 from coordinator.requests.validation import GenerationParameters
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.coordinator_bench import Letters
 
 EOS = 99
 

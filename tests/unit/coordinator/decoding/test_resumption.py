@@ -12,8 +12,6 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from coordinator_bench import CONFIG, REQUEST, Bench, Letters, SlowText, bench, failing, tokens_of
-from session_model import new_session
 
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.resumption import (
@@ -34,6 +32,17 @@ from outrider.registry.registry import Starts
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.coordinator_bench import (
+    CONFIG,
+    REQUEST,
+    Bench,
+    Letters,
+    SlowText,
+    bench,
+    failing,
+    tokens_of,
+)
+from tests.support.session_model import new_session
 
 pytestmark = pytest.mark.virtual
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from coordinator_bench import REQUEST, Bench, bench
 
 from coordinator.decoding.sessions import RequestKey
 from coordinator.decoding.stored_bytes import KEY_BYTES, SESSION_BYTES, TOKEN_BYTES, StoredBytes
@@ -16,6 +15,7 @@ from outrider import errors, limits
 from outrider.interfaces.request import Event, ResumeRequest
 from outrider.sessions.store import StoreMemory
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.coordinator_bench import REQUEST, Bench, bench
 
 pytestmark = pytest.mark.virtual
 

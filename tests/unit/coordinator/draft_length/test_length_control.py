@@ -7,13 +7,13 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
+from tests.support.length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 
 @pytest.mark.parametrize("tables", [True, False])

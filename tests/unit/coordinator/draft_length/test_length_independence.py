@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.draft_length import controller
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
+from tests.support.length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 TARGET = StepCosts((1, 33), (0.02, 0.034))
 DRAFT = StepCosts((1, 65), (0.002, 0.004))

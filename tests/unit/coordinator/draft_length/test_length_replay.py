@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from length_world import BOUND, RUN_AHEAD, description
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
+from tests.support.length_world import BOUND, RUN_AHEAD, description
 
 TARGET = StepCosts((1, 2, 3, 9, 17, 80), (0.0448, 0.0465, 0.048, 0.0537, 0.064, 0.130))
 DRAFT = StepCosts((1, 16, 256), (0.0134, 0.017, 0.060))
@@ -90,7 +90,7 @@ def play(
 
 
 def recorded(rule: str) -> list[Any]:
-    path = Path(__file__).parents[3] / "recorded_rounds.json"
+    path = Path(__file__).parents[3] / "support" / "recorded_rounds.json"
     return list(json.loads(path.read_text())[rule])
 
 

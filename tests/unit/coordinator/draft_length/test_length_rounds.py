@@ -6,8 +6,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from coordinator_bench import CONFIG, STEP_S, bench, draft_service, target_service
-from toy_engine import ToyEngine
 
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.suffix import SuffixDrafter
@@ -17,6 +15,8 @@ from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
 from outrider.transport.link import MemoryLink
+from tests.support.coordinator_bench import CONFIG, STEP_S, bench, draft_service, target_service
+from tests.support.toy_engine import ToyEngine
 
 pytestmark = pytest.mark.virtual
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from models import byte_fallback_tokenizer, byte_level_tokenizer
 
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
@@ -18,6 +17,7 @@ from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
+from tests.support.models import byte_fallback_tokenizer, byte_level_tokenizer
 
 TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")

@@ -14,9 +14,6 @@ from unittest.mock import AsyncMock
 import httpx
 import jsonschema
 import pytest
-from models import byte_level_tokenizer
-from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
-from told_coordinator import ToldCoordinator as Service
 
 from coordinator.auth.access_control import OPEN, AccessControl, RateExceeded, watch_keys
 from coordinator.decoding.sessions import RequestKey
@@ -29,6 +26,9 @@ from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens
 from outrider.models.tokenizer import TokenizerText
+from tests.support.models import byte_level_tokenizer
+from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
+from tests.support.told_coordinator import ToldCoordinator as Service
 
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_http_app import Front
-from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body, wrong_body
@@ -25,6 +24,7 @@ from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.request_codec import request_from_proto, request_to_proto
+from tests.support.told_coordinator import ToldCoordinator
 
 USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}

@@ -8,9 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from coordinator_bench import Bench, Letters
-from script_store import ScriptStore
-from told_coordinator import MemorySlots
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.decoding.sessions import RequestKey
@@ -21,6 +18,9 @@ from coordinator.http_api.tools import ChatFormats
 from outrider.errors import Overloaded, StoreUnavailable, Unavailable
 from outrider.foundation.api_keys import Caller, given_keys, key_hash
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
+from tests.support.coordinator_bench import Bench, Letters
+from tests.support.script_store import ScriptStore
+from tests.support.told_coordinator import MemorySlots
 
 pytestmark = pytest.mark.virtual
 

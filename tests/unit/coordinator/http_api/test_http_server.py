@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from made_certificates import Made
-from told_coordinator import FINISHED, STARTED, ToldCoordinator
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
@@ -32,6 +30,8 @@ from outrider.interfaces.request import Event, Tokens
 from outrider.limits import HTTP_LAST_REQUEST_S
 from outrider.speculation.accept_reject import Origin
 from outrider.transport.server import RpcServer, ServerOptions
+from tests.support.made_certificates import Made
+from tests.support.told_coordinator import FINISHED, STARTED, ToldCoordinator
 
 PIECE = "a" * 4096
 WAIT_S = 20.0

@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from coordinator_bench import bench, target_service
-from models import byte_fallback_tokenizer, byte_level_tokenizer
 from test_http_app import Front
-from toy_engine import ToyEngine
 
 from outrider.models.tokenizer import TokenizerText
+from tests.support.coordinator_bench import bench, target_service
+from tests.support.models import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.support.toy_engine import ToyEngine
 
 VOCAB = 320
 TEXT = TokenizerText(byte_level_tokenizer(VOCAB), "toy")

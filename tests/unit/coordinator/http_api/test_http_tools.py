@@ -9,8 +9,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from constrained import tokens as grammar_tokens
-from models import byte_level_tokenizer
 from test_http_answers import finished, started, tokens
 from test_http_bodies import USER, chat, refused
 
@@ -32,6 +30,8 @@ from outrider.interfaces.request import ChatMessage
 from outrider.limits import CALLS_MAX, FILE_BYTES_MAX, TOOLS_MAX
 from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
+from tests.support.constrained import tokens as grammar_tokens
+from tests.support.models import byte_level_tokenizer
 
 Parts = list[tuple[str, str]]
 CITY = {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from test_http_app import Front
-from told_coordinator import ToldCoordinator
+
+from tests.support.told_coordinator import ToldCoordinator
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = files("coordinator.http_api").joinpath("page")

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
-from models import byte_level_tokenizer
 
 from coordinator.requests import grammar_check
 from coordinator.requests.grammar_check import _Compiler
@@ -16,6 +15,7 @@ from coordinator.requests.validation import PromptEncoder
 from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.grammar.constraint import Constraint
 from outrider.models.tokenizer import TokenizerText
+from tests.support.models import byte_level_tokenizer
 
 EOS = (0,)
 ENDLESS = Constraint.of_schema({"type": "integer", "multipleOf": 9_999_991})

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memory_registry import MemoryRegistry
-from session_links import TOY, ScriptedLink, context_of, described, session
 
 from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
@@ -23,6 +21,8 @@ from outrider.registry.registry import (
     Role,
     Starts,
 )
+from tests.support.memory_registry import MemoryRegistry
+from tests.support.session_links import TOY, ScriptedLink, context_of, described, session
 
 pytestmark = pytest.mark.virtual
 

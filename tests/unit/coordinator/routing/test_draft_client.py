@@ -9,21 +9,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from session_links import (
-    ANSWER_S,
-    CONFIG,
-    NOISE,
-    PROMPT,
-    TOY,
-    ScriptedLink,
-    asked,
-    context_of,
-    draft_of,
-    pool_of,
-    proposal,
-    refuse,
-    session,
-)
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
@@ -42,6 +27,21 @@ from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule
+from tests.support.session_links import (
+    ANSWER_S,
+    CONFIG,
+    NOISE,
+    PROMPT,
+    TOY,
+    ScriptedLink,
+    asked,
+    context_of,
+    draft_of,
+    pool_of,
+    proposal,
+    refuse,
+    session,
+)
 
 pytestmark = pytest.mark.virtual
 

@@ -4,8 +4,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from length_world import BOUND, World
-from session_links import asked, context_of, session
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
@@ -20,6 +18,8 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule
+from tests.support.length_world import BOUND, World
+from tests.support.session_links import asked, context_of, session
 
 pytestmark = pytest.mark.virtual
 

@@ -11,26 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_links import (
-    CONFIG,
-    GONE_S,
-    NOISE,
-    PROMPT,
-    START_S,
-    TOY,
-    ScriptedLink,
-    asked,
-    context_of,
-    described,
-    draft_of,
-    play,
-    pool_of,
-    proposal,
-    refuse,
-    session,
-    target_of,
-    verdict,
-)
 
 from coordinator.routing.replica_pool import (
     PROBE_PERIOD_S,
@@ -53,6 +33,26 @@ from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import CacheState
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from tests.support.session_links import (
+    CONFIG,
+    GONE_S,
+    NOISE,
+    PROMPT,
+    START_S,
+    TOY,
+    ScriptedLink,
+    asked,
+    context_of,
+    described,
+    draft_of,
+    play,
+    pool_of,
+    proposal,
+    refuse,
+    session,
+    target_of,
+    verdict,
+)
 
 pytestmark = pytest.mark.virtual
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from session_links import CONFIG, asked, context_of, session
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.draft_client import SelfDraftClient
@@ -18,6 +17,7 @@ from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule
+from tests.support.session_links import CONFIG, asked, context_of, session
 
 NAME = "0" * 31 + "1"
 PROMPT = (1, 2, 3, 1, 2, 3, 1)

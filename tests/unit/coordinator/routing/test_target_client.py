@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from session_links import PROMPT, ScriptedLink, play, refuse, session, target_of, verdict
 
 from coordinator.routing.target_client import ANSWER_S
 from outrider import errors
@@ -20,6 +19,15 @@ from outrider.sessions.store import Counters
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
+from tests.support.session_links import (
+    PROMPT,
+    ScriptedLink,
+    play,
+    refuse,
+    session,
+    target_of,
+    verdict,
+)
 
 pytestmark = pytest.mark.virtual
 

@@ -11,7 +11,6 @@ from typing import Final
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file
 
 from draft_service.training import teacher, training
@@ -25,6 +24,7 @@ from outrider.cli.main import main
 from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.models.student import load_student
+from tests.support.models import byte_level_tokenizer, save_tiny_model
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
 OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from models import save_tiny_model, tiny_config, tiny_module
 from safetensors import safe_open
 
 from draft_service.training import distilling, learners
@@ -25,6 +24,7 @@ from outrider.models.student import load_student
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
+from tests.support.models import save_tiny_model, tiny_config, tiny_module
 
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import tiny_config, tiny_module
 
 from draft_service.training import teacher
 from draft_service.training.documents import Document
 from draft_service.training.teacher import Dataset, TeacherCache, check_head
 from outrider.errors import ConfigError
+from tests.support.models import tiny_config, tiny_module
 
 VOCAB = 160
 LENGTHS = (9, 3, 14, 2, 7, 7, 21, 5)

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toy_engine import ToyEngine
-
 from draft_service.training.documents import Template
 from draft_service.training.writing import TEMPERATURES, WrittenCorpus
+from tests.support.toy_engine import ToyEngine
 
 TEMPLATE = Template(before=(0, 1), after=(2, 3, 4))
 VOCAB = 12

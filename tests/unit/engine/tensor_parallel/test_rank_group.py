@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import JOIN_S, LARGE, add_up, processes
 
 from outrider.engine.tensor_parallel import rank_rpc
 from outrider.engine.tensor_parallel.group import LEADER, RankGroup, _store, added_up
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, accept, connect, open_rendezvous
 from outrider.errors import ConfigError, Unavailable
+from tests.support.rank_processes import JOIN_S, LARGE, add_up, processes
 
 CPU = torch.device("cpu")
 STEP_TIMEOUT_S = 2.0

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import save_tiny_model, tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
-from thread_ranks import on_each, thread_ranks
 from transformers import MixtralConfig, Olmo2Config, Phi3Config
 
 from outrider.config.deployment import TargetConfig
@@ -15,6 +13,8 @@ from outrider.errors import ConfigError, SettingError
 from outrider.models.loading import load_model
 from outrider.models.sharding import check_shares, load_shard
 from outrider.replica.process_setup import build_engine
+from tests.support.models import save_tiny_model, tiny_config, tiny_module
+from tests.support.thread_ranks import on_each, thread_ranks
 
 KEY = "tensor_parallel_size"
 VOCAB_SIZE = 37  # no size divides it

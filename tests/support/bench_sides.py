@@ -11,12 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-from models import byte_level_tokenizer, save_tiny_model
-from stack import running_stack
-
 from outrider.bench.measurement import BenchClient, Completion
 from outrider.bench.speedup import Subject
 from outrider.interfaces.request import GenerateRequest
+from tests.support.models import byte_level_tokenizer, save_tiny_model
+from tests.support.stack import running_stack
 
 Script = Callable[[GenerateRequest], tuple[int, float]]
 """Returns the number of tokens and the seconds of a completion."""

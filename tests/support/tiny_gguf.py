@@ -5,7 +5,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from models import byte_level_tokenizer, tiny_config, tiny_module
+
+from tests.support.models import byte_level_tokenizer, tiny_config, tiny_module
 
 
 def save_tiny_gguf(path: Path) -> Path:

@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from memory_registry import MemoryRegistry
-
 from coordinator.decoding.trial import TrialSums
 from outrider.config.deployment import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, Unavailable
@@ -18,6 +16,7 @@ from outrider.fleet.replica_set import Fleet
 from outrider.fleet.spec import FleetSpec, plan_fleet
 from outrider.registry.registry import Engagement, Role
 from outrider.replica.process_setup import Place
+from tests.support.memory_registry import MemoryRegistry
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
 

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from memory_registry import MemoryRegistry
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
-from session_links import described
-from stack import Stack, running_stack
-from toy_engine import ToyEngine
 
 from outrider.config.deployment import CoordinatorConfig
 from outrider.registry.registry import ROLES, Role
 from outrider.replica.step_spans import ObservedSteps
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
+from tests.support.memory_registry import MemoryRegistry
+from tests.support.session_links import described
+from tests.support.stack import Stack, running_stack
+from tests.support.toy_engine import ToyEngine
 
 VOCAB = 64
 

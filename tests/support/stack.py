@@ -8,11 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models import byte_level_tokenizer
-from pages import check_service
-from rounds import drafter_over
-from toy_engine import ToyEngine
-
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import build_app
@@ -42,6 +37,10 @@ from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import coordinator_pb2
 from target_service.service import TargetService
 from target_service.verifier import SelfDrafter
+from tests.support.models import byte_level_tokenizer
+from tests.support.pages import check_service
+from tests.support.rounds import drafter_over
+from tests.support.toy_engine import ToyEngine
 
 CONFIG = CoordinatorConfig(
     served_model_name="model", num_draft_tokens=4, length_control=False, resume_grace_ms=0,

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import MAX_MODEL_LEN
-from pages import check_pages
-from reference_kernels import ReferenceKernels
 
 from draft_service import feature_drafter
 from outrider.engine import paged_engine
@@ -16,6 +13,9 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.kernels.cpu import KernelsUnavailable, PaceKernels, load_pace
 from outrider.models.module_replacement import NativeRMSNorm, speed_up
+from tests.support.models import MAX_MODEL_LEN
+from tests.support.pages import check_pages
+from tests.support.reference_kernels import ReferenceKernels
 
 VOCAB = 32
 FAMILIES = (

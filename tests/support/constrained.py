@@ -6,12 +6,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from models import byte_level_tokenizer
-from toy_engine import ToyEngine
 
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
+from tests.support.models import byte_level_tokenizer
+from tests.support.toy_engine import ToyEngine
 
 SCHEMA = {
     "type": "object",

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-from pages import check_pages
-
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import DraftService
@@ -26,6 +24,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHist
 from outrider.transport.codec import Codec
 from outrider.transport.link import Link, MemoryLink
 from target_service.service import TargetService
+from tests.support.pages import check_pages
 
 GREEDY = SamplingParams(temperature=0.0)
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)

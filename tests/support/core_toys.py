@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from verdict_laws import verdict_law
 
 from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.sampling_params import Rule
+from tests.support.verdict_laws import verdict_law
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 EXACT = 1e-12

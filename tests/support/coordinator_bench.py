@@ -7,11 +7,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from pages import check_service
-from rounds import SeverableLink
-from script_store import ScriptStore
-from toy_engine import ToyEngine
-
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -22,6 +17,10 @@ from outrider.interfaces.request import Event, GenerateRequest, Tokens
 from outrider.replica.executors import InlineExecutor
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
+from tests.support.pages import check_service
+from tests.support.rounds import SeverableLink
+from tests.support.script_store import ScriptStore
+from tests.support.toy_engine import ToyEngine
 
 CONFIG = CoordinatorConfig(
     served_model_name="toy", num_draft_tokens=2, deadline_ms=60_000, length_control=False,

@@ -4,8 +4,6 @@ steps of an engine show the arguments that the compiler would get."""
 from typing import Any
 
 import torch
-from models import tiny_config, tiny_module
-from paged_engines import EngineMaker
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -13,6 +11,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps, attend_tables
 from outrider.interfaces.engine import SequenceStep
 from outrider.models import compatibility
+from tests.support.models import tiny_config, tiny_module
+from tests.support.paged_engines import EngineMaker
 
 _COMPILER = make_backend(GPUTarget("cuda", 90, 32))
 _forms: set[str] = set()

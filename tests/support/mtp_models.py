@@ -7,12 +7,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from models import tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.mtp import load_mtp
+from tests.support.models import tiny_config, tiny_module
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 _NEXT_NAMES = {

@@ -31,7 +31,7 @@ from outrider.kv_cache.attention import LayerPages
 from outrider.speculation import cuda_verdicts
 
 CUDA = torch.device("cuda", 0)
-_TOP = Path(__file__).parents[1]
+_TOP = Path(__file__).parents[2]
 _PRODUCT = tuple(str(_TOP / name) for name in ("outrider", "draft_service", "target_service"))
 _LIBRARY = str(Path(transformers.__file__).parent)
 _TESTS = str(_TOP / "tests")
