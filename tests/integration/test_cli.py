@@ -4,20 +4,19 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
 from tests.support.redis_servers import free_port
+from tests.support.shell import Shell
 
 pytestmark = [
     pytest.mark.real_model, pytest.mark.timeout(600), pytest.mark.xdist_group("deployment"),
@@ -25,47 +24,6 @@ pytestmark = [
 
 PROMPT = "The capital of France is"
 EMULATED = "emulated:vocab_size=100"
-
-
-class Shell:
-    """Runs `outrider` with a state directory of its own."""
-
-    def __init__(self, state: Path) -> None:
-        self.state = state
-        self.directory = Path.cwd()
-        """The folder in which commands run."""
-        self.shown = ""
-        self.environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("OUTRIDER_") or name == "OUTRIDER_CACHE"
-        } | {"OUTRIDER_STATE_DIR": str(state)}
-
-    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "outrider.cli.main", *words], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=self.environment | variables, cwd=self.directory, start_new_session=True,
-        )  # fmt: skip
-
-    def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*words, **variables)
-        out, err = process.communicate(timeout=300)
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-    def paste(self, line: str, *, anywhere: bool = False) -> subprocess.CompletedProcess[str]:
-        """Runs a line in a shell in the project's root; with `anywhere` in another folder without
-        the variable of the state directory, so that only the line says where the deployment is."""
-        environment = self.environment
-        if anywhere:
-            environment = {k: v for k, v in environment.items() if k != "OUTRIDER_STATE_DIR"}
-        return subprocess.run(
-            ["bash", "-c", line], cwd=self.state if anywhere else README.parent, env=environment,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-
-    def record(self) -> dict[str, Any]:
-        return json.loads((self.state / "deployment.json").read_text("utf-8"))
 
 
 def _sessions_of(state: Path) -> set[int]:

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_fleet_deployment import under_load
 
 from outrider.client import GenerateRequest
 from outrider.config.deployment import load_config
 from outrider.fleet.launcher import Deployment
 from outrider.speculation.sampling_params import SamplingParams
+from tests.support.loaded_deployment import under_load
 from tests.support.models import byte_level_tokenizer, save_tiny_eagle3, save_tiny_model
 
 VOCAB_SIZE = 320

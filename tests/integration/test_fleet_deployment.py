@@ -6,8 +6,7 @@ import random
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
 from tests.chaos.gateways import gateways, http_urls
 from tests.chaos.load import Question, Shape, streamed
-from tests.support import stack
+from tests.support.loaded_deployment import CHANGE_S, under_load, until
 
 SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1", "draft_model": "emulated",
@@ -42,48 +41,11 @@ NEW_SEATS = 60
 """A changed `max_num_seqs`. The streams of other tests still fit in one step."""
 TRIAL_S = 10.0
 CALM_S = 77.0
-CHANGE_S = 120.0
-"""Time to start or end some replicas on a busy machine."""
 
-until = partial(stack.until, within_s=CHANGE_S)
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("deployment"),
     pytest.mark.timeout(5 * CHANGE_S),
 ]  # fmt: skip
-
-
-@asynccontextmanager
-async def under_load(
-    deployment: Deployment, requests: Sequence[GenerateRequest], pause_s: float = 0.0
-) -> AsyncIterator[None]:
-    """Meanwhile each request is repeated by a client of its own, with the same tokens each time.
-    Ends once there are some more answers. Raises the error that any client met."""
-    num_answers = 0
-
-    async def ask(request: GenerateRequest) -> tuple[int, ...]:
-        """Chooses the ports here: if the only coordinator that clients know is replaced before it
-        has answered them, they ask its successor at the same port."""
-        async with Client(lambda: deployment.address) as client:
-            return (await client.complete(request)).token_ids
-
-    async def repeat(request: GenerateRequest) -> None:
-        nonlocal num_answers
-        expected = await ask(request)
-        while True:
-            assert await ask(request) == expected
-            num_answers += 1
-            await asyncio.sleep(pause_s)
-
-    asking = [asyncio.create_task(repeat(request)) for request in requests]
-    await until(lambda: num_answers >= len(requests) or any(task.done() for task in asking))
-    yield
-    wanted = num_answers + 2 * len(requests)  # The last ones begin from here on.
-    await until(lambda: num_answers >= wanted or any(task.done() for task in asking))
-    for task in asking:
-        task.cancel()
-    for found in await asyncio.gather(*asking, return_exceptions=True):
-        if isinstance(found, Exception):
-            raise found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,7 +13,6 @@ import redis.asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from test_services_by_certificates import code_of
 
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.server import HttpOptions
@@ -28,6 +27,7 @@ from outrider.transport.channel import PLAIN, open_channel
 from outrider.transport.server import ServerOptions
 from outrider.v1 import coordinator_pb2 as pb
 from tests.support.bare_http2 import bare_connection
+from tests.support.rpc_codes import code_of
 from tests.support.stack import Stack, coordinator_api, emulated_stack, http_front, serve
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)

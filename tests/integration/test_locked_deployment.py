@@ -6,11 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_cli import Shell
 
 from outrider.client import Client, GenerateRequest, SamplingParams, caller_trust
 from outrider.errors import Unauthenticated, Unavailable
 from tests.support.made_certificates import Made
+from tests.support.shell import Shell
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("deployment")]
 

@@ -15,11 +15,12 @@ from outrider.errors import SettingError, Unavailable
 from outrider.interfaces.messages import VerifyItem
 from outrider.registry.registry import ROLES, Role
 from outrider.replica.host import ReplicaHost
-from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.channel import PLAIN, Trust
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.tls import caller_trust, internal_trust, make_authority, make_role, name_of
 from tests.support.rounds import Listener, Replica, make_head
+from tests.support.rpc_codes import code_of
 from tests.support.toy_engine import ToyEngine
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -56,21 +57,6 @@ async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
         yield await host.serve(service, config(internal_tls_dir=str(directory)))
     finally:
         await host.stop(1.0)
-
-
-async def code_of(
-    address: str, trust: Trust, path: str, metadata: tuple[tuple[str, str], ...] = ()
-) -> grpc.StatusCode:
-    """The final status of a call with one empty message. OK if the call goes on."""
-    async with open_channel(address, trust) as channel:
-        call = channel.unary_stream(path)(b"", timeout=10, metadata=metadata)
-        try:
-            async for _ in call:
-                if path.endswith("/Watch"):
-                    return grpc.StatusCode.OK
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        return grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -83,6 +83,18 @@ def test_files_and_folders_are_named_after_an_idea() -> None:
     _unless_excepted(found)
 
 
+def test_no_test_imports_from_a_test_module() -> None:
+    """What tests share is in `tests/support`, and its README names each module."""
+    found = {}
+    for path, node in _nodes(ALL_FILES):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("test_"):
+            found[_place(path, node)] = f"imports from {node.module}"
+    _unless_excepted(found)
+    support = ROOT / "tests" / "support"
+    listed = (support / "README.md").read_text("utf-8")
+    assert [one.name for one in support.glob("*.py") if f"`{one.name}`" not in listed] == []
+
+
 def _parts(path: Path) -> tuple[str, ...]:
     """The parts of the module's dotted name."""
     parts = path.relative_to(ROOT).with_suffix("").parts

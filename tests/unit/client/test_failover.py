@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
-from test_client import FINISHED, FIRST, ID, SECOND, STARTED, ScriptedServicer, serve
 
 from outrider import errors
 from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient, failover
@@ -18,6 +17,15 @@ from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.request import Event
 from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.transport.server import RpcServer
+from tests.support.scripted_server import (
+    FINISHED,
+    FIRST,
+    ID,
+    SECOND,
+    STARTED,
+    ScriptedServicer,
+    serve,
+)
 
 pytestmark = pytest.mark.virtual
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from test_draft_service import expected_proposal
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
@@ -18,6 +17,7 @@ from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
+from tests.support.draft_world import expected_proposal
 from tests.support.pages import check_pages
 from tests.support.rounds import Replica, make_head, session_name
 from tests.support.toy_engine import ToyEngine

@@ -1,49 +1,24 @@
 """The draft service in process: proposals, batches, and what is not drafted."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import pytest
 
 from outrider.errors import EngineLost, OutriderError
-from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import DraftItem
-from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.proposal import DraftDistribution
-from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.support.draft_world import draft_over, expected_proposal
 from tests.support.pages import check_pages
 from tests.support.rounds import GREEDY, Replica, make_head, session_name
-from tests.support.toy_engine import ToyEngine, toy_logits
-from tests.support.verdict_laws import draft_token
+from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
-
-
-def draft_over(engine: ToyEngine | None = None, **options: Any) -> Replica:
-    return Replica("draft", engine or ToyEngine(salt=2, max_model_len=256), **options)
 
 
 @pytest.fixture
 async def setting() -> AsyncIterator[Replica]:
     async with draft_over() as made:
         yield made
-
-
-def expected_proposal(
-    prefix: Sequence[int], count: int, rule: Rule, sampling: SamplingParams, prompt_length: int
-) -> tuple[list[int], list[DraftDistribution | None]]:
-    """Draws one token after another, each from newly computed logits."""
-    noise = RoundNoise(7, rule, len(prefix), TokenSequence(prefix).digest())
-    tokens = list(prefix)
-    q = []
-    for index in range(count):
-        history = TokenHistory(tokens[:prompt_length], tokens[prompt_length:])
-        row = target_probabilities(toy_logits(2, tokens, 8)[None], sampling, history)[0]
-        token_id, distribution = draft_token(row, noise, index)
-        tokens.append(token_id)
-        q.append(distribution)
-    return tokens[len(prefix) :], q
 
 
 @pytest.mark.parametrize("rule", list(Rule))

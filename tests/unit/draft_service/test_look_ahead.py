@@ -8,31 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_draft_service import draft_over, expected_proposal
 
 from outrider.errors import BadRequest, OutOfPages
 from outrider.interfaces.engine import SequenceStep
-from outrider.interfaces.messages import DraftItem, ProposalReply, Refused, Resync
+from outrider.interfaces.messages import ProposalReply, Refused, Resync
 from outrider.interfaces.step_costs import StepCosts
 from outrider.replica.token_budget import CORRECTION_WEIGHT
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from tests.support.rounds import GREEDY, Replica, make_head, session_name
+from tests.support.draft_items import PLAIN, item
+from tests.support.draft_world import draft_over, expected_proposal
+from tests.support.rounds import GREEDY, Replica, session_name
 from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
-PLAIN = SamplingParams(temperature=0.9)
 LONG_US, SHORT_US = 60_000_000, 1
 """Time limits of drafts, in microseconds: one that is never reached, and one that ends at once."""
-
-
-def item(
-    tokens: Sequence[int], base_length: int = 0, *, rule: Rule = Rule.TOKEN, count: int = 3,
-    look_ahead: int = 8, held: tuple[int, ...] | None = None, budget_us: int = 0, **head: Any,
-) -> DraftItem:  # fmt: skip
-    """Without `budget_us`, the item belongs to a session with a repeated seed."""
-    sampling = head.pop("sampling", GREEDY if rule is Rule.GREEDY else PLAIN)
-    made = make_head(tokens, base_length, rule=rule, sampling=sampling, **head)
-    return DraftItem(made, count, look_ahead, held, budget_us=budget_us)
 
 
 def check_pushed(pushed: Sequence[ProposalReply], prefix: Sequence[int], rule: Rule) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_draft_service import draft_over
-from test_look_ahead import item
 
 from draft_service.model_drafter import ParallelDrafter, parallel_token
 from outrider.config.deployment import DraftConfig
@@ -26,6 +24,8 @@ from outrider.speculation.logits_processing import masked_logits, target_probabi
 from outrider.speculation.proposal import DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from tests.support.draft_items import item
+from tests.support.draft_world import draft_over
 from tests.support.models import MAX_MODEL_LEN, save_tiny_model, tiny_config, tiny_module, twin
 from tests.support.paged_engines import VOCAB, checked_engines, dense, ids
 from tests.support.rounds import GREEDY, PENALISED, RULES

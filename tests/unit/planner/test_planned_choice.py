@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_fleet_simulation import drafting_pair, scenario_of
 
 from outrider.interfaces.step_costs import StepCosts
 from outrider.planner.choosing import GAIN_MIN, LEVEL, Chooser, best, speedup_interval
@@ -23,6 +22,7 @@ from outrider.planner.rounds import (
 )
 from outrider.planner.simulation import simulate
 from outrider.speculation.sampling_params import Rule
+from tests.support.plan_scenarios import drafting_pair, scenario_of
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))
 """A step takes 10 ms, and 0.1 ms for each row from the third on."""

@@ -5,13 +5,13 @@ import json
 from typing import Any
 
 import pytest
-from test_http_app import Front
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.body_route import Turns
 from outrider import limits
 from outrider.foundation.api_keys import given_keys
 from outrider.interfaces.request import ChatMessage
+from tests.support.http_front import Front
 from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 CHAT = "/v1/chat/completions"

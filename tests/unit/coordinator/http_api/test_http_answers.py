@@ -15,9 +15,8 @@ from outrider.interfaces import request
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
-from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
 from tests.support.models import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.support.told_answers import finished, started, tokens
 
 TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")
@@ -30,22 +29,6 @@ def begun(chat: bool = True, text: Any = TEXT, **fields: Any) -> Answer:
         return ChatAnswer(ChatBody.model_validate(fields).translate(), text, 4, 99)
     fields = {"prompt": "x"} | fields
     return CompletionAnswer(CompletionBody.model_validate(fields).translate(), text, 4, 99)
-
-
-def started(number: int = 1) -> request.Started:
-    return request.Started(f"{number:032x}", "m", 1, Rule.TOKEN, num_prompt_tokens=5)
-
-
-def tokens(
-    first: int, ids: Sequence[int], text: str, logprobs: Sequence[Any] = ()
-) -> request.Tokens:
-    return request.Tokens(first, tuple(ids), text, (Origin.BONUS,) * len(ids), tuple(logprobs))
-
-
-def finished(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> request.Finished:
-    return request.Finished(
-        reason, request.Usage(5, 4), request.Metrics(5, 6, 2, 2.0, 1.0, 1.0, 2), stop
-    )
 
 
 def whole(events: Indexed, **fields: Any) -> Json:

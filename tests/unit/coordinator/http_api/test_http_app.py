@@ -11,26 +11,24 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
-import httpx
 import jsonschema
 import pytest
 
-from coordinator.auth.access_control import OPEN, AccessControl, RateExceeded, watch_keys
+from coordinator.auth.access_control import AccessControl, RateExceeded, watch_keys
 from coordinator.decoding.sessions import RequestKey
-from coordinator.http_api.app import Generated, HttpOptions, build_app
+from coordinator.http_api.app import Generated
 from coordinator.http_api.progress import Progress
-from coordinator.http_api.tools import ChatFormats
 from outrider.errors import BadRequest, Unavailable
 from outrider.foundation import refusals
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens
 from outrider.models.tokenizer import TokenizerText
+from tests.support.http_front import BODY, Front
 from tests.support.models import byte_level_tokenizer
 from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from tests.support.told_coordinator import ToldCoordinator as Service
 
-BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 WHOLE = (STARTED, TOKENS, FINISHED)
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
@@ -39,31 +37,6 @@ NOWHERE = (
     "/v1/models?path=/health", "/v1/models/..%2f..%2fhealth", "/health%00", "/Health", "//",
     "/docs/", "/redoc", "/health/", "/health/x", "//health",
 )  # fmt: skip
-
-
-class Front:
-    """An application, called without a socket."""
-
-    def __init__(
-        self, service: Any, access: AccessControl = OPEN, key: str = "",
-        formats: ChatFormats | None = None,
-    ) -> None:  # fmt: skip
-        self.service = service
-        self.key = key
-        self.app = build_app(service, HttpOptions(access=access), formats)
-
-    async def send(
-        self, method: str, path: str, headers: Any = None, **body: Any
-    ) -> httpx.Response:
-        """Sends a request, with the key of this object if there are no `headers`."""
-        if headers is None:
-            headers = [("authorization", f"Bearer {self.key}")] if self.key else []
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            return await http.request(method, f"http://localhost{path}", headers=headers, **body)
-
-    async def post(self, headers: Any = None, **fields: Any) -> httpx.Response:
-        return await self.send("POST", "/v1/completions", headers, json={**BODY, **fields})
 
 
 async def test_a_call_goes_on_with_its_callers_trace() -> None:

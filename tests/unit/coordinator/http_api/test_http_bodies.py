@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_http_app import Front
 
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
-from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body, wrong_body
-from coordinator.http_api.tools import ChatFormats
+from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body
 from outrider import limits
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
@@ -24,17 +22,14 @@ from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.request_codec import request_from_proto, request_to_proto
+from tests.support.http_bodies import USER, chat, refused
+from tests.support.http_front import Front
 from tests.support.told_coordinator import ToldCoordinator
 
-USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 GAP_S = 0.05
 """Most processor time between two turns of the event loop."""
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/generate"
-
-
-def chat(formats: ChatFormats | None = None, **fields: Any) -> TranslatedBody:
-    return ChatBody.model_validate({"messages": [USER]} | fields).translate(formats)
 
 
 def completion(**fields: Any) -> TranslatedBody:
@@ -44,17 +39,6 @@ def completion(**fields: Any) -> TranslatedBody:
 def only(asked: TranslatedBody) -> GenerateRequest:
     (request,) = asked.requests
     return request
-
-
-def refused(body: Callable[..., TranslatedBody], fields: Any) -> BadRequest:
-    """The error that a caller gets for a wrong body."""
-    try:
-        body(**fields)
-    except BadRequest as error:
-        return error
-    except ValidationError as error:
-        return wrong_body([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
-    raise AssertionError("it is taken")
 
 
 def test_silence_is_the_coordinators_default() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from test_http_app import Front
-from test_http_bodies import refused
 
 from coordinator.http_api.bodies import ChatBody, TranslatedBody
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
@@ -20,6 +18,8 @@ from outrider.interfaces.request import Event, Finished, Tokens
 from outrider.limits import CHAT_MESSAGES_MAX
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
+from tests.support.http_bodies import refused
+from tests.support.http_front import Front
 from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 ID = STARTED.session_id

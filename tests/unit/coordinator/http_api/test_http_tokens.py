@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from test_http_app import Front
 
 from outrider.models.tokenizer import TokenizerText
 from tests.support.coordinator_bench import bench, target_service
+from tests.support.http_front import Front
 from tests.support.models import byte_fallback_tokenizer, byte_level_tokenizer
 from tests.support.toy_engine import ToyEngine
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from test_http_answers import finished, started, tokens
-from test_http_bodies import USER, chat, refused
 
 from coordinator.http_api.answers import ChatAnswer
 from coordinator.http_api.tools import (
@@ -31,7 +29,9 @@ from outrider.limits import CALLS_MAX, FILE_BYTES_MAX, TOOLS_MAX
 from outrider.models.tokenizer import TokenizerText
 from outrider.sessions.store import FinishReason
 from tests.support.constrained import tokens as grammar_tokens
+from tests.support.http_bodies import USER, chat, refused
 from tests.support.models import byte_level_tokenizer
+from tests.support.told_answers import finished, started, tokens
 
 Parts = list[tuple[str, str]]
 CITY = {

@@ -9,8 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from test_http_app import Front
 
+from tests.support.http_front import Front
 from tests.support.told_coordinator import ToldCoordinator
 
 ROOT = Path(__file__).resolve().parents[4]
