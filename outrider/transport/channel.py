@@ -13,11 +13,20 @@ _BOTH_ENDS = (
     # The soft and the hard bound are equal, because between them gRPC refuses calls at random.
     ("grpc.max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
-    ("grpc.keepalive_time_ms", limits.KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+
+def _keepalive(after_ms: int, timeout_ms: int) -> tuple[tuple[str, int], ...]:
+    """Options that ping a connection `after_ms` after the last data, and close it `timeout_ms`
+    later. gRPC answers pings on threads of its own, so a busy interpreter does not matter."""
+    return (
+        ("grpc.keepalive_time_ms", after_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # gRPC 1.85 waits this long for the answer to a ping, by default 60 s.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+    )
 
 
 def server_options(
@@ -28,8 +37,9 @@ def server_options(
     and the kernel gives each new connection to one of them."""
     return [
         *_BOTH_ENDS,
-        # This is half of the clients' interval between pings, because a ping may arrive early.
-        ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
+        *_keepalive(limits.KEEPALIVE_MS, limits.KEEPALIVE_TIMEOUT_MS),
+        # This is half of the links' interval between pings, because a ping may arrive early.
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.LINK_KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
         ("grpc.max_concurrent_streams", limits.GRPC_STREAMS_MAX),
@@ -68,10 +78,15 @@ class Trust:
 PLAIN = Trust()
 
 
-def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
+def open_channel(
+    address: str, trust: Trust = PLAIN, *, blocking: bool = False, is_link: bool = False
+) -> Any:
     """Returns a channel for asyncio or for `blocking` calls. The first call connects to the
-    server."""
-    options: list[tuple[str, int | str]] = [*_CHANNEL]
+    server. A link notices sooner that the server hangs."""
+    times_ms = limits.KEEPALIVE_MS, limits.KEEPALIVE_TIMEOUT_MS
+    if is_link:
+        times_ms = limits.LINK_KEEPALIVE_MS, limits.LINK_KEEPALIVE_TIMEOUT_MS
+    options: list[tuple[str, int | str]] = [*_CHANNEL, *_keepalive(*times_ms)]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))
     kind: Any = grpc if blocking else grpc.aio

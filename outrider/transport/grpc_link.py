@@ -48,7 +48,7 @@ class GrpcLink(Link):
         """Opens a link to the target or draft at host:port. Must be called on the link's event
         loop."""
         super().__init__()
-        self._channel = open_channel(address, trust)
+        self._channel = open_channel(address, trust, is_link=True)
         self._codec = codec = CODECS[role]
         self._address = address
         self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))

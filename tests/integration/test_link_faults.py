@@ -1,13 +1,15 @@
 """A link to replicas that break the protocol, and a stream whose caller breaks it."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Self
 
 import grpc
 import pytest
 
+from outrider import limits
 from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.interfaces.messages import Refused, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
@@ -18,6 +20,7 @@ from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
+from tests.chaos.proxy import FaultProxy
 from tests.support.rounds import PATIENCE_S, Listener, answer_message, make_head
 from tests.support.stack import serve
 
@@ -90,6 +93,38 @@ async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
             link.send(VerifyItem(make_head((1,))))
         assert 0 < caught.value.retry_after_ms <= lost.retry_after_ms + 1
         await asyncio.sleep(caught.value.retry_after_ms / 1000)
+
+
+async def test_a_link_to_a_replica_that_hangs_breaks_soon(exits: AsyncExitStack) -> None:
+    """A held connection takes all data and answers nothing, like one to a stopped process."""
+    service, proxy = Silent(), FaultProxy()
+    server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
+    exits.callback(proxy.close)
+    address = await proxy.forward(server.address)
+    link = GrpcLink("target", address)
+    exits.push_async_callback(link.close)
+    heard = Listener(link)
+    link.send(VerifyItem(make_head((1,))))
+    async with asyncio.timeout(PATIENCE_S):
+        await service.news.wait()
+    await asyncio.sleep(1.5 * (limits.LINK_KEEPALIVE_MS + limits.LINK_KEEPALIVE_TIMEOUT_MS) / 1e3)
+    assert not heard.lost, "an idle replica answers pings"
+    proxy.hold(address)
+    began = time.monotonic()
+    await heard.wait(num_lost=1)
+    assert (
+        time.monotonic() - began
+        < 2 * (limits.LINK_KEEPALIVE_MS + limits.LINK_KEEPALIVE_TIMEOUT_MS) / 1e3
+    )
+    proxy.release(address)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with suppress(LinkLost):
+                link.send(VerifyItem(make_head((1,), round_index=1)))
+                break
+            await asyncio.sleep(0.05)
+        while 1 not in service.rounds:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_full_outbox_refuses_and_loses_nothing_it_took(exits: AsyncExitStack) -> None:

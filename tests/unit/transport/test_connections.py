@@ -13,6 +13,7 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Serving, check_port
+from tests.chaos.proxy import FaultProxy
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty SETTINGS frame."""
@@ -39,6 +40,28 @@ async def test_a_connection_without_a_call_is_closed(
             await asyncio.sleep(0.05)
         await stub.Check(health_pb2.HealthCheckRequest())
         writer.transport.abort()
+    await server.stop()
+
+
+async def test_a_caller_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers no pings. Its call ends, and with it what the call holds."""
+    monkeypatch.setattr("outrider.limits.KEEPALIVE_MS", 500)
+    monkeypatch.setattr("outrider.limits.KEEPALIVE_TIMEOUT_MS", 500)
+    server = RpcServer([], ServerOptions())
+    await server.start()
+    proxy = FaultProxy()
+    address = await proxy.forward(server.address)
+    async with open_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        await asyncio.sleep(1.5)
+        assert not watch.done()
+        began = time.monotonic()
+        proxy.hold(address)
+        async with asyncio.timeout(8):
+            await watch.code()
+        assert time.monotonic() - began > 0.4
+        proxy.close()
     await server.stop()
 
 
