@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from outrider.config.deployment import CoordinatorConfig
 from outrider.redis.address import with_password
 from outrider.registry.registry import Engagement
-from outrider.replica.process_setup import PlacedActor, log_to, use_threads
+from outrider.replica.logs import log_to
+from outrider.replica.place import PlacedActor
+from outrider.replica.threads import use_threads
 
 if TYPE_CHECKING:
     from coordinator.decoding.trial import TrialSums

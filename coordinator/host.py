@@ -25,9 +25,10 @@ from outrider.foundation.settings import blaming
 from outrider.limits import GRPC_AGE_MS
 from outrider.registry.redis_registry import Lease, RedisRegistry
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
-from outrider.replica.process_setup import advertised, build_lookup
+from outrider.replica.lookups import build_lookup
 from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
+from outrider.transport.addresses import advertised
 from outrider.transport.channel import PLAIN, Trust
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.link import Link

@@ -6,13 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.config.deployment import DraftConfig
 from outrider.foundation.settings import blaming
+from outrider.replica.engines import batched_tokens, build_head, try_device_kernels
+from outrider.replica.grammars import build_grammars
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import (
-    batched_tokens,
-    build_grammars,
-    build_head,
-    try_device_kernels,
-)
 
 if TYPE_CHECKING:
     from outrider.interfaces.step_costs import StepCosts

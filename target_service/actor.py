@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.config.deployment import TargetConfig
+from outrider.replica.engines import batched_tokens
+from outrider.replica.grammars import build_grammars
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import batched_tokens, build_grammars
 
 if TYPE_CHECKING:
     from outrider.interfaces.engine import Engine

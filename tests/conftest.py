@@ -17,7 +17,8 @@ import pytest
 from hypothesis import settings
 
 from outrider.foundation.clock import VirtualClockLoop
-from outrider.replica.process_setup import PACKAGES, SPIN_COUNT
+from outrider.replica.logs import PACKAGES
+from outrider.replica.threads import SPIN_COUNT
 
 # Hypothesis' deadlines for single examples would only measure how busy the machine is.
 settings.register_profile("outrider", deadline=None)

@@ -24,7 +24,7 @@ from outrider.foundation.settings import blaming
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
-from outrider.replica.process_setup import build_engine, load_options
+from outrider.replica.engines import build_engine, load_options
 
 from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
 from .learners import LEARNERS, use_plain_attention

@@ -19,7 +19,7 @@ from outrider.errors import SettingError
 from outrider.foundation.settings import blaming
 from outrider.models import eagle3, student
 from outrider.models.target_layers import last_norm, layers_of
-from outrider.replica.process_setup import load_options
+from outrider.replica.engines import load_options
 
 from .documents import Array
 from .options import LAYERS, STUDENT, DistillOptions

@@ -21,7 +21,9 @@ from outrider.errors import SettingError
 from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_MAX
 from outrider.models.tokenizer import TokenizerText
-from outrider.replica.process_setup import available_cores, build_engine, build_lookup
+from outrider.replica.engines import build_engine
+from outrider.replica.lookups import build_lookup
+from outrider.replica.threads import available_cores
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.outcome_prediction import RANKS_MAX

@@ -38,7 +38,8 @@ from outrider.errors import SettingError
 from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.interfaces.request import GenerateRequest, Tokens
 from outrider.models.loading import load_model
-from outrider.replica.process_setup import available_cores, build_engine
+from outrider.replica.engines import build_engine
+from outrider.replica.threads import available_cores
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .acceptance import Answer, decode

@@ -223,7 +223,7 @@ class Engine:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from outrider.config.deployment import TargetConfig
-        from outrider.replica.process_setup import build_engine
+        from outrider.replica.engines import build_engine
 
         directory = setup["directory"]
         config = TargetConfig(model=directory, directory=directory, **setup["target"])

@@ -27,7 +27,7 @@ from outrider.fleet.local_state import running_deployment, state_directory
 from outrider.fleet.preflight import resolve_models
 from outrider.foundation.api_keys import new_key
 from outrider.foundation.settings import build
-from outrider.replica.process_setup import available_cores, use_threads
+from outrider.replica.threads import available_cores, use_threads
 
 from . import options as cli
 from .command import Arguments, Command, Group, json_option

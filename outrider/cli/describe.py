@@ -11,7 +11,7 @@ import yaml
 from outrider.bench.report import Report
 from outrider.drafters.names import DRAFTER_COLUMNS, DRAFTERS
 from outrider.errors import OutriderError
-from outrider.replica.process_setup import available_cores
+from outrider.replica.threads import available_cores
 
 from .command import Arguments, command, json_option
 from .output import tell

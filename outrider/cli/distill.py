@@ -15,7 +15,7 @@ from outrider.config.deployment import TargetConfig, deployment_settings
 from outrider.drafters.names import SHIPPED, LookupKind
 from outrider.errors import SettingError
 from outrider.foundation.settings import build, settings_of
-from outrider.replica.process_setup import available_cores, use_threads
+from outrider.replica.threads import available_cores, use_threads
 
 from .command import Arguments, Option, argument, command, json_option
 from .options import setting_option

@@ -22,7 +22,7 @@ from outrider.config.deployment import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.foundation.settings import between, checked
 from outrider.limits import REPLICAS_MAX
-from outrider.replica.process_setup import available_cores
+from outrider.replica.threads import available_cores
 
 from .bench import found_models
 from .command import Arguments, Option, command, exclusive, grouped, json_option

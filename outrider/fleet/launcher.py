@@ -29,7 +29,7 @@ from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.foundation.settings import blaming
 from outrider.redis.address import with_password
 from outrider.redis.embedded import EmbeddedRedis
-from outrider.replica.process_setup import STANDARD_ERROR
+from outrider.replica.logs import STANDARD_ERROR
 from outrider.sessions.redis_store import RedisStore
 
 from . import preflight

@@ -29,7 +29,7 @@ from outrider.foundation.api_keys import given_keys, key_hash, new_key, read_key
 from outrider.foundation.settings import Value, blaming, by_its_keys
 from outrider.redis.address import without_password
 from outrider.registry.registry import ROLES
-from outrider.replica.process_setup import check_vllm
+from outrider.replica.vllm_release import check_vllm
 
 _log = logging.getLogger(__name__)
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)

@@ -29,7 +29,7 @@ from outrider.config.deployment import deployment_settings
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.foundation.files import write_whole
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT, PROCESS_START_S
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -40,7 +40,8 @@ from outrider.foundation.settings import Value
 from outrider.redis.address import with_password
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
-from outrider.replica.process_setup import PlacedActor, log_at, log_to
+from outrider.replica.logs import log_at, log_to
+from outrider.replica.place import PlacedActor
 
 from .autoscaling import LOOK_PERIOD_S, Autoscaler
 from .local_state import DeploymentLocation, namespace_of

@@ -32,7 +32,7 @@ from outrider.foundation.backoff import backoff
 from outrider.limits import PROCESS_START_S
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Engagement, Membership, Role, Starts
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 
 from .hang_watch import HangWatch
 from .ray_cluster import Actor, Cluster, retried

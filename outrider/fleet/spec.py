@@ -22,8 +22,8 @@ from outrider.errors import ConfigError, SettingError
 from outrider.foundation.settings import by_its_keys
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
-from outrider.replica.process_setup import available_cores
 from outrider.replica.rank_process import RankHost
+from outrider.replica.threads import available_cores
 
 from .actors import CoordinatorActor, DraftActor, TargetActor
 from .ray_cluster import Demand

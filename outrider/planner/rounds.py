@@ -30,7 +30,7 @@ from outrider.config.deployment import DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import ENGINE_SEQUENCES_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.replica.process_setup import build_lookup
+from outrider.replica.lookups import build_lookup
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

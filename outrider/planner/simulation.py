@@ -40,8 +40,8 @@ from outrider.interfaces.request import RoundReport, Tokens
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
 from outrider.registry.registry import Role
+from outrider.replica.engines import batched_tokens
 from outrider.replica.executors import InlineExecutor
-from outrider.replica.process_setup import batched_tokens
 from outrider.sessions.store import Append, Finish, SessionRecord, StoreMemory, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink

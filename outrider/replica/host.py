@@ -17,8 +17,9 @@ from outrider.config.deployment import DraftConfig, ReplicaConfig
 from outrider.foundation.settings import blaming
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
-from outrider.replica import process_setup
+from outrider.replica import engines, logs, place, threads
 from outrider.replica.rank_process import RankLeader, engine_of_a_replica, threads_of_a_rank
+from outrider.transport import addresses
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.transport.server import RpcServer
 
 
-class ReplicaHost(process_setup.PlacedActor):
+class ReplicaHost(place.PlacedActor):
     """Base class of the actors. A subclass overrides `build`."""
 
     def __init__(self) -> None:
@@ -57,19 +58,19 @@ class ReplicaHost(process_setup.PlacedActor):
         """Loads the model or head, and serves. Returns the address that coordinators call. Raises
         `ConfigError`."""
         role = config.role
-        num_threads = threads_of_a_rank(config, process_setup.cores_for(role), self._num_neighbours)
-        process_setup.use_threads(num_threads, config.model_engine)
-        process_setup.log_to(log_directory, config.log_name, config.log_level)
+        num_threads = threads_of_a_rank(config, threads.cores_for(role), self._num_neighbours)
+        threads.use_threads(num_threads, config.model_engine)
+        logs.log_to(log_directory, config.log_name, config.log_level)
         exports = engine = None
         if config.telemetry:
             from outrider.telemetry.setup import start_exports
 
             exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         if not (isinstance(config, DraftConfig) and config.drafter.kind):
-            engine = await process_setup.on_passing_thread(
+            engine = await threads.on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        service = await process_setup.on_passing_thread(self._build, engine, config)
+        service = await threads.on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.replica.step_spans import ObservedSteps
 
@@ -85,7 +86,7 @@ class ReplicaHost(process_setup.PlacedActor):
 
         is_emulated = config.emulated is not None
         is_eager = resolve_device(config.device).type == "cpu"
-        is_eager = is_eager and not process_setup.runs_on_vllm(config)
+        is_eager = is_eager and not engines.runs_on_vllm(config)
         executor = ThreadExecutor(
             f"{config.role}-step",
             lambda: 0.0 if engine is None else take_stated_seconds(engine),
@@ -97,8 +98,8 @@ class ReplicaHost(process_setup.PlacedActor):
         costs = None
         if engine is not None:
             layer = getattr(engine, "draft_layer", None)
-            executor.call(lambda: process_setup.try_device_kernels(engine, layer))
-            costs = executor.call(lambda: process_setup.step_costs(engine, config))
+            executor.call(lambda: engines.try_device_kernels(engine, layer))
+            costs = executor.call(lambda: engines.step_costs(engine, config))
         return self.build(config, executor, engine, costs)
 
     def build(
@@ -159,7 +160,7 @@ class ReplicaHost(process_setup.PlacedActor):
         await server.set_serving(True)
         health = asyncio.create_task(self._follow_health(service, server))
         self._open.callback(health.cancel)
-        address = process_setup.advertised(config.host, server.address)
+        address = addresses.advertised(config.host, server.address)
         await self._announce(service, address, config)
         self._engagement = Engagement(
             address=address, member=config.membership,

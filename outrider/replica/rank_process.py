@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from outrider.config.deployment import ReplicaConfig
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous, open_rendezvous
-from outrider.replica.process_setup import (
+from outrider.replica.engines import build_engine
+from outrider.replica.logs import log_to
+from outrider.replica.place import PlacedActor
+from outrider.replica.threads import (
     LOADING_NICENESS,
-    PlacedActor,
-    build_engine,
     cores_for,
     give_way,
-    log_to,
-    machine_address,
     on_passing_thread,
     use_threads,
 )
+from outrider.transport.addresses import machine_address
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.group import RankGroup

@@ -15,7 +15,7 @@ import ray
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 
 PLACE_S = 60.0
 ROOM_S, SLOW_S = 3.0, 6.0

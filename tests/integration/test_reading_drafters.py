@@ -40,7 +40,7 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
     given = load_config({"grpc_port": 0, "http": False, **settings}, {})
     found = await asyncio.to_thread(resolve_models, given)
     with EmbeddedRedis(directory) as redis, pytest.MonkeyPatch.context() as patch:
-        for module in ("coordinator.actor", "outrider.replica.process_setup"):
+        for module in ("coordinator.actor", "outrider.replica.engines"):
             for name in ("log_to", "use_threads"):  # These change the whole process.
                 patch.setattr(f"{module}.{name}", lambda *_: None)
         address = replace(found.coordinator.redis, url=redis.url)

@@ -18,7 +18,7 @@ from outrider.errors import BadRequest
 from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.models.compatibility import row_coupling
 from outrider.models.loading import load_model
-from outrider.replica.process_setup import build_engine
+from outrider.replica.engines import build_engine
 from outrider.replica.rank_process import RankLeader, engine_of_a_replica
 from target_service.actor import self_drafter_of
 from tests.support.models import save_tiny_eagle3, tiny_config, tiny_module

@@ -38,7 +38,7 @@ from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.executors import InlineExecutor
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process

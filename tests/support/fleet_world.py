@@ -15,7 +15,7 @@ from outrider.fleet.ray_cluster import Actor, Demand
 from outrider.fleet.replica_set import Fleet
 from outrider.fleet.spec import FleetSpec, plan_fleet
 from outrider.registry.registry import Engagement, Role
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 from tests.support.memory_registry import MemoryRegistry
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}

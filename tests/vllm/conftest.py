@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, MambaConfig, MixtralConfig
 
-from outrider.replica.process_setup import vllm_version
+from outrider.replica.vllm_release import vllm_version
 from tests.support.models import tiny_config, tiny_module
 
 HEAD_WIDTH = 32

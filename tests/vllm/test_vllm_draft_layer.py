@@ -15,7 +15,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.interfaces.engine import ModelInfo
 from outrider.models.drafter_check import Reading, read_library
-from outrider.replica.process_setup import build_engine
+from outrider.replica.engines import build_engine
 from target_service.actor import self_drafter_of
 from tests.support.models import tiny_eagle3, twin
 from tests.support.stack import running_stack

@@ -13,7 +13,7 @@ from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError
 from outrider.interfaces.engine import SequenceStep
 from outrider.kernels import processor
-from outrider.replica.process_setup import build_engine
+from outrider.replica.engines import build_engine
 from tests.support.pages import check_pages
 
 TOLERANCE = 1e-3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.replica.process_setup import VLLM_VERSION, vllm_version
+from outrider.replica.vllm_release import VLLM_VERSION, vllm_version
 
 ENGINE = Path(__file__).parents[2] / "outrider/engine/vllm_engine.py"
 CHANGES: dict[str, str] = {}

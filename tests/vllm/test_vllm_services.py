@@ -143,7 +143,7 @@ async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
 def test_openmp_is_the_one_that_vllm_requires() -> None:
     """The library is identified when torch first divides an operator among threads."""
     program = (
-        "from outrider.replica.process_setup import use_threads; use_threads(2, 'vllm')\n"
+        "from outrider.replica.threads import use_threads; use_threads(2, 'vllm')\n"
         "import torch; torch.zeros(2**22).add_(1)"
     )
     if not Path(sys.prefix, "lib", "libiomp5.so").exists():

@@ -12,7 +12,7 @@ from outrider.cli.bench import _subject
 from outrider.cli.main import main, parse
 from outrider.cli.options import Connection
 from outrider.cli.output import progress
-from outrider.replica.process_setup import available_cores
+from outrider.replica.threads import available_cores
 
 
 def subject(target: str = "x", **settings: Any) -> Subject:

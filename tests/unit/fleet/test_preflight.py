@@ -90,7 +90,7 @@ def test_a_slip_is_told_before_a_start(
 ) -> None:
     """A name that may exist at the hub is no slip. Nor is vLLM beside an emulated target, where it
     has no model to run."""
-    monkeypatch.setattr("outrider.replica.process_setup.vllm_version", lambda: None)
+    monkeypatch.setattr("outrider.replica.vllm_release.vllm_version", lambda: None)
     with pytest.raises(SettingError, match=says):
         check_before_start(load_config({"model": str(tiny)} | settings, {}))
     check_before_start(load_config({"model": str(tiny), "draft_model": "owner/ngrams"}, {}))

@@ -21,7 +21,7 @@ from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.fleet import ray_cluster
 from outrider.fleet.ray_cluster import MODE, PATH, TOKEN, Actor, RayConnection, check_asks_for_token
 from outrider.fleet.replica_set import _all_or_error
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 from outrider.replica.rank_process import threads_of_a_rank
 
 REFUSED, DOWN = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE

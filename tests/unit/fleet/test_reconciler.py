@@ -20,7 +20,7 @@ from outrider.fleet import reconciler as module
 from outrider.fleet.reconciler import AWAY_S, SLOW_S, Reconciler, ReconcilerClient, changed
 from outrider.fleet.replica_set import Fleet
 from outrider.registry.registry import ReplicaRecord, Role
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 from tests.support.fleet_world import World, resolved
 
 pytestmark = pytest.mark.virtual

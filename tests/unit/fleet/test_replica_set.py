@@ -30,7 +30,7 @@ from outrider.fleet.replica_set import (
 )
 from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
-from outrider.replica.process_setup import Place
+from outrider.replica.place import Place
 from tests.support.fleet_world import Sitter, playing
 
 pytestmark = pytest.mark.virtual

@@ -13,7 +13,7 @@ from outrider.fleet.local_state import LOG_NAME, logged_error
 from outrider.foundation import logs as log_files
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
 from outrider.redis.embedded import EmbeddedRedis
-from outrider.replica.process_setup import log_to
+from outrider.replica.logs import log_to
 
 SMALL = 2_000  # bytes of a file in these tests
 
@@ -53,7 +53,7 @@ def test_the_log_of_a_running_replica_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import logging, sys; from outrider.replica.process_setup import log_to\n"
+        "import logging, sys; from outrider.replica.logs import log_to\n"
         "log_to(sys.argv[1], 'target-0')\n"
         "logging.getLogger().warning('quiet'); print(flush=True); input()\n"
     )

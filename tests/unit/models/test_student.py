@@ -19,7 +19,7 @@ from outrider.interfaces.engine import SequenceStep
 from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
 from outrider.models.loading import WEIGHTS_FILE
 from outrider.models.student import DESCRIPTION_FILE, load_student
-from outrider.replica.process_setup import build_engine
+from outrider.replica.engines import build_engine
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.support.models import save_tiny_drafter, save_tiny_model, tiny_drafter, tiny_module

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.interfaces.step_costs import StepCosts
 from outrider.planner import rehearsal
-from outrider.replica.process_setup import build_engine
+from outrider.replica.engines import build_engine
 from tests.support.bench_sides import pair_here, tiny_pair
 from tests.support.command_lines import refusal, reported
 

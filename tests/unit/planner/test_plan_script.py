@@ -22,7 +22,7 @@ from outrider.planner import rehearsal
 from outrider.planner.choosing import PlanReport, choose
 from outrider.planner.rehearsal import PlayedSession, fit
 from outrider.planner.rounds import ServiceTimes, scripted, total
-from outrider.replica.process_setup import build_lookup
+from outrider.replica.lookups import build_lookup
 from outrider.speculation.sampling_params import Rule
 from tests.support.command_lines import printed
 from tests.support.coordinator_bench import bench, draft_service, target_service

@@ -12,7 +12,7 @@ from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.models.loading import load_model
 from outrider.models.sharding import check_shares, load_shard
-from outrider.replica.process_setup import build_engine
+from outrider.replica.engines import build_engine
 from tests.support.models import save_tiny_model, tiny_config, tiny_module
 from tests.support.thread_ranks import on_each, thread_ranks
 

@@ -23,10 +23,13 @@ from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo, PageCounts, SequenceStep
 from outrider.kernels import processor
-from outrider.replica import process_setup, rank_process
+from outrider.replica import engines, logs, rank_process, vllm_release
+from outrider.replica.engines import build_engine
+from outrider.replica.grammars import build_grammars
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import build_engine, build_grammars, log_at, log_to
+from outrider.replica.logs import log_at, log_to
 from outrider.replica.service import describe_model
+from outrider.transport import addresses
 from tests.support import halves
 from tests.support.cuda_threads import cuda_of
 from tests.support.models import byte_level_tokenizer, save_tiny_model
@@ -47,9 +50,9 @@ def test_an_address_for_all_is_advertised_as_one_that_others_reach(
     monkeypatch.setattr(socket.socket, "getsockname", lambda _probe: ("10.1.2.3", 40_000))
     monkeypatch.setattr(socket, "gethostbyname", lambda _name: "127.0.1.1")
     everywhere = "0.0.0.0"  # noqa: S104
-    found = process_setup.advertised(everywhere, f"{everywhere}:5")
+    found = addresses.advertised(everywhere, f"{everywhere}:5")
     assert found == ("10.1.2.3:5" if has_route else "127.0.1.1:5")
-    assert process_setup.advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
+    assert addresses.advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
 
 
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +64,7 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
         logging.getLogger("outrider.models.tokenizer").info("news at %s", chosen)
     log_to("", "draft")
     logging.getLogger("x").info("lost")
-    log_to(process_setup.STANDARD_ERROR, "draft")
+    log_to(logs.STANDARD_ERROR, "draft")
     logging.getLogger("x").info("elsewhere")
     assert json.loads(capsys.readouterr().err)["message"] == "elsewhere"
     [path] = tmp_path.iterdir()
@@ -139,8 +142,8 @@ def test_all_ranks_run_the_test_of_rows_and_the_leader_has_its_result(
     config = TargetConfig(model="tiny", directory=directory, device="cpu", dtype="bfloat16")
     ranks = thread_ranks(2)
     # Loaded one after the other, because loading makes settings of the whole process.
-    shares = [process_setup._load(config, 1, rank) for rank in ranks]
-    monkeypatch.setattr(process_setup, "_load", lambda *given: shares[given[-1].rank])
+    shares = [engines._load(config, 1, rank) for rank in ranks]
+    monkeypatch.setattr(engines, "_load", lambda *given: shares[given[-1].rank])
     if is_coupled:
         scale_all_rows(monkeypatch)
     leader, follower = on_each(2, lambda rank: build_engine(config, 1, ranks[rank]).info)
@@ -247,10 +250,9 @@ def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
     monkeypatch.setitem(
         sys.modules, "outrider.engine.vllm_engine", SimpleNamespace(VllmEngine=meet)
     )
-    for name, stand_in in (
-        ("vllm_version", lambda: "0.32.0"), ("_draft_check", lambda _: None), ("_draft_layer", load)
-    ):  # fmt: skip
-        monkeypatch.setattr(process_setup, name, stand_in)
+    monkeypatch.setattr(vllm_release, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(engines, "_draft_check", lambda _: None)
+    monkeypatch.setattr(engines, "_draft_layer", load)
     config = TargetConfig(engine="vllm", device="cpu", head="eagle3:x", head_kind="eagle3")
     ranks = thread_ranks(2)
     on_each(2, lambda rank: build_engine(config, 1, ranks[rank]))
@@ -296,7 +298,7 @@ def test_what_vllm_cannot_run_is_refused_by_name(
     version: str | None, config: TargetConfig | DraftConfig, said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
+    monkeypatch.setattr(vllm_release, "vllm_version", lambda: version)
     with pytest.raises(SettingError, match=f"^{said}"):
         build_engine(config, 1)
 
@@ -315,9 +317,9 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
     expected: bool, version: str | None, has_cuda: bool, settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
+    monkeypatch.setattr(vllm_release, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    assert process_setup.runs_on_vllm(TargetConfig(**settings)) is expected
+    assert engines.runs_on_vllm(TargetConfig(**settings)) is expected
 
 
 @pytest.mark.parametrize(
@@ -330,7 +332,7 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
 def test_steps_have_more_tokens_on_vllm_unless_a_number_is_set(
     expected: int, settings: dict[str, Any]
 ) -> None:
-    assert process_setup.batched_tokens(TargetConfig(**settings)) == expected
+    assert engines.batched_tokens(TargetConfig(**settings)) == expected
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm"])
@@ -340,8 +342,8 @@ def test_a_model_that_vllm_refuses_runs_on_transformers_unless_it_was_asked_for(
     def refuse(*_: object) -> None:
         raise ConfigError("vLLM does not load it")
 
-    monkeypatch.setattr(process_setup, "runs_on_vllm", lambda _: True)
-    monkeypatch.setattr(process_setup, "_build_vllm", refuse)
+    monkeypatch.setattr(engines, "runs_on_vllm", lambda _: True)
+    monkeypatch.setattr(engines, "_build_vllm", refuse)
     directory = str(save_tiny_model(tmp_path))
     config = TargetConfig(engine=engine, model="tiny", directory=directory, device="cpu")
     if engine == "vllm":

