@@ -12,13 +12,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Unpack
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -85,6 +84,17 @@ _RUNNING = Lock()
 only one forward context and one CPU scratch memory in a process."""
 
 
+@contextmanager
+def _without_accelerator() -> Iterator[None]:
+    """vLLM's loader calls `empty_cache`, which fails without a CUDA device."""
+    empty_cache = torch.accelerator.empty_cache
+    torch.accelerator.empty_cache = lambda: None
+    try:
+        yield
+    finally:
+        torch.accelerator.empty_cache = empty_cache
+
+
 class VllmEngine(PagedSequences):
     """A `DraftingEngine` that runs vLLM's models."""
 
@@ -114,9 +124,8 @@ class VllmEngine(PagedSequences):
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
             self._config = self._new_config(path, max_num_seqs, most, compiles, options)
-            # vLLM's loader calls `empty_cache`, which fails without a CUDA device.
             is_cpu = self._device.type == "cpu"
-            loads: Any = patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext()
+            loads: Any = _without_accelerator() if is_cpu else nullcontext()
             with set_current_vllm_config(self._config), loads:
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
