@@ -31,7 +31,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.fixture(params=[True, False], ids=["packages", "plain folders"])
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.full)], ids=["packages", "plain folders"]
+)
 def decoys(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     for name in (*OURS - {"outrider"}, "deploy", "benchmarks", "tests", "fleet"):
         folder = tmp_path / "decoys" / name
@@ -41,7 +43,11 @@ def decoys(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "decoys"
 
 
-@pytest.mark.parametrize("is_first", [False, True], ids=["working directory", "path"])
+@pytest.mark.parametrize(
+    "is_first",
+    [pytest.param(False, marks=pytest.mark.full), True],
+    ids=["working directory", "path"],
+)
 def test_other_packages_do_not_hide_ours(
     installed: Path, decoys: Path, tmp_path: Path, is_first: bool
 ) -> None:
