@@ -583,9 +583,9 @@ class CoordinatorService:
                 record.prompt_length, drafter,
             )  # fmt: skip
             run = SessionRun(
-                context, replayed, target, draft, commits=commits, lengths=lengths,
-                meter=self._meter, arrived=arrived, reads_beside=not self.config.drafting_delays,
-                trial=trial,
+                context, replayed, target, draft, commits=commits, stored=self._sessions.stored,
+                lengths=lengths, meter=self._meter, arrived=arrived,
+                reads_beside=not self.config.drafting_delays, trial=trial,
             )  # fmt: skip
             self._sessions.running[session.session_id] = run
         except BaseException:

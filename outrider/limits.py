@@ -160,6 +160,8 @@ SESSION_RESERVE_S = 600
 life. Running sessions survive if Redis or all coordinators are away for this time."""
 SESSION_RENEWAL_S = 60  # how often an owner renews the time to live of its sessions
 STORE_TENANT_SHARE = 0.25  # of the store's memory, for the sessions of one tenant
+STORE_SHARED_FROM = 0.5  # share of the memory from which new sessions must fit the tenant's share
+STORE_PAUSED_FROM = 0.75  # share of the memory from which sessions above the tenant's share wait
 STORE_FULL_SHARE = 0.875
 """Share of the store's memory above which no new session is opened. The rest is a reserve for the
 tokens of running sessions."""
