@@ -148,9 +148,9 @@ class SessionRun:
         if self._handed_over:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
-    async def close(self, *, hands_over: bool) -> None:
-        """Stops decoding, and releases the session on target and draft. With `hands_over`, leaves
-        an unfinished session to its next owner. Otherwise cancels an unfinished session."""
+    async def stop(self, *, hands_over: bool) -> None:
+        """Stops decoding, and releases the session on target and draft. Must be called before
+        `close`. With `hands_over`, `close` leaves an unfinished session to its next owner."""
         self._handed_over = hands_over and self.session.finish_reason is None
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
@@ -161,6 +161,9 @@ class SessionRun:
         self._draft.close()
         if self._trial is not None:
             self._trial.end()
+
+    async def close(self) -> None:
+        """Commits the last tokens, and cancels an unfinished session unless it is handed over."""
         session = self.session
         try:
             if not (self.is_recorded or self._handed_over):
