@@ -36,10 +36,11 @@ from coordinator.routing.target_client import TargetClient
 from outrider import errors
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
+from outrider.foundation.fair_turns import FairQueue
 from outrider.foundation.refusals import REFUSALS
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens, ResumeRequest
-from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS
+from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS, STARTS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Figures, Role
 from outrider.sessions.state import Session
@@ -112,6 +113,9 @@ class CoordinatorService:
         self._committer = Committer(store, owner, self._sessions.random, self._heed)
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
+        self._starts = FairQueue(range(STARTS_MAX))
+        """Places for new requests. A request of many sessions begins in several steps of the event
+        loop, between which other tenants' requests continue."""
         self._found_trouble = ""
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription
@@ -183,7 +187,9 @@ class CoordinatorService:
         arrived = asyncio.get_running_loop().time()
         observer = self._observation.begin(request, self._served.model, traceparent)
         with _observing(observer), self._admitted():
-            self._check(request)
+            async with self._starts.turn(tenant):
+                self._check(request)
+                await asyncio.sleep(0)
             run = await self._open(request, tenant, arrived, observer, key)
             with self._serving(run, resumable, outlasts_errors=key is not None):
                 yield started(run.session.record, self.served.model)
@@ -583,9 +589,9 @@ class CoordinatorService:
                 record.prompt_length, drafter,
             )  # fmt: skip
             run = SessionRun(
-                context, replayed, target, draft, commits=commits, lengths=lengths,
-                meter=self._meter, arrived=arrived, reads_beside=not self.config.drafting_delays,
-                trial=trial,
+                context, replayed, target, draft, commits=commits, stored=self._sessions.stored,
+                lengths=lengths, meter=self._meter, arrived=arrived,
+                reads_beside=not self.config.drafting_delays, trial=trial,
             )  # fmt: skip
             self._sessions.running[session.session_id] = run
         except BaseException:

@@ -160,6 +160,8 @@ SESSION_RESERVE_S = 600
 life. Running sessions survive if Redis or all coordinators are away for this time."""
 SESSION_RENEWAL_S = 60  # how often an owner renews the time to live of its sessions
 STORE_TENANT_SHARE = 0.25  # of the store's memory, for the sessions of one tenant
+STORE_SHARED_FROM = 0.5  # share of the memory from which new sessions must fit the tenant's share
+STORE_PAUSED_FROM = 0.75  # share of the memory from which sessions above the tenant's share wait
 STORE_FULL_SHARE = 0.875
 """Share of the store's memory above which no new session is opened. The rest is a reserve for the
 tokens of running sessions."""
@@ -207,7 +209,9 @@ LOAD_TRIES_MAX = 3  # tries to read a session's record while its tokens change
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replayed on a thread
 SLOTS_PER_SCRIPT_MAX = 256  # slots (permissions to run a request) that one script renews or frees
-OPENINGS_MAX = 32  # sessions that a coordinator opens at a time; tenants take turns
+STARTS_MAX = 16  # requests that a coordinator checks between two looks at other work
+OPENINGS_MAX = 16  # sessions that a coordinator opens at a time; tenants take turns
+ENDINGS_MAX = 16  # sessions that a coordinator stops at a time; tenants take turns
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
 ABANDON_TRIES_MAX = 20  # tries to store a session's end if UNTOLD_SESSIONS_MAX is exceeded

@@ -26,7 +26,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 
 from outrider import limits
@@ -42,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
+COUNTED = 0
+"""In place of a bucket's depth: the request has a token of the bucket already."""
 _COUNTED = frozenset(f"/outrider.v1.Coordinator/{name}" for name in ("Generate", "GetSession"))
 """Methods that an empty bucket refuses before their message is read."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
@@ -124,8 +125,8 @@ class AccessControl:
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
         """Caller's name -> slot -> number of streams that use the slot. While a session is resumed
         and its old stream is still open, two streams use the session's slot."""
-        self._empty_until: dict[Caller, float] = {}
-        """Caller whose bucket was empty -> loop time of the caller's next allowed request."""
+        self._empty_until: dict[tuple[Caller, int], float] = {}
+        """Caller whose bucket of some depth was empty -> loop time of the next allowed request."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -170,13 +171,15 @@ class AccessControl:
         _CALLER.set(caller)
         return caller.name
 
-    def check_rate(self, caller: Caller) -> None:
+    def check_rate(self, caller: Caller, *, may_resume: bool = False) -> None:
         """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket
-        is still empty. Does not ask Redis."""
-        left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
+        is still empty. If the request `may_resume` a session, the bucket may be in debt. Does not
+        ask Redis."""
+        bucket = caller, RESUME_DEPTH if may_resume else 1
+        left_s = self._empty_until.get(bucket, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
-        self._empty_until.pop(caller, None)
+        self._empty_until.pop(bucket, None)
 
     async def count(self, caller: Caller, resumes: Callable[[], Awaitable[bool]]) -> None:
         """Counts one request of the caller, before the request costs anything. If the bucket is
@@ -184,14 +187,23 @@ class AccessControl:
         time to wait, `StoreUnavailable`, and the errors of `resumes`."""
         if not caller.requests_per_minute or self._store is None:
             return
+        try:
+            await self._take(self._store, caller, (), 1)
+        except RateExceeded:
+            if not await resumes():
+                raise
+            await self._take(self._store, caller, (), RESUME_DEPTH)
+
+    async def _take(
+        self, store: RedisSlots, caller: Caller, names: Sequence[str], depth: int
+    ) -> None:
+        """Calls `RedisSlots.take`, and remembers an empty bucket."""
         asked = asyncio.get_running_loop().time()
         try:
-            await self._store.take(caller, (), 1)
+            await store.take(caller, names, depth)
         except RateExceeded as error:
-            if not await resumes():
-                self._empty_until[caller] = asked + error.retry_after_ms / 1e3
-                raise
-            await self._store.take(caller, (), RESUME_DEPTH)
+            self._empty_until[caller, depth] = asked + error.retry_after_ms / 1e3
+            raise
 
     @asynccontextmanager
     async def admit(
@@ -204,21 +216,18 @@ class AccessControl:
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller unless it `is_counted`, and holds a slot for each
         generation until the context ends. `resumes` has the ids of resumed sessions. If a limit is
-        reached, raises `Overloaded` with the time to wait. Raises `StoreUnavailable`. After an
-        error, no slot is held."""
-        if is_counted:
-            caller = replace(caller, requests_per_minute=0)
+        reached, raises `Overloaded` with the time to wait. A request for which too few slots are
+        free does not count. Raises `StoreUnavailable`. After an error, no slot is held."""
         names: list[str] = []
-        if caller.is_limited and self._store is not None:
+        counts = caller.requests_per_minute > 0 and not is_counted
+        if (counts or caller.concurrency) and self._store is not None:
             if caller.concurrency:
                 names = [*resumes] or [secrets.token_hex(16) for _ in range(num_generations)]
-            asked = asyncio.get_running_loop().time()
+            depth = COUNTED if is_counted else RESUME_DEPTH if resumes else 1
             try:
-                await self._store.take(caller, names, RESUME_DEPTH if resumes else 1)
+                await self._take(self._store, caller, names, depth)
             except BaseException as error:
-                if isinstance(error, RateExceeded) and not resumes:
-                    self._empty_until[caller] = asked + error.retry_after_ms / 1e3
-                elif not isinstance(error, Overloaded) and not resumes:
+                if not isinstance(error, Overloaded) and not resumes:
                     # Redis may have given the slots before its answer was lost.
                     self._in_background(caller, names)
                 raise
@@ -309,8 +318,9 @@ class RedisSlots:
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
         """Counts a request, and takes the named `slots`. Slots that the caller already holds
-        do not count again. `depth` multiplies the size of the bucket. Raises `Overloaded` and
-        changes nothing if the bucket is empty or too few slots are free."""
+        do not count again. `depth` multiplies the size of the bucket, or is `COUNTED`. If the
+        bucket is empty or too few slots are free, raises `Overloaded`, and the request does not
+        count, even if it was counted before."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, limits.SLOT_LEASE_MS, *slots

@@ -106,7 +106,9 @@ class Completion:
 
 def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest proper prefix of `stop` that is a suffix of `text`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    start = text.find(stop[0], max(0, len(text) + 1 - len(stop)))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
     return 0

@@ -12,6 +12,7 @@ from itertools import chain
 from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.resumption import Replayed, write_logprobs
+from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import PlayedRound, RoundLength
@@ -41,8 +42,8 @@ class SessionRun:
 
     def __init__(
         self, context: SessionContext, replayed: Replayed, target: TargetClient, draft: Drafts, *,
-        commits: SessionCommits, lengths: LengthControl, meter: LoadMeter, arrived: float,
-        reads_beside: bool = True, trial: SessionTrial | None = None,
+        commits: SessionCommits, stored: StoredBytes, lengths: LengthControl, meter: LoadMeter,
+        arrived: float, reads_beside: bool = True, trial: SessionTrial | None = None,
     ) -> None:  # fmt: skip
         """Starts decoding after the `replayed` tokens. `arrived` is the time of the request on the
         event loop's clock. With `reads_beside`, draft and target prefill at the same time.
@@ -57,7 +58,7 @@ class SessionRun:
         self._completion = replayed.completion
         self._ended = replayed.finish_reason
         self._num_replayed = replayed.completion.num_tokens
-        self._commits = commits
+        self._commits, self._stored = commits, stored
         self._output = OutputQueue(commits, self._deadline + COMMIT_GRACE_S, self._observer)
         for tokens in replayed.events:
             self._write(tokens)
@@ -147,9 +148,9 @@ class SessionRun:
         if self._handed_over:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
-    async def close(self, *, hands_over: bool) -> None:
-        """Stops decoding, and releases the session on target and draft. With `hands_over`, leaves
-        an unfinished session to its next owner. Otherwise cancels an unfinished session."""
+    async def stop(self, *, hands_over: bool) -> None:
+        """Stops decoding, and releases the session on target and draft. Must be called before
+        `close`. With `hands_over`, `close` leaves an unfinished session to its next owner."""
         self._handed_over = hands_over and self.session.finish_reason is None
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
@@ -160,6 +161,9 @@ class SessionRun:
         self._draft.close()
         if self._trial is not None:
             self._trial.end()
+
+    async def close(self) -> None:
+        """Commits the last tokens, and cancels an unfinished session unless it is handed over."""
         session = self.session
         try:
             if not (self.is_recorded or self._handed_over):
@@ -214,6 +218,7 @@ class SessionRun:
         while reason is None:
             await self._commits.room(self.parameters.num_draft_tokens + 1)
             await self._output.room()
+            await self._stored.room(self.session.record.tenant)
             reason = await self._round(index)
             index += 1
         return reason

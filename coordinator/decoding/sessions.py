@@ -95,8 +95,9 @@ class OwnedSessions:
         self.random_bits = random_bits
         self._config = config
         self._writer = ParametersWriter()
+        # `--max-sessions` limits how many sessions wait for places.
         self._openings = FairQueue(range(limits.OPENINGS_MAX))
-        """Places for sessions that are being opened. `--max-sessions` limits how many wait."""
+        self._endings = FairQueue(range(limits.ENDINGS_MAX))
         self.stored = StoredBytes(config.resume_grace_ms)
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
@@ -127,31 +128,19 @@ class OwnedSessions:
         the key has another session, and `Overloaded` if the store has no room. If the store does
         not answer, it may have created the session. This session is cancelled in the background, so
         the next attempt has a new id."""
-        async with self._openings.turn(tenant):
-            self.stored.check(tenant)
-            return await self._open(tenant, parameters, key)
-
-    async def _open(
-        self, tenant: str, parameters: GenerationParameters, key: RequestKey | None
-    ) -> Session:
         stored = self._writer.write(parameters, tenant)
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, *stored, parameters.prompt)
-            self.stored.hold(new, parameters)
-            opening = asyncio.create_task(self._store.open(new))
             try:
-                await asyncio.shield(opening)
-            except (asyncio.CancelledError, errors.StoreUnavailable) as error:
-                self.in_background(self._abandon(opening, new))
-                if isinstance(error, asyncio.CancelledError) or not tries_left:
+                async with self._openings.turn(tenant):
+                    self.stored.check(tenant)
+                    await self._create(new, parameters)
+                break
+            except errors.StoreUnavailable as error:
+                if not tries_left:
                     raise
                 _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
                 await asyncio.sleep(limits.COMMIT_RETRY_MS_MIN / 1e3)
-            except errors.OutriderError:
-                self.stored.end_early(new)
-                raise
-            else:
-                break
         if key is not None:
             claimed = replace(key, session_id=new.session_id).value
             self.stored.hold_key(tenant, key.name)
@@ -164,6 +153,18 @@ class OwnedSessions:
                 self.give_up(new)
                 raise KeyTaken(key.found(found))
         return Session(new)
+
+    async def _create(self, new: SessionRecord, parameters: GenerationParameters) -> None:
+        self.stored.hold(new, parameters)
+        opening = asyncio.create_task(self._store.open(new))
+        try:
+            await asyncio.shield(opening)
+        except (asyncio.CancelledError, errors.StoreUnavailable):
+            self.in_background(self._abandon(opening, new))
+            raise
+        except errors.OutriderError:
+            self.stored.end_early(new)
+            raise
 
     async def score(
         self, tenant: str, parameters: GenerationParameters, given: Sequence[int],
@@ -211,8 +212,13 @@ class OwnedSessions:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
 
+    async def _end_run(self, run: SessionRun, *, hands_over: bool) -> None:
+        async with self._endings.turn(run.session.record.tenant):
+            await run.stop(hands_over=hands_over)
+        await run.close()
+
     async def _close(self, run: SessionRun, resumable: bool, is_gone: bool) -> None:
-        await run.close(hands_over=is_gone)
+        await self._end_run(run, hands_over=is_gone)
         self.stored.end(run.session)
         if run.is_recorded:
             return
@@ -234,7 +240,8 @@ class OwnedSessions:
             if run is not None:
                 if run.session.epoch >= record.epoch:
                     raise errors.StaleEpoch(f"session {session_id} was resumed by another stream")
-                self._free(run, run.close(hands_over=True))  # The new run counts its bytes.
+                # The new run counts its bytes.
+                self._free(run, self._end_run(run, hands_over=True))
             ending = self._ending.get(session_id)
             if ending is None:
                 return

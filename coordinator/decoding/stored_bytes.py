@@ -4,6 +4,15 @@ Without a bound, one tenant could fill the store, and then no tenant's request c
 running session counts with the bytes that it may come to have. An ended session counts with the
 bytes that it has, until the store forgets it. Each coordinator counts the sessions that it runs or
 has ended. So the coordinators divide each tenant's share among them.
+
+Most sessions end long before they have all the bytes that they may come to have. So a tenant may
+exceed its share while the store has room:
+
+| the store is full to | sessions of a tenant above its share | sessions of other tenants |
+| --- | --- | --- |
+| `STORE_SHARED_FROM` | no new ones | |
+| `STORE_PAUSED_FROM` | also, the running ones wait | |
+| `STORE_FULL_SHARE` | | no new ones |
 """
 
 import asyncio
@@ -44,6 +53,7 @@ class StoredBytes:
     def __init__(self, resume_grace_ms: int) -> None:
         self._kept_s = resume_grace_ms / 1e3 + limits.FINISHED_TTL_S
         self._memory, self._num_coordinators = StoreMemory(), 1
+        self._learned = asyncio.Event()
         self._held: dict[str, _Held] = {}
         """By session id, and by name of an idempotency key."""
         self._ends: list[tuple[float, str]] = []
@@ -56,6 +66,8 @@ class StoredBytes:
     def learn(self, memory: StoreMemory, num_coordinators: int) -> None:
         """Sets the store's memory, and the number of coordinators that use the store."""
         self._memory, self._num_coordinators = memory, num_coordinators
+        self._learned.set()
+        self._learned.clear()
 
     def of(self, tenant: str) -> int:
         """Returns the bytes of a tenant."""
@@ -69,9 +81,17 @@ class StoredBytes:
             if name in self._held and self._held[name].until == until:
                 self._drop(name)
 
+    @property
+    def _share(self) -> int:
+        """The bytes of each tenant's share at this coordinator. 0 if they are unknown."""
+        return int(self._memory.most * limits.STORE_TENANT_SHARE) // self._num_coordinators
+
+    def _is_above_share(self, tenant: str) -> bool:
+        """Always false for the tenant without a name, because it has the store for itself."""
+        return bool(tenant and self._share and self.of(tenant) > self._share)
+
     def check(self, tenant: str) -> None:
-        """Raises `Overloaded` if the store is almost full, or if the tenant has used up its share.
-        The tenant without a name has no share of its own, because it has the store for itself."""
+        """Raises `Overloaded` if the tenant's next session has no room in the store."""
         most, used = self._memory.most, self._memory.used
         if most and used > most * limits.STORE_FULL_SHARE:
             raise Overloaded(
@@ -80,16 +100,23 @@ class StoredBytes:
                 _RETRY_MS,
                 "store_memory",
             )
-        share = int(most * limits.STORE_TENANT_SHARE) // self._num_coordinators
-        if share and tenant and self.of(tenant) > share:
+        if used >= most * limits.STORE_SHARED_FROM and self._is_above_share(tenant):
             raise Overloaded(
-                f"your sessions may take {share} bytes of this coordinator's session store (a "
-                f"{round(1 / limits.STORE_TENANT_SHARE)}th of Redis' maxmemory, divided by the "
-                "number of coordinators); running sessions count with their max_tokens, and ended "
-                f"sessions count for {limits.FINISHED_TTL_S} s; try again later",
+                f"your sessions may take {self._share} bytes of this coordinator's session store "
+                f"(a {round(1 / limits.STORE_TENANT_SHARE)}th of Redis' maxmemory, divided by the "
+                "number of coordinators), because the store is filling up; running sessions count "
+                f"with their max_tokens, and ended sessions count for {limits.FINISHED_TTL_S} s; "
+                "try again later",
                 _RETRY_MS,
                 "tenant_store_memory",
             )
+
+    async def room(self, tenant: str) -> None:
+        """Waits while the tenant's running sessions must not take more memory."""
+        while self._memory.used >= (
+            self._memory.most * limits.STORE_PAUSED_FROM
+        ) and self._is_above_share(tenant):
+            await self._learned.wait()
 
     def hold(self, record: SessionRecord, parameters: GenerationParameters) -> None:
         """Counts a session that runs from now on."""

@@ -98,10 +98,12 @@ class BodyRoute(APIRoute):
         async def take_in(request: Request) -> None:
             admission: Admission = request.app.state.admission
             caller = request.state.caller
-            admission.access.check_rate(caller)
+            has_key = "idempotency-key" in request.headers
+            may_resume = has_key or "answer_id" in request.path_params
+            admission.access.check_rate(caller, may_resume=may_resume)
             async with admission.incoming.read(request) as file:
                 data = file.read()
-                if "idempotency-key" in request.headers:
+                if has_key:
                     request.state.digest = await _digest(request, data)
                 await admission.access.count(caller, lambda: admission.resumes(request))
                 is_json = "json" in request.headers.get("content-type", "").lower()

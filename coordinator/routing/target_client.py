@@ -22,6 +22,7 @@ from outrider.errors import (
     error_from_code,
 )
 from outrider.foundation.backoff import backoff
+from outrider.foundation.refusals import REFUSALS
 from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
@@ -32,6 +33,9 @@ ANSWER_S = 30.0
 """If no verdict arrives within this time, the client repeats the request."""
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles with each repetition, up to this multiple of `ANSWER_S`."""
+REPLICA_LIMIT = "replica"
+"""`Overloaded.limit` of requests that a target has refused. They wait until the target has room, so
+each counts once."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 1.0
 """First and longest pause between two attempts to reach a target. The pause doubles each time."""
 
@@ -47,6 +51,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._audits = audits
         self._config = config
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
+        self._was_overloaded = False
         self._asked_until = -1
         """The last round that the target may run without another request."""
         self.was_asked = False
@@ -164,7 +169,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.give_up()
             if self.move():
                 return
+        elif isinstance(error, Overloaded):
+            if not self._was_overloaded:
+                REFUSALS[REPLICA_LIMIT] += 1
+            self._was_overloaded = True
         # `DeadlineExceeded` is not raised: the coordinator's own deadline will soon pass.
-        elif not isinstance(error, Overloaded | DeadlineExceeded):
+        elif not isinstance(error, DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))

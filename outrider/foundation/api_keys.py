@@ -44,10 +44,6 @@ class Caller:
     """Whether the caller may read and cancel sessions of all tenants."""
 
     @property
-    def is_limited(self) -> bool:
-        return bool(self.requests_per_minute or self.concurrency)
-
-    @property
     def reach(self) -> str | None:
         """The tenant whose sessions the caller may read and cancel; None = all tenants."""
         return None if self.admin else self.tenant

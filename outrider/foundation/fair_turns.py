@@ -2,18 +2,33 @@
 work of another."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-from weakref import WeakValueDictionary
 
 from outrider.errors import Overloaded
 
 Place = TypeVar("Place")
 Result = TypeVar("Result")
+Work = TypeVar("Work")
+
+
+def in_turns(works: Sequence[Work], tenant_of: Callable[[Work], str]) -> Sequence[Work]:
+    """Returns the first work of each tenant, then the second of each, and so on."""
+    num_before: Counter[str] = Counter()
+
+    def turn(work: Work) -> int:
+        tenant = tenant_of(work)
+        num_before[tenant] += 1
+        return num_before[tenant]
+
+    turns = [turn(work) for work in works]
+    if len(num_before) <= 1:
+        return works
+    return [works[place] for place in sorted(range(len(works)), key=turns.__getitem__)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +77,26 @@ class FairQueue(Generic[Place]):
 
     def __init__(self, places: Iterable[Place], room: WaitingRoom | None = None) -> None:
         """`room` is None if the caller limits how much waits."""
-        # The place that was used last comes first. If it is a process, the process runs already.
-        self._idle: asyncio.LifoQueue[Place] = asyncio.LifoQueue()
-        for place in places:
-            self.give_back(place)
+        self._idle = [*places]
         self._room = room
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Only the work that holds its tenant's lock waits for a place."""
+        self._waiting: OrderedDict[str, deque[asyncio.Future[Place]]] = OrderedDict()
+        """The work that waits for a place, of each tenant. The tenants stand in order of their next
+        turns."""
 
     async def take(self, tenant: str, size: int = 1) -> Place:
         """Waits for a place. Raises the error of `WaitingRoom.waiting`."""
-        turn = self._turns.setdefault(tenant, asyncio.Lock())
         with nullcontext() if self._room is None else self._room.waiting(tenant, size):
-            async with turn:
-                return await self._idle.get()
+            if self._idle:
+                # The place that was used last. If it is a process, the process runs already.
+                return self._idle.pop()
+            given: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(given)
+            try:
+                return await given
+            except asyncio.CancelledError:
+                if not given.cancelled():
+                    self.give_back(given.result())
+                raise
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -87,7 +108,16 @@ class FairQueue(Generic[Place]):
             self.give_back(place)
 
     def give_back(self, place: Place) -> None:
-        self._idle.put_nowait(place)
+        """Passes a place on to the work whose turn is next."""
+        while self._waiting:
+            tenant, works = self._waiting.popitem(last=False)
+            given = works.popleft()
+            if works:
+                self._waiting[tenant] = works
+            if not given.done():
+                given.set_result(place)
+                return
+        self._idle.append(place)
 
 
 class FairThreads:

@@ -3,11 +3,12 @@
 In each round, a replica calls `align`, and runs `Aligned.new_tokens` in one or several steps. Then
 a target runs the proposal's tokens, or a draft runs the tokens that it draws."""
 
-import math
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import NamedTuple
 
 from outrider.errors import BadRequest
+from outrider.foundation.fair_turns import in_turns
 from outrider.foundation.tokens import TokenSequence, digest_behind
 from outrider.interfaces.engine import Engine
 from outrider.interfaces.messages import Resync, RoundHead
@@ -35,8 +36,8 @@ class _Entry:
     confirmed_length = 0
     """The number of committed tokens at the last `align`. Later tokens may be draft tokens."""
 
-    def __init__(self, age_rank: int) -> None:
-        self.age_rank = age_rank
+    def __init__(self, age_rank: int, tenant: str) -> None:
+        self.age_rank, self.tenant = age_rank, tenant
 
 
 class SessionTable:
@@ -64,7 +65,7 @@ class SessionTable:
         held prefix that is known to be committed. Raises `BadRequest` if `head` has no tokens."""
         if head.committed_length == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
-        entry, engine, session_id = self._entry(head.session_id), self._engine, head.session_id
+        entry, engine, session_id = self._entry(head), self._engine, head.session_id
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):
             held = min(entry.confirmed_length, len(sequence))
@@ -84,26 +85,27 @@ class SessionTable:
             sequence = engine.tokens(session_id)
         return Aligned(sequence, head.append[num_held:])
 
-    def age_rank(self, session_id: str) -> float:
-        """A sort key. Known sessions sort by their first `align`. Unknown sessions come last."""
-        entry = self._entries.get(session_id)
-        return math.inf if entry is None else entry.age_rank
-
-    def holders(self) -> list[str]:
-        """The sessions that hold slots, the oldest first."""
-        return sorted(filter(self._engine.length, self._entries), key=self.age_rank)
+    def ranks(self, stepping: Collection[str]) -> dict[str, int]:
+        """Ranks the known sessions that hold slots or are in `stepping`. The first session keeps
+        its slots longest. Tenants take turns, each with its oldest session. A session is as old as
+        its first `align`."""
+        held = filter(self._engine.length, self._entries)
+        known = filter(self._entries.__contains__, stepping)
+        by_age = sorted({*held, *known}, key=lambda name: self._entries[name].age_rank)
+        turns = in_turns(by_age, lambda name: self._entries[name].tenant)
+        return {name: rank for rank, name in enumerate(turns)}
 
     def release(self, session_id: str) -> None:
         """Frees the slots of a session. Ignores unknown sessions."""
         self._entries.pop(session_id, None)
         self._engine.release(session_id)
 
-    def _entry(self, session_id: str) -> _Entry:
-        entry = self._entries.pop(session_id, None)
+    def _entry(self, head: RoundHead) -> _Entry:
+        entry = self._entries.pop(head.session_id, None)
         if entry is None:
             while len(self._entries) >= self.sequences_max:
                 self.release(next(iter(self._entries)))
             self._num_seen += 1
-            entry = _Entry(self._num_seen)
-        self._entries[session_id] = entry
+            entry = _Entry(self._num_seen, head.tenant)
+        self._entries[head.session_id] = entry
         return entry

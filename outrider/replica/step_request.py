@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -11,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
+from outrider.foundation.fair_turns import in_turns
 from outrider.interfaces.messages import Refused, ReplyKey
 from outrider.limits import STREAM_QUEUE_ITEMS_MAX
 
@@ -151,21 +151,6 @@ def undrawn(key: ReplyKey) -> Refused:
     return refusal(key, DeadlineExceeded("the time limit ended before a token was drawn"))
 
 
-def _in_turns(works: Sequence[StepRequest]) -> Sequence[StepRequest]:
-    """Returns the oldest request of each tenant, then the second of each, and so on."""
-    num_before: Counter[str] = Counter()
-
-    def turn(work: StepRequest) -> int:
-        tenant: str = work.item.head.tenant
-        num_before[tenant] += 1
-        return num_before[tenant]
-
-    turns = [turn(work) for work in works]
-    if len(num_before) <= 1:
-        return works
-    return [works[place] for place in sorted(range(len(works)), key=turns.__getitem__)]
-
-
 class RequestQueue:
     """Requests in order of arrival. Requests that a step did not finish keep their place."""
 
@@ -209,7 +194,7 @@ class RequestQueue:
         newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        for work in _in_turns(self.waiting):
+        for work in in_turns(self.waiting, lambda one: one.item.head.tenant):
             session_id = work.session_id
             if work.sender.closed or (work.answered and newest[session_id] is not work):
                 unwanted.append(work)

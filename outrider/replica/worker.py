@@ -5,13 +5,15 @@ limited. So an item may have to wait, or run with only some of its tokens. In ea
 
 1. The tokens that this replica holds of a session are aligned with those of the coordinator
    (`SessionTable.align`). A session without tokens begins with the cached pages of its prefix.
-2. Items get pages, the item of the oldest session first. If too few pages are free, younger
-   sessions lose their pages. If there are still too few pages for an item, the item waits.
+2. Items get pages. Tenants take turns, each with its oldest session. If too few pages are free,
+   sessions with later turns lose their pages. If there are still too few pages for an item, the
+   item waits.
 3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
    of its prefix, or no tokens in this step (`TokenBudget`).
 
-A session in the step loses pages only to older sessions. So the oldest session always continues,
-and in time every session becomes the oldest."""
+A session in the step loses pages only to sessions with earlier turns. So a tenant's oldest session
+always continues if the oldest sessions of all tenants fit, and the first of these always continues.
+In time every session becomes the oldest of its tenant."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -143,21 +145,21 @@ class StepWorker:
     def _place(
         self, demands: Sequence[SlotDemand], found: list[_Found], wholes: dict[int, SequenceStep]
     ) -> None:
-        """Reserves pages for items, the item of the oldest session first. If an item gets no pages,
+        """Reserves pages for items, in the order of `SessionTable.ranks`. If an item gets no pages,
         its entry in `found` becomes `WAITS`."""
-        age_rank = self._table.age_rank
-        holders = self._table.holders()
         stepping = {step.sequence_id for step in wholes.values()}
+        ranks = self._table.ranks(stepping)
+        holders = [name for name in ranks if self._engine.length(name)]
         reserved: list[SequenceStep] = []
         lost: set[str] = set()
-        for index in sorted(wholes, key=lambda i: age_rank(wholes[i].sequence_id)):
+        for index in sorted(wholes, key=lambda i: ranks[wholes[i].sequence_id]):
             step = wholes[index]
             name = step.sequence_id
-            first_younger = bisect_right(holders, age_rank(name), key=age_rank)
-            losers = holders[first_younger:]
+            first_later = bisect_right(holders, ranks[name], key=ranks.__getitem__)
+            losers = holders[first_later:]
             if demands[index].takes_idle:
-                older = holders[:first_younger]
-                losers = [*(one for one in older if one not in stepping), *losers]
+                earlier = holders[:first_later]
+                losers = [*(one for one in earlier if one not in stepping), *losers]
             if name in lost:
                 found[index] = Unfinished.WAITS
             elif isinstance(found[index], Resync):

@@ -20,7 +20,7 @@ class ScriptStore(RedisStore):
         no_client: Any = None
         super().__init__(no_client, key_prefix)
         self.data: Any = data(now_ms)
-        self.most = 0
+        self.used = self.most = 0
         self._scripts: Any = self
 
     async def run(self, script: Script, call: Call) -> Reply:
@@ -36,7 +36,7 @@ class ScriptStore(RedisStore):
         return [await self.run(script, call) for call in calls]
 
     async def memory(self) -> StoreMemory:
-        return StoreMemory(0, self.most)
+        return StoreMemory(self.used, self.most)
 
     def key(self, session_id: str) -> bytes:
         return self._keys(session_id)[0].encode()

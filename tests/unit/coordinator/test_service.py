@@ -1,6 +1,7 @@
 """The coordinator with its replicas and store in one process: how sessions end."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from coordinator.decoding import load_meter
-from coordinator.decoding.loop import COMMIT_GRACE_S
+from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.service import LOOK_PERIOD_S, TROUBLE_S
-from outrider import errors
+from outrider import errors, limits
 from outrider.drafters.drafter import DraftRequest
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import ProposalReply
@@ -225,6 +226,56 @@ async def test_a_session_is_opened_at_the_second_try() -> None:
         assert started.session_id == opened[1]
         abandoned = await b.service.session(opened[0])
         assert abandoned.finish_reason is FinishReason.CANCELLED
+
+
+async def test_many_sessions_begin_and_end_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the steps, the event loop does other work."""
+    turn, steps = 0, {"check": Counter[int](), "stop": Counter[int]()}
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            steps[name][turn] += 1
+            return call(*arguments, **named)
+
+        return wrapped
+
+    monkeypatch.setattr(SessionRun, "stop", noted("stop", SessionRun.stop))
+    async with bench(max_sessions=100) as b:
+        monkeypatch.setattr(b.service, "_check", noted("check", b.service._check))
+        counting = asyncio.create_task(count_turns())
+        streams = [b.service.generate(REQUEST, resumable=False) for _ in range(64)]
+        await asyncio.gather(*map(anext, streams))
+        await asyncio.gather(*(one.aclose() for one in streams))
+        await b.service._sessions.end_background()
+        counting.cancel()
+    for found in steps.values():
+        assert found.total() == 64
+        assert max(found.values()) <= limits.STARTS_MAX == limits.ENDINGS_MAX
+
+
+async def test_a_session_that_waits_for_the_next_try_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "OPENINGS_MAX", 1)
+    monkeypatch.setattr(limits, "COMMIT_RETRY_MS_MIN", 5_000)
+
+    async def silent_once(number: int) -> None:
+        if number == 1:
+            raise errors.StoreUnavailable("no answer")
+
+    async with bench() as b:
+        noted_openings(b, silent_once)
+        first = asyncio.create_task(b.events())
+        await asyncio.sleep(0.1)
+        assert isinstance((await b.events())[-1], Finished)
+        assert not first.done()
+        assert isinstance((await first)[-1], Finished)
 
 
 async def test_a_running_session_is_cancelled_once_even_without_the_store() -> None:

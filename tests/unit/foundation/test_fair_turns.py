@@ -41,6 +41,22 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
 
 
+async def test_places_that_are_given_back_together_are_taken_together() -> None:
+    queue, begun = FairQueue(range(8)), list[str]()
+    for _ in range(8):
+        await queue.take("a")
+    tasks = [take(queue, begun, f"{'ab'[index % 2]}{index}") for index in range(16)]
+    await settle()
+    assert not begun
+    for place in range(8):
+        queue.give_back(place)
+    await asyncio.sleep(0)
+    assert begun == [f"{'ab'[index % 2]}{index}" for index in range(8)]
+    for place in range(8):
+        queue.give_back(place)
+    await asyncio.gather(*tasks)
+
+
 async def test_work_without_a_size_takes_turns_and_gives_its_place_back() -> None:
     """As an empty prompt."""
     queue, done = FairQueue(["c"], WaitingRoom(THINGS)), 0
@@ -73,7 +89,7 @@ async def test_what_waits_is_limited() -> None:
     waiting.append(take(queue, begun, "c0"))
     queue.give_back("c")
     waiting[4].cancel()  # The task has been given the place, but has not run since.
-    for _ in range(4):
+    for _ in range(3):
         await settle()
         queue.give_back("c")
     await settle()

@@ -96,16 +96,16 @@ def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
     assert len(replica.table.align(short).sequence) == 16
 
 
-def test_holders_stand_by_age() -> None:
+def test_sessions_rank_by_age_and_tenants_take_turns() -> None:
     """A session's age counts from when it was first seen, also after a loss of slots."""
     replica = Replica()
     for name in "abcd":
         replica.answer(head([1, 2], 0, session_id=name))
+    replica.answer(replace(head([1, 2], 0, session_id="e"), tenant="other"))
+    assert [*replica.table.ranks(())] == ["a", "e", "b", "c", "d"]
     replica.engine.release("a")
-    assert replica.table.holders() == ["b", "c", "d"]
-    replica.answer(head([1, 2], 0, session_id="a"))
-    assert replica.table.holders() == ["a", "b", "c", "d"]
-    assert replica.table.age_rank("a") < replica.table.age_rank("d") < replica.table.age_rank("x")
+    assert [*replica.table.ranks({"x"})] == ["b", "e", "c", "d"]
+    assert replica.table.ranks({"a"}) == {"a": 0, "e": 1, "b": 2, "c": 3, "d": 4}
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=4)

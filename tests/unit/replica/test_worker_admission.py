@@ -62,6 +62,19 @@ def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
     assert at.admissions.figures.num_preemptions == 1
 
 
+def test_a_tenant_gets_pages_though_older_sessions_of_another_hold_all() -> None:
+    """The sessions of the other tenant that are left run on."""
+    at = Setting(num_pages=4)
+    assert at.step(*(at.demand(session, 4) for session in (1, 2, 3, 4))) == [4] * 4
+    own = SlotDemand(make_head([5] * 8, session=5, tenant="other"), 0)
+    assert at.step(own, at.demand(1, 4, base=3)) == [8, 1]
+    assert at.held(1, 2, 3, 4, 5) == [4, 4, 0, 0, 8]
+    another = SlotDemand(make_head([6] * 4, session=6, tenant="other"), 0)
+    assert at.step(another, at.demand(2, 5, base=4)) == [WAITS, WAITS]
+    assert at.step(at.demand(1, 5, base=4)) == [1]
+    assert at.held(1, 2, 5) == [5, 0, 8]
+
+
 def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     at = Setting(num_pages=4)
     lengths = []

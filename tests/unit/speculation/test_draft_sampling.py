@@ -90,6 +90,7 @@ SAMPLINGS = (
     SamplingParams(temperature=1.5, top_k=5), SamplingParams(top_k=5_000),
     SamplingParams(min_p=0.05, top_k=40, top_p=0.6), SamplingParams(top_p=1e-9),
     SamplingParams(repetition_penalty=1.3, logit_bias=((5, 4.0),)), SamplingParams(temperature=0.0),
+    SamplingParams(logit_bias=((4, 3.0), (5, 4.0), (8, -1.0), (30_000, 2.0))),
     SamplingParams(temperature=0.0, presence_penalty=1.5, logit_bias=((5, 4.0), (6, 9.0))),
 )  # fmt: skip
 NUM_DEPTHS = 3

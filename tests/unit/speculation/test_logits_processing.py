@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
+    adjusted_logits,
     draft_mask,
     masked_logits,
     raw_logprobs,
@@ -123,6 +125,20 @@ def test_penalties_count_what_each_row_has_seen():
     law = torch.tensor(expected, dtype=torch.float64).softmax(dim=1)
     torch.testing.assert_close(result, law, rtol=1e-12, atol=0)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_biases_are_the_same_with_a_penalty_that_changes_nothing(dtype: torch.dtype) -> None:
+    """Without penalties, biases are added by other code. No token is in the output."""
+    most = torch.finfo(dtype).max
+    values = [0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan, most, -most]
+    logits = torch.tensor([values, values[::-1]], dtype=dtype)
+    for bias in (-100.0, -0.3, 100.0):
+        params = SamplingParams(logit_bias=tuple((token_id, bias) for token_id in range(1, 12)))
+        expected = adjusted_logits(logits, replace(params, presence_penalty=1.0))
+        torch.testing.assert_close(
+            adjusted_logits(logits, params), expected, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_the_hardest_parameters_stay_numbers():

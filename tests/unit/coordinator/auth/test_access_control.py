@@ -4,10 +4,17 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
-from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
+from coordinator.auth.access_control import (
+    OPEN,
+    AccessControl,
+    RateExceeded,
+    RedisSlots,
+    watch_keys,
+)
 from outrider.errors import (
     Overloaded,
     SessionNotFound,
@@ -17,7 +24,9 @@ from outrider.errors import (
 )
 from outrider.foundation.api_keys import ANYBODY, Caller, given_keys, key_hash
 from outrider.interfaces.request import Event, Finished, Started, Tokens
+from outrider.redis.address import RedisAddress
 from outrider.speculation.sampling_params import Rule
+from tests.support.script_store import ScriptStore
 from tests.support.told_coordinator import FINISHED, TOKENS, MemorySlots
 
 KEY = "a-key-of-16-characters"
@@ -166,4 +175,27 @@ async def test_a_slot_whose_grant_was_lost_is_freed(error: Exception | None) -> 
         for _ in range(3):
             await asyncio.sleep(0)
         assert slots.taken == set(resumes)
+    await access.close()
+
+
+@pytest.mark.virtual
+async def test_a_request_without_a_free_slot_does_not_count() -> None:
+    """Even if it was counted before its body was read."""
+    loop = asyncio.get_running_loop()
+    slots = RedisSlots(RedisAddress(url="redis://unused"))
+    slots._scripts = ScriptStore(lambda: loop.time() * 1e3)  # type: ignore[assignment]
+    access = AccessControl(None, slots)
+    caller = Caller("alice", "alice", requests_per_minute=3, concurrency=1)
+    resumes = AsyncMock(return_value=False)
+    async with access.admit(caller):
+        for _ in range(10):
+            await access.count(caller, resumes)
+            with pytest.raises(Overloaded) as refused:
+                async with access.admit(caller, is_counted=True):
+                    pass
+            assert refused.value.limit == "concurrency"
+        for _ in range(2):
+            await access.count(caller, resumes)
+        with pytest.raises(RateExceeded):
+            await access.count(caller, resumes)
     await access.close()

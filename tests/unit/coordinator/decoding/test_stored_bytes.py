@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,10 +13,10 @@ import pytest
 from coordinator.decoding.sessions import RequestKey
 from coordinator.decoding.stored_bytes import KEY_BYTES, SESSION_BYTES, TOKEN_BYTES, StoredBytes
 from outrider import errors, limits
-from outrider.interfaces.request import Event, ResumeRequest
+from outrider.interfaces.request import Event, Finished, ResumeRequest
 from outrider.sessions.store import StoreMemory
 from outrider.speculation.sampling_params import SamplingParams
-from tests.support.coordinator_bench import REQUEST, Bench, bench
+from tests.support.coordinator_bench import REQUEST, Bench, bench, target_service
 
 pytestmark = pytest.mark.virtual
 
@@ -30,6 +31,11 @@ def stored(made: Bench) -> StoredBytes:
 
 async def run(made: Bench, request: Any = REQUEST, tenant: str = "a") -> list[Event]:
     return [event async for event in made.service.generate(request, tenant)]
+
+
+def fill(made: Bench, most: int, share: float) -> None:
+    """The coordinator learns it within a second."""
+    made.store.most, made.store.used = most, math.ceil(most * share)
 
 
 async def told(call: Callable[[], Any]) -> str:
@@ -61,7 +67,7 @@ async def test_a_tenant_that_has_used_up_its_share_is_refused_and_no_other() -> 
     async with bench() as made:
         await run(made)
         most = int(stored(made).of("a") * 2 / limits.STORE_TENANT_SHARE)
-        made.store.most = most
+        fill(made, most, limits.STORE_SHARED_FROM)
         await asyncio.sleep(1.0)
         await run(made)
         await run(made)
@@ -70,8 +76,35 @@ async def test_a_tenant_that_has_used_up_its_share_is_refused_and_no_other() -> 
         await run(made, tenant="")
         await asyncio.sleep(limits.FINISHED_TTL_S)
         await run(made)
-        stored(made).learn(StoreMemory(0, most), 4)  # There are more coordinators now.
+        stored(made).learn(StoreMemory(most // 2, most), 4)  # There are more coordinators now.
         assert await told(lambda: run(made)) == "tenant_store_memory"
+
+
+async def test_a_tenant_may_exceed_its_share_while_the_store_has_room() -> None:
+    async with bench() as made:
+        fill(made, 10_000, limits.STORE_SHARED_FROM - 0.01)
+        await asyncio.sleep(1.0)
+        for _ in range(10):
+            await run(made)
+        assert stored(made).of("a") > 10_000
+        fill(made, 10_000, limits.STORE_SHARED_FROM)
+        await asyncio.sleep(1.0)
+        assert await told(lambda: run(made)) == "tenant_store_memory"
+
+
+async def test_sessions_above_their_tenants_share_wait_until_the_store_has_room() -> None:
+    async with bench(target=target_service(step_s=0.1)) as made:
+        large = replace(REQUEST, logprobs=20)
+        async with asyncio.TaskGroup() as running:
+            waiting = running.create_task(run(made, large))
+            others = [running.create_task(run(made, tenant=name)) for name in ("b", "")]
+            await asyncio.sleep(0.5)
+            fill(made, 32_000, limits.STORE_PAUSED_FROM)
+            await asyncio.gather(*others)
+            await asyncio.sleep(30.0)
+            assert not waiting.done()
+            fill(made, 32_000, limits.STORE_PAUSED_FROM - 0.01)
+        assert isinstance((await waiting)[-1], Finished)
 
 
 async def test_an_almost_full_store_opens_no_session_and_ends_those_that_run() -> None:

@@ -382,6 +382,33 @@ async def test_a_resumption_is_admitted_although_the_bucket_is_empty(
     assert (await front.post(headers)).status_code == (200 if is_known else 429)
 
 
+async def test_a_resumption_is_admitted_soon_after_another_request_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the deeper bucket is empty, too. Then the store is not asked for a while."""
+    front, slots = locked(tmp_path, requests_per_minute=60)
+    full = 2
+
+    async def take(caller: Caller, names: Sequence[str], depth: int) -> None:
+        if 0 < depth < full:
+            raise RateExceeded(caller, 60_000)
+
+    async def known(key: RequestKey) -> RequestKey:
+        return replace(key, session_id="5" * 32)
+
+    taking = AsyncMock(side_effect=take)
+    monkeypatch.setattr(slots, "take", taking)
+    monkeypatch.setattr(front.service, "known", known)
+    headers = {"authorization": f"Bearer {front.key}", "idempotency-key": "k"}
+    assert (await front.post()).status_code == 429
+    assert (await front.post(headers)).status_code == 200
+    full = 3
+    assert (await front.post(headers)).status_code == 429
+    taking.reset_mock()
+    assert (await front.post(headers)).status_code == 429
+    taking.assert_not_called()
+
+
 async def test_a_running_stream_does_not_keep_its_body() -> None:
     """It keeps only what the answer needs."""
     begun, go_on = asyncio.Event(), asyncio.Event()

@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.routing.target_client import ANSWER_S
 from outrider import errors
+from outrider.foundation.refusals import REFUSALS
 from outrider.interfaces.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
@@ -70,6 +71,13 @@ async def test_a_refusal_ends_the_request(
     with pytest.raises(becomes) as caught:
         await target.verify(0, SealedProposal())
     assert caught.value.grpc_code == becomes.grpc_code
+
+
+async def test_a_request_that_a_target_refuses_for_a_while_counts_once() -> None:
+    before = REFUSALS["replica"]
+    target = target_of(ScriptedLink(*[refuse(errors.Overloaded("full"))] * 3, verdict))
+    await target.verify(0, SealedProposal())
+    assert REFUSALS["replica"] == before + 1
 
 
 async def test_after_a_stream_broke_between_two_rounds_the_target_is_asked_at_once() -> None:
