@@ -54,6 +54,9 @@ LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that has used them up i
 MATCHERS_MAX = 1024  # sessions whose matchers a replica keeps
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
+GRPC_INLINE_BYTES = 64 * 2**10  # fields of a longer message are counted before it is decoded
+GRPC_FIELDS_MAX = 2**13  # of a message, such as 4,096 messages of a chat, 1,024 choices and biases
+GRPC_NUMBERS_BYTES_MAX = 5 * 2**19  # of a message's lists of numbers; a token id has up to 5 bytes
 GRPC_MESSAGES_AWAITED_MAX = 8  # messages of a caller that may arrive at a time; others wait
 GRPC_MESSAGE_S_MAX = 60  # for the message of a call to arrive
 GRPC_STUCK_WRITE_S = 30  # a call whose client takes no data for this time ends

@@ -43,6 +43,7 @@ from outrider.errors import (
 from outrider.transport.callers import OpenCalls, source
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
+from outrider.transport.wire import check_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
@@ -223,6 +224,8 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             data = await read(frames, name)
             if data is None:
                 raise BadRequest("message", "is missing")
+            if len(data) > limits.GRPC_INLINE_BYTES:
+                check_fields(data, method.input_type)
             given = _decode(request_type, data)
         replies = call(given, context)
         if not method.server_streaming:
