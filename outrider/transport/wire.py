@@ -28,7 +28,9 @@ class _Fields:
             self._num_left -= 1
             if self._num_left < 0:
                 most = limits.GRPC_FIELDS_MAX
-                raise TooLarge(f"message: has more than {most} fields", "message_fields")
+                raise TooLarge(
+                    f"message: has more than {most} fields; shorten its lists", "message_fields"
+                )
             tag, at = self._number(at)
             match tag & 7:  # the wire type
                 case 0:
@@ -56,7 +58,10 @@ class _Fields:
             self._num_bytes_left -= length
             if self._num_bytes_left < 0:
                 most = limits.GRPC_NUMBERS_BYTES_MAX
-                raise TooLarge(f"message: has more than {most} bytes of numbers", "message_fields")
+                raise TooLarge(
+                    f"message: has more than {most} bytes of numbers; shorten its lists",
+                    "message_fields",
+                )
 
     def _number(self, at: int) -> tuple[int, int]:
         """Returns a varint, and the place after it."""
