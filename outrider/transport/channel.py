@@ -43,6 +43,8 @@ def server_options(
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
         ("grpc.max_concurrent_streams", limits.GRPC_STREAMS_MAX),
+        # gRPC would refuse calls within this limit while earlier ones are not yet deallocated.
+        ("grpc.http.overload_protection", 0),
         # gRPC would enlarge the windows of all calls, also of those whose messages nobody awaits.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", int(shares_port)),

@@ -43,6 +43,7 @@ from outrider.errors import (
 from outrider.transport.callers import OpenCalls, source
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
+from outrider.transport.wire import check_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
@@ -116,8 +117,14 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         # A registered method has its own queue, so a flood of health checks delays no other call.
         for service in served:
             prefix, methods = service.descriptor.full_name, service.descriptor.methods
-            paths = {method.name: f"/{prefix}/{method.name}" for method in methods}
-            handlers = {name: _handler(weakref.proxy(self), path) for name, path in paths.items()}
+            handlers = {
+                method.name: _handler(
+                    weakref.proxy(self),
+                    f"/{prefix}/{method.name}",
+                    server_streaming=method.server_streaming,
+                )
+                for method in methods
+            }
             self._server.add_registered_method_handlers(prefix, handlers)  # type: ignore[attr-defined]
         self._open = OpenCalls()
         self._port = 0
@@ -160,32 +167,35 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         await self._server.wait_for_termination()
 
     def service(self, details: Any) -> Any:
-        return _handler(self, details.method)  # an unknown method
+        return _handler(self, details.method, server_streaming=False)  # an unknown method
 
-    async def answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """Answers a call. The call is counted until its client has taken the answer."""
+    async def answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> bytes:
+        """Answers a call. Returns the reply, or nothing if the method streams its replies. The call
+        is counted until its client has taken the answer."""
         is_known = path in self._methods
         known, refusal = self._check(path, context)
         name = known or source(context.peer())
-        with ExitStack() as counted:
-            try:
-                if known is None:
-                    stays = is_known and self._methods[path][0].server_streaming
-                    counted.enter_context(self._open.of_stranger(name, stays=stays))
-                else:
-                    counted.enter_context(self._open.of_caller(name))
-                if refusal is not None:
-                    raise refusal
-                if is_known:
-                    await self._call(path, None if known is None else frames, context, name)
-            except grpc.aio.InternalError:  # The client has left.
-                return
-            except grpc.aio.BaseError:  # The call was aborted already.
-                raise
-            except Exception as error:  # noqa: BLE001 - the one place that maps every error
-                await abort(context, error, path[1:].replace("/", "."))
-            if not is_known:  # Not in `try`: on an ended call this raises, and `except` would log.
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+        counted = ExitStack()
+        context.add_done_callback(lambda _: counted.close())  # type: ignore[arg-type]
+        try:
+            if known is None:
+                stays = is_known and self._methods[path][0].server_streaming
+                counted.enter_context(self._open.of_stranger(name, stays=stays))
+            else:
+                counted.enter_context(self._open.of_caller(name))
+            if refusal is not None:
+                raise refusal
+            if is_known:
+                return await self._call(path, None if known is None else frames, context, name)
+        except grpc.aio.InternalError:  # The client has left.
+            return b""
+        except grpc.aio.BaseError:  # The call was aborted already.
+            raise
+        except Exception as error:  # noqa: BLE001 - the one place that maps every error
+            await abort(context, error, path[1:].replace("/", "."))
+        if not is_known:  # Not in `try`: on an ended call this raises, and `except` would log.
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+        return b""
 
     def _check(self, path: str, context: Context) -> tuple[str | None, Exception | None]:
         """Returns the answer of the guard, and the error that it raised."""
@@ -200,7 +210,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     async def _call(
         self, path: str, frames: AsyncIterator[bytes] | None, context: Context, name: str
-    ) -> None:
+    ) -> bytes:
         """Makes a call of the caller `name`. Without `frames`, the request is an empty message."""
         method, call = self._methods[path]
         request_type = GetMessageClass(method.input_type)
@@ -214,25 +224,33 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             data = await read(frames, name)
             if data is None:
                 raise BadRequest("message", "is missing")
+            if len(data) > limits.GRPC_INLINE_BYTES:
+                check_fields(data, method.input_type)
             given = _decode(request_type, data)
         replies = call(given, context)
         if not method.server_streaming:
-            await context.write((await replies).SerializeToString())
-            return
+            reply: bytes = (await replies).SerializeToString()
+            return reply
         write = context.write if method.client_streaming else _Writer(context).write
         async with aclosing(replies):  # Runs the iterator's `finally` as soon as the call ends.
             async for reply in replies:
                 await write(reply if isinstance(reply, bytes) else reply.SerializeToString())
+        return b""
 
 
-def _handler(server: RpcServer, path: str) -> Any:
-    """Every method is registered as stream -> stream, because gRPC would read a unary request
-    before the guard is called."""
+def _handler(server: RpcServer, path: str, *, server_streaming: bool) -> Any:
+    """Every method is registered with a stream of requests, because gRPC would read a unary request
+    before the guard is called. gRPC sends a unary reply and its status together."""
 
-    async def answer(frames: AsyncIterator[bytes], context: Context) -> None:
+    async def answer(frames: AsyncIterator[bytes], context: Context) -> bytes:
+        return await server.answer(path, frames, context)
+
+    async def stream(frames: AsyncIterator[bytes], context: Context) -> None:
         await server.answer(path, frames, context)
 
-    return grpc.stream_stream_rpc_method_handler(answer)
+    if server_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream)
+    return grpc.stream_unary_rpc_method_handler(answer)
 
 
 async def _health_message(frames: AsyncIterator[bytes], name: str) -> bytes | None:

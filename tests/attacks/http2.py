@@ -30,9 +30,10 @@ class Connection:
         self.ended: set[int] = set()
         """Streams that the server has reset, or ended by trailers."""
         self._next = 1
-        threading.Thread(target=self._read, daemon=True).start()
         settings = frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, window))
         self._send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+        # Not earlier: the server closes a connection whose first frame is an answer.
+        threading.Thread(target=self._read, daemon=True).start()
         with self._news:  # The server's settings, and its answer to the client's.
             self._news.wait_for(lambda: self.closed or self.frames[SETTINGS] > 1, 5)
 
@@ -120,16 +121,6 @@ class Connection:
             self._send(frame(kind, 1, 0, data if kind == PING else b""))
 
 
-def connected(address: str, window: int = 2**31 - 1) -> Connection:
-    """A new connection. Now and then, gRPC closes one at once; then it is tried again."""
-    for _ in range(8):
-        made = Connection(address, window)
-        if not made.closed:
-            return made
-        made.close()
-    raise OSError("the server closes every connection at once")
-
-
 def connections(address: str, num_streams: int, num_max: int = 128) -> Iterator[Connection]:
     """Yields a connection for each of so many streams: always the same one if the server sets no
     limit, else a new one when the limit is reached or the old one is closed, at most `num_max`."""
@@ -139,7 +130,7 @@ def connections(address: str, num_streams: int, num_max: int = 128) -> Iterator[
             if num_max == 0:
                 return
             try:
-                made, used, num_max = connected(address), 0, num_max - 1
+                made, used, num_max = Connection(address), 0, num_max - 1
             except OSError:
                 return
         used += 1

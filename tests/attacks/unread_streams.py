@@ -7,7 +7,7 @@ import time
 from typing import Final
 
 from outrider.v1 import coordinator_pb2 as pb
-from tests.attacks.http2 import connected
+from tests.attacks.http2 import Connection
 from tests.attacks.victims import System, judge
 
 NUM_CALLS: Final = 20
@@ -22,7 +22,7 @@ def attack() -> tuple[bool, str]:
     ).SerializeToString()
     message = b"\0" + struct.pack(">I", len(request)) + request
     with System(verify_ms=10.0, callers=CALLERS, max_sessions=32) as system:
-        client = connected(system.addresses["grpc"], window=0)
+        client = Connection(system.addresses["grpc"], window=0)
         for _ in range(NUM_CALLS):
             stream = client.call("/outrider.v1.Coordinator/Generate", system.keys["alice"])
             client.data(stream, message, end=True)

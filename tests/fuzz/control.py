@@ -1,4 +1,4 @@
-"""A control caller, which repeats its requests and must always get the same answers."""
+"""A control caller, which repeats its requests and must always get the same answers, in time."""
 
 import math
 import time
@@ -16,6 +16,7 @@ LATE_S: Final = 0.5
 """99 % of the answers must take at most this time, or the time that `--control-s` gives."""
 LATE_SHARE: Final = 0.01
 PAUSE_S: Final = 0.05
+RETRY_S: Final = 0.02
 _REQUESTS: Final = (
     GenerateRequest((1, 2, 3), max_tokens=24, seed=11, num_draft_tokens=4),
     GenerateRequest("The quick brown fox", max_tokens=16, sampling=SamplingParams(temperature=0.0)),
@@ -72,18 +73,26 @@ class Control:
         return waits[math.ceil((1 - LATE_SHARE) * len(waits)) - 1] if waits else math.inf
 
     def _once(self, turn: int, expected: Any) -> None:
+        """Makes a request. A refused request is repeated, and the time until its answer counts."""
         begun = time.monotonic()
         try:
-            found = self._answer(turn)
-        except Overloaded:
-            self._ledger.count("control", "overloaded")
-            return
+            found = self._answered(turn, begun + WAIT_S)
         except Exception as error:  # noqa: BLE001 (any error is a failure)
             self._ledger.fail("control", f"failed: {error!r}", turn)
             return
         self.waits_s.append(time.monotonic() - begun)
         if found != expected:
             self._ledger.fail("control", f"changed: {found} is not {expected}", turn)
+
+    def _answered(self, turn: int, until: float) -> Any:
+        while True:
+            try:
+                return self._answer(turn)
+            except Overloaded:
+                self._ledger.count("control", "overloaded")
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_S)
 
     def _answer(self, turn: int) -> Any:
         if turn < len(_REQUESTS):

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider import limits
 from outrider.errors import Overloaded, Unauthenticated
 from outrider.foundation.clock import run_virtually
 from outrider.foundation.refusals import REFUSALS
@@ -209,6 +210,23 @@ async def test_little_of_a_message_is_buffered_unless_it_is_awaited(address: str
             assert await bare.fill(watch, 2**22, 0.1) < 2**17
         awaited = bare.call(DESCRIBE, KEY)
         assert await bare.fill(awaited, 2**22, 1.0) == 2**22 + 4
+
+
+async def test_a_long_message_of_too_many_fields_is_not_decoded(address: str) -> None:
+    known = (("authorization", f"Bearer {KEY}"),)
+    before = REFUSALS["message_fields"]
+    async with open_channel(address) as channel:
+        generate = channel.unary_stream(GENERATE)
+        stop = [""] * (limits.GRPC_FIELDS_MAX + 1)
+        short = generate(pb.GenerateRequest(stop=stop).SerializeToString(), metadata=known)
+        assert await short.read()
+        text = "x" * limits.GRPC_INLINE_BYTES
+        request = pb.GenerateRequest(stop=stop, text=text)
+        long = generate(request.SerializeToString(), metadata=known)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{limits.GRPC_FIELDS_MAX} fields"):
+            await long.read()
+        short.cancel()
+    assert REFUSALS["message_fields"] == before + 1
 
 
 async def test_a_stranger_who_takes_no_answers_keeps_nobody_out(

@@ -65,6 +65,20 @@ async def test_a_caller_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     await server.stop()
 
 
+async def test_calls_beyond_the_limit_of_a_connection_wait_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.limits.GRPC_STREAMS_MAX", 4)
+    server = RpcServer([])
+    await server.start()
+    async with open_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Check(health_pb2.HealthCheckRequest()) for _ in range(200)]
+        codes = [await call.code() for call in calls]
+    assert codes == [grpc.StatusCode.OK] * len(calls)
+    await server.stop()
+
+
 async def test_health_is_that_of_the_whole_server() -> None:
     server = RpcServer([])
     await server.start()
