@@ -95,6 +95,7 @@ class IncomingBodies:
             raise Overloaded(
                 f"the server holds bodies of {most} bytes, the most allowed; try again later",
                 limit="http_bodies_bytes",
+                of_server=True,
             )
         most //= limits.HTTP_OWNERS_MIN
         if owner and self._num_bytes[owner] + num_more > most:

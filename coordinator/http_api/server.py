@@ -322,7 +322,9 @@ class HttpServer:
         try:
             if is_refused:
                 message = f"the server has {most} connections, the most allowed; try again later"
-                refusal = error_response(Overloaded(message, limit="http_connections"))
+                refusal = error_response(
+                    Overloaded(message, limit="http_connections", of_server=True)
+                )
                 await refusal(scope, receive, send_noted)
             else:
                 await self._app(scope, receive, send_noted)

@@ -348,7 +348,7 @@ async def test_a_path_that_needs_no_key_is_forwarded_without_a_body() -> None:
 
 
 async def test_a_full_coordinator_is_passed_over() -> None:
-    full = to_json(error_body(Overloaded("full", limit="max_sessions")))
+    full = to_json(error_body(Overloaded("full", limit="max_sessions", of_server=True)))
     of_caller = to_json(error_body(Overloaded("too often", limit="requests_per_minute")))
 
     def refused(body: bytes) -> httpx2.Response:

@@ -322,6 +322,7 @@ async def test_idle_connections_make_room_and_busy_ones_do_not(
             assert {b"connection: close", b"retry-after: 1"} <= {*head.split(b"\r\n")}
             error = json.loads(await pair[0].read())["error"]
             assert f"the server has {NUM_PLACES} connections" in error["message"]
+            assert error["code"] == "server_full"
             assert counted == {"http_connections": 1}
         go_on.set()
         assert await asyncio.gather(*running) == [200] * NUM_PLACES
