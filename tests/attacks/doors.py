@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots, ToldCoordinator
 
+from coordinator.actor import collect_less
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import build_app
@@ -81,6 +82,7 @@ async def main(options: dict[str, Any], directory: Path) -> None:
     addresses = {"http": http.address, "gateway": gateway.address, "grpc": rpc.address}
     lag = Lag()
     watching = asyncio.create_task(lag.watch())
+    collect_less()
     print(json.dumps({"addresses": addresses, "keys": keys}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         await asyncio.sleep(0.02)  # `lag` sees a block that has just ended.
