@@ -129,6 +129,7 @@ HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_BODY_INLINE_BYTES = 16 * 2**10  # a longer body is parsed in several steps
 HTTP_BODY_STEP_MS = 5  # of the event loop's time for a step, if the step can be divided
+HTTP_BODY_REST_MS = 5  # for other work after a step; less after a shorter step
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, such as the token ids of a prompt
 HTTP_STRINGS_MAX = 2**16  # keys and texts of a body
 HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
