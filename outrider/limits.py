@@ -125,6 +125,8 @@ HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies that are being
 HTTP_BODY_IN_MEMORY_BYTES = 64 * 2**10  # a gateway keeps longer bodies in temporary files
 HTTP_SPOOLED_BYTES_MAX = 2**30  # of all bodies of a gateway's running requests
 HTTP_OWNERS_MIN = 4  # a tenant, or an address, has at most this fraction of the bytes and places
+MAPPED_BLOCK_BYTES_MIN = 128 * 2**10
+"""Memory for parts of bodies of at least this size is returned to the system when it is freed."""
 HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_BODY_INLINE_BYTES = 16 * 2**10  # a longer body is parsed in several steps

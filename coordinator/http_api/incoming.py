@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cache
 from tempfile import SpooledTemporaryFile
 from typing import IO
 
@@ -18,6 +20,9 @@ from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import Overloaded, TooLarge, Unavailable
 from outrider.transport.callers import site
 
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of glibc's `malloc.h`."""
+
 
 class IncomingBodies:
     """The bodies that a server holds, counted by owner. The owner is the tenant of the request's
@@ -25,6 +30,7 @@ class IncomingBodies:
 
     def __init__(self, *, by_address: bool = False, spools: bool = False) -> None:
         """With `spools`, bodies longer than `HTTP_BODY_IN_MEMORY_BYTES` are in temporary files."""
+        _return_large_blocks()
         self._by_address, self._spools = by_address, spools
         self._num_bytes = Counter[str]()
         self._num_incomplete = Counter[str]()
@@ -103,6 +109,16 @@ class IncomingBodies:
                 f"the bodies of {owner} have more than {most} bytes together; try again later",
                 limit="http_owner_bytes",
             )
+
+
+@cache
+def _return_large_blocks() -> None:
+    """Makes glibc return each large block of memory to the system when the block is freed. By
+    default, glibc changes its mind after the first freed block: it takes later ones of that size
+    from its heap, which cannot shrink while a small block lies behind them. Other C libraries have
+    no such function."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, limits.MAPPED_BLOCK_BYTES_MIN)
 
 
 @contextmanager
