@@ -137,9 +137,13 @@ HTTP_STRINGS_MAX = 2**16  # keys and texts of a body
 HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # fields of one object in a body, known or unknown
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Connections of a coordinator, but at most half of the files that its process may open. At the
-limit, a new connection replaces a connection without a request. If every connection has a request,
-the coordinator refuses the new connection's request."""
+"""Connections of a coordinator or a gateway. At the limit, a new connection replaces a connection
+without a request. If every connection has a request, the new connection's request is refused."""
+HTTP_FILES_PER_CONNECTION = 2
+"""A process that may open few files has fewer connections: one for so many files."""
+HTTP_FILES_PER_CONNECTION_OF_GATEWAY = 4
+"""The same at a gateway, whose requests may each have a temporary file and a connection to a
+coordinator, too."""
 HTTP_HEADERS_S = 10  # for the TLS handshake and the headers of a request
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # how long a stopping server still takes requests on open connections

@@ -44,7 +44,8 @@ class IncomingBodies:
         `Overloaded` if all bodies together exceed `HTTP_BODIES_BYTES_MAX` (`HTTP_SPOOLED_BYTES_MAX`
         with `spools`), or if one owner has more than `1 / HTTP_OWNERS_MIN` of these bytes, or as
         large a share of the server's connections with incomplete bodies."""
-        owner, most = self._owner(request), connections_max() // limits.HTTP_OWNERS_MIN
+        owner = self._owner(request)
+        most = connections_max(spools=self._spools) // limits.HTTP_OWNERS_MIN
         if owner and self._num_incomplete[owner] >= most:
             raise Overloaded(
                 f"{owner} is sending {most} bodies, the most allowed at a time; try again later",
