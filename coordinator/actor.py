@@ -23,6 +23,15 @@ GARBAGE_OBJECTS = 50_000
 default, garbage collection took 6 % of the CPU time of 200 sessions, and found almost nothing."""
 
 
+def collect_less() -> None:
+    """Makes garbage collections rare and short. A collection of all objects would block the event
+    loop for more than 0.1 s. Most of these objects belong to imported modules, and stay. So later
+    collections skip all objects that exist now."""
+    gc.set_threshold(GARBAGE_OBJECTS)
+    gc.collect()
+    gc.freeze()
+
+
 class CoordinatorActor(PlacedActor):
     """A coordinator. Only `start` imports the large modules, so Ray places the actor quickly."""
 
@@ -35,13 +44,14 @@ class CoordinatorActor(PlacedActor):
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
         """See `CoordinatorHost.start`."""
         use_threads(1)
-        gc.set_threshold(GARBAGE_OBJECTS)
         log_to(log_directory, config.log_name, config.log_level)
         config = config.reaching(with_password(config.redis))
         from .host import CoordinatorHost
 
         self.host = CoordinatorHost(config)
-        return await self.host.start()
+        address = await self.host.start()
+        collect_less()
+        return address
 
     async def trial_sums(self) -> TrialSums | None:
         service = None if self.host is None else self.host.service

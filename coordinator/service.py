@@ -299,6 +299,7 @@ class CoordinatorService:
                     f"{self.config.max_sessions} sessions run already (--max-sessions); try again "
                     "later",
                     limit="max_sessions",
+                    of_server=True,
                 )
             self._meter.check()
             yield

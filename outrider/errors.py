@@ -73,11 +73,14 @@ class _Retryable(OutriderError):
 class Overloaded(_Retryable, grpc_code=8, http_status=429):
     """RESOURCE_EXHAUSTED: a request rate, a number of requests or a queue is at its limit. `limit`
     is a short name of the limit, under which `refusals.py` counts the refusal; empty = uncounted.
-    The message names the setting, if there is one."""
+    The message names the setting, if there is one. `of_server` says that this server alone is at
+    its limit, so that another may have room."""
 
-    def __init__(self, message: str, retry_after_ms: int = 1000, limit: str = "") -> None:
+    def __init__(
+        self, message: str, retry_after_ms: int = 1000, limit: str = "", *, of_server: bool = False
+    ) -> None:
         super().__init__(message, retry_after_ms)
-        self.limit = limit
+        self.limit, self.of_server = limit, of_server
 
 
 class TooLarge(OutriderError, grpc_code=8, http_status=413):

@@ -128,18 +128,25 @@ HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies that are being
 HTTP_BODY_IN_MEMORY_BYTES = 64 * 2**10  # a gateway keeps longer bodies in temporary files
 HTTP_SPOOLED_BYTES_MAX = 2**30  # of all bodies of a gateway's running requests
 HTTP_OWNERS_MIN = 4  # a tenant, or an address, has at most this fraction of the bytes and places
+MAPPED_BLOCK_BYTES_MIN = 128 * 2**10
+"""Memory for parts of bodies of at least this size is returned to the system when it is freed."""
 HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_BODY_INLINE_BYTES = 16 * 2**10  # a longer body is parsed in several steps
 HTTP_BODY_STEP_MS = 5  # of the event loop's time for a step, if the step can be divided
+HTTP_BODY_REST_MS = 5  # for other work after a step; less after a shorter step
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, such as the token ids of a prompt
 HTTP_STRINGS_MAX = 2**16  # keys and texts of a body
 HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # fields of one object in a body, known or unknown
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Connections of a coordinator, but at most half of the files that its process may open. At the
-limit, a new connection replaces a connection without a request. If every connection has a request,
-the coordinator refuses the new connection's request."""
+"""Connections of a coordinator or a gateway. At the limit, a new connection replaces a connection
+without a request. If every connection has a request, the new connection's request is refused."""
+HTTP_FILES_PER_CONNECTION = 2
+"""A process that may open few files has fewer connections: one for so many files."""
+HTTP_FILES_PER_CONNECTION_OF_GATEWAY = 4
+"""The same at a gateway, whose requests may each have a temporary file and a connection to a
+coordinator, too."""
 HTTP_HEADERS_S = 10  # for the TLS handshake and the headers of a request
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # how long a stopping server still takes requests on open connections

@@ -70,4 +70,5 @@ class LoadMeter:
                 f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "
                 "again later",
                 limit="loop_lag",
+                of_server=True,
             )

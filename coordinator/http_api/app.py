@@ -24,7 +24,13 @@ from coordinator.http_api.bodies import CompletionBody, TranslatedBody
 from coordinator.http_api.body_route import Admission, BodyRoute
 from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
-from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send_part
+from coordinator.http_api.server import (
+    HttpOptions,
+    LiveResponse,
+    Metrics,
+    metrics_response,
+    send_part,
+)
 from coordinator.http_api.tools import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
@@ -417,7 +423,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def get_metrics() -> Response:
         """Returns the metrics of this coordinator, for Prometheus."""
-        return Response(await asyncio.to_thread(metrics), media_type="text/plain; version=0.0.4")
+        return await metrics_response(metrics)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)

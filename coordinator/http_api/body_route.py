@@ -1,7 +1,7 @@
 """Admits requests with a body, and validates the body without holding up the event loop.
 
 The validation of a long body would block the loop for up to half a second. So it is divided into
-steps. In each turn of the loop there is at most one step, and tenants take turns.
+steps, between which the loop has time for other work. Tenants take turns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ _LONG: Mapping[str, TypeAdapter[Any]] = {
     "messages": TypeAdapter(Turn),
     "input": TypeAdapter(ItemTurn),
 }
-"""Fields with long lists, whose items are validated one by one."""
-_SHORT = 64
-"""A list with at most so many items is validated with the rest of its body."""
+"""Fields with lists that may be long. In long bodies, their items are validated one by one."""
 _PRESENT = b"{}"
 """Stands for a body that is validated already. FastAPI looks whether there is a body, and takes
 its value from `Request.json`."""
@@ -69,8 +67,11 @@ class Turns:
     @asynccontextmanager
     async def _next_step(self) -> AsyncIterator[None]:
         async with self._step:  # Locks are given in the order in which they are asked for.
-            await asyncio.sleep(0)
+            began = time.thread_time()
             yield
+            # One turn of the loop would not do: other requests need many turns, one after another.
+            rest_s = min(time.thread_time() - began, limits.HTTP_BODY_REST_MS / 1e3)
+            await asyncio.sleep(rest_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +156,10 @@ async def _validated(data: bytes, validate: Validate, turns: Turns, tenant: str)
 
 
 async def _validate_items(value: Any, step: Step) -> None:
-    """Replaces the items of long lists by what their validation returns. Raises `BadRequest`."""
+    """Replaces the items of these lists by what their validation returns. Raises `BadRequest`."""
     for name, adapter in _LONG.items():
         items = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(items, list) or len(items) <= _SHORT:
+        if not isinstance(items, list):
             continue
         if len(items) > (most := limits.CHAT_MESSAGES_MAX):
             raise BadRequest(name, f"has {len(items)} items; at most {most} items are allowed")

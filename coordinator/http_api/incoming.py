@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cache
 from tempfile import SpooledTemporaryFile
 from typing import IO
 
@@ -18,6 +20,9 @@ from outrider.errors import Overloaded, TooLarge, Unavailable
 from outrider.foundation.api_keys import ANYBODY, Caller
 from outrider.transport.callers import site
 
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of glibc's `malloc.h`."""
+
 
 class IncomingBodies:
     """The bodies that a server holds, counted by owner. The owner is the tenant of the request's
@@ -25,6 +30,7 @@ class IncomingBodies:
 
     def __init__(self, *, by_address: bool = False, spools: bool = False) -> None:
         """With `spools`, bodies longer than `HTTP_BODY_IN_MEMORY_BYTES` are in temporary files."""
+        _return_large_blocks()
         self._by_address, self._spools = by_address, spools
         self._num_bytes = Counter[str]()
         self._num_incomplete = Counter[str]()
@@ -38,7 +44,8 @@ class IncomingBodies:
         `Overloaded` if all bodies together exceed `HTTP_BODIES_BYTES_MAX` (`HTTP_SPOOLED_BYTES_MAX`
         with `spools`), or if one owner has more than `1 / HTTP_OWNERS_MIN` of these bytes, or as
         large a share of the server's connections with incomplete bodies."""
-        owner, most = self._owner(request), connections_max() // limits.HTTP_OWNERS_MIN
+        owner = self._owner(request)
+        most = connections_max(spools=self._spools) // limits.HTTP_OWNERS_MIN
         if owner and self._num_incomplete[owner] >= most:
             raise Overloaded(
                 f"{owner} is sending {most} bodies, the most allowed at a time; try again later",
@@ -95,6 +102,7 @@ class IncomingBodies:
             raise Overloaded(
                 f"the server holds bodies of {most} bytes, the most allowed; try again later",
                 limit="http_bodies_bytes",
+                of_server=True,
             )
         most //= limits.HTTP_OWNERS_MIN
         if owner and self._num_bytes[owner] + num_more > most:
@@ -102,6 +110,16 @@ class IncomingBodies:
                 f"the bodies of {owner} have more than {most} bytes together; try again later",
                 limit="http_owner_bytes",
             )
+
+
+@cache
+def _return_large_blocks() -> None:
+    """Makes glibc return each large block of memory to the system when the block is freed. By
+    default, glibc changes its mind after the first freed block: it takes later ones of that size
+    from its heap, which cannot shrink while a small block lies behind them. Other C libraries have
+    no such function."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, limits.MAPPED_BLOCK_BYTES_MIN)
 
 
 @contextmanager

@@ -52,18 +52,6 @@ _CODES = {
 """`code` of FastAPI's errors, and of an unknown session, by the HTTP status."""
 SERVER_FULL = "server_full"
 """`code` of an error with status 429 if another coordinator may have room."""
-_LIMITS_OF_SERVER = frozenset(
-    {
-        "compilations",
-        "compile_wait",
-        "http_bodies_bytes",
-        "http_connections",
-        "loop_lag",
-        "max_sessions",
-        "prompt_bytes",
-    }
-)
-"""Limits of one coordinator, and not of a caller or of Redis."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
 """Names that pydantic and FastAPI add to the path of a wrong field."""
 
@@ -102,7 +90,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     name, code, param = _KINDS[shown.http_status]
     if isinstance(shown, errors.BadRequest):
         param = shown.field or None
-    if isinstance(shown, errors.Overloaded) and shown.limit in _LIMITS_OF_SERVER:
+    if isinstance(shown, errors.Overloaded) and shown.of_server:
         code = SERVER_FULL
     if isinstance(shown, errors.SessionNotFound):
         code, param = _CODES[404], None

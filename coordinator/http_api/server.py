@@ -108,6 +108,8 @@ class HttpOptions:
     """None = no TLS. Changed files are read again. If the new files are invalid, the old
     certificates stay in use."""
     times: HttpTimes | None = None
+    spools: bool = False
+    """Whether the server is a gateway, which keeps long bodies in temporary files."""
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -129,19 +131,22 @@ class _State(IntEnum):
     BUSY = 2
 
 
-def connections_max() -> int:
-    """The maximum number of a server's connections."""
+def connections_max(*, spools: bool = False) -> int:
+    """The maximum number of a server's connections. For `spools`, see `HttpOptions`."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return limits.HTTP_CONNECTIONS_MAX
-    return min(limits.HTTP_CONNECTIONS_MAX, descriptors // 2)
+    files = limits.HTTP_FILES_PER_CONNECTION
+    if spools:
+        files = limits.HTTP_FILES_PER_CONNECTION_OF_GATEWAY
+    return min(limits.HTTP_CONNECTIONS_MAX, descriptors // files)
 
 
 class OpenConnections:
     """The connections of one server, by state."""
 
-    def __init__(self) -> None:
-        self.num_max = connections_max()
+    def __init__(self, num_max: int) -> None:
+        self.num_max = num_max
         """This number is exceeded only while all connections are busy."""
         # In an ordered dict, the first key is found at once, also after many removals.
         self._by_state: dict[_State, OrderedDict[HttpConnection, None]] = {
@@ -274,7 +279,7 @@ class HttpServer:
         self._tls = None
         if (tls := options.tls) is not None:
             self._tls = FileWatch([tls.certificate, tls.key, tls.authority], tls.read)
-        self._open = OpenConnections()
+        self._open = OpenConnections(connections_max(spools=options.spools))
         config = uvicorn.Config(
             self._answer, interface="asgi3", lifespan="off", ws="none", loop="none",
             log_config=None, access_log=False, server_header=False, proxy_headers=False,
@@ -322,7 +327,9 @@ class HttpServer:
         try:
             if is_refused:
                 message = f"the server has {most} connections, the most allowed; try again later"
-                refusal = error_response(Overloaded(message, limit="http_connections"))
+                refusal = error_response(
+                    Overloaded(message, limit="http_connections", of_server=True)
+                )
                 await refusal(scope, receive, send_noted)
             else:
                 await self._app(scope, receive, send_noted)
@@ -428,6 +435,10 @@ class LiveResponse(Response):
 
     def _error_events(self, error: dict[str, Any]) -> bytes:
         return b"data: " + to_json(error) + b"\n\n"
+
+
+async def metrics_response(metrics: Metrics) -> Response:
+    return Response(await asyncio.to_thread(metrics), media_type="text/plain; version=0.0.4")
 
 
 def _stopping() -> Unavailable:

@@ -23,7 +23,7 @@ from pydantic_core import from_json
 from coordinator.decoding.detokenizer import overlap
 from outrider import limits
 from outrider.errors import BadRequest
-from outrider.grammar.constraint import Constraint, ConstraintKind
+from outrider.grammar.constraint import Constraint, ConstraintKind, is_longer
 
 if TYPE_CHECKING:
     from outrider.models.tokenizer import TokenizerText
@@ -414,8 +414,10 @@ def tools_of(
         raise BadRequest("tools", f"{names.most_common(1)[0][0]!r} is the name of several tools")
     if named and named not in names:
         raise BadRequest("tool_choice", f"{named[:64]!r} is not the name of a tool")
+    if is_longer(functions, most := limits.TOOLS_BYTES_MAX):
+        raise BadRequest("tools", f"have more than {most} bytes")
     size = len(json.dumps(functions, ensure_ascii=False).encode(errors="surrogatepass"))
-    if size > (most := limits.TOOLS_BYTES_MAX):
+    if size > most:
         raise BadRequest("tools", f"have {size} bytes; at most {most} are allowed")
     if choice == NONE:
         functions = []

@@ -68,7 +68,9 @@ class ConstraintChecks:
                     )
             except TimeoutError:
                 raise Overloaded(
-                    "other constraints are being compiled; try again later", limit="compile_wait"
+                    "other constraints are being compiled; try again later",
+                    limit="compile_wait",
+                    of_server=True,
                 ) from None
         self._reasons.move_to_end(key)
         if reason := self._reasons[key]:

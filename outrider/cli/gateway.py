@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
 import ssl
 from pathlib import Path
@@ -17,6 +18,7 @@ from outrider.config import deployment as config
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.fleet.local_state import DeploymentRecord, running_deployment, state_directory
 from outrider.fleet.preflight import check_security_files, whole_paths
+from outrider.foundation.refusals import REFUSALS
 from outrider.foundation.settings import build
 
 from .command import Arguments, Option, Seconds, command, grouped, json_option
@@ -25,6 +27,7 @@ from .output import progress, tell
 
 if TYPE_CHECKING:
     from coordinator.http_api.gateway import Coordinators
+    from outrider.telemetry.setup import Exports, Scrape
 
 PORT = 8080
 STOP_S = 10.0
@@ -67,7 +70,10 @@ async def _serve(arguments: Arguments) -> int:
     from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
     from coordinator.http_api.gateway import build_gateway
     from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+    from outrider.telemetry.metrics import HttpTimes
+    from outrider.telemetry.setup import Scrape
 
+    _open_many_files()
     record = None if arguments.coordinators is not None else _running()
     given = whole_paths(config.merge(arguments.settings, {}))
     host = given.pop("host", config.LOOPBACK)
@@ -86,9 +92,19 @@ async def _serve(arguments: Arguments) -> int:
     access = OPEN
     if checked.api_key_file:
         access = AccessControl(watch_keys(Path(checked.api_key_file)))
-    options = HttpOptions(host, arguments.port, access=access, tls=TlsFiles.of(checked))
+    scrape = Scrape()
+    exports = _exports(scrape)
+    options = HttpOptions(
+        host,
+        arguments.port,
+        metrics=scrape.render,
+        access=access,
+        tls=TlsFiles.of(checked),
+        times=HttpTimes(exports.meter),
+        spools=True,
+    )
     hosts = () if is_keyed else options.hosts
-    server = HttpServer(options, build_gateway(coordinators, hosts, access))
+    server = HttpServer(options, build_gateway(coordinators, hosts, access, options.metrics))
     await server.start()
     scheme = "http" if options.tls is None else "https"
     url = f"{scheme}://{server.address}"
@@ -106,9 +122,27 @@ async def _serve(arguments: Arguments) -> int:
     progress("stopping", at_once=False)
     await server.stop(arguments.stop_timeout_s)
     await coordinators.transport.aclose()
+    await exports.close()
     if server.failed:
         raise Unavailable("the HTTP server failed; --verbose shows its log")
     return 0
+
+
+def _open_many_files() -> None:
+    """Allows this process as many open files as it may allow itself, because each request may need
+    three: two sockets and a temporary file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _exports(scrape: Scrape) -> Exports:
+    """`scrape` then has the numbers of refused requests."""
+    from outrider.telemetry.metrics import READINGS, watch
+    from outrider.telemetry.setup import Exports
+
+    exports = Exports("gateway", None, [scrape.reader], scrape)
+    watch(exports.meter, "refusals", lambda: dict(REFUSALS), *READINGS["refusals"])
+    return exports
 
 
 def _running() -> DeploymentRecord:

@@ -63,7 +63,7 @@ class WaitingRoom:
         if total and total + size > allowed.total_max:
             most = f"for all tenants; allowed: {allowed.total_max}"
             reason = f"{total} {allowed.what} {most}; try again later"
-            raise Overloaded(reason, limit=allowed.limit)
+            raise Overloaded(reason, limit=allowed.limit, of_server=True)
         self._sizes[tenant] += size
         try:
             yield

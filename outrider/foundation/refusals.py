@@ -5,8 +5,8 @@ from collections import Counter
 from outrider.errors import Overloaded, TooLarge
 
 REFUSALS: Counter[str] = Counter()
-"""`limit` of the errors -> number of refusals since the process started. A coordinator exports
-these numbers as `outrider_refusals_total`."""
+"""`limit` of the errors -> number of refusals since the process started. Coordinators and
+gateways export these numbers as `outrider_refusals_total`."""
 
 
 def count_refusal(error: Exception) -> None:

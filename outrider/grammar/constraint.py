@@ -14,6 +14,8 @@ from outrider.errors import BadRequest
 from outrider.limits import CHOICES_MAX, CONSTRAINT_BYTES_MAX, REGEX_BYTES_MAX, SCHEMA_DEPTH_MAX
 
 DIGEST_BYTES = 16
+_CONTAINERS = (dict, list, tuple)
+_SIZED = frozenset({*_CONTAINERS, str})
 
 
 class ConstraintKind(StrEnum):
@@ -47,7 +49,6 @@ class Constraint:
         if not isinstance(schema, Mapping):
             raise BadRequest(field, "must be a JSON object")
         text = _dumped(schema, field)
-        _check_size(text, CONSTRAINT_BYTES_MAX, field)
         level: list[Any] = [schema]
         for _ in range(SCHEMA_DEPTH_MAX):
             level = [inner for outer in level for inner in containers_in(outer)]
@@ -85,7 +86,6 @@ class Constraint:
             if not isinstance(choice, str) or not choice:
                 raise BadRequest(f"{field}[{index}]", "must be a non-empty string")
         text = _dumped(list(dict.fromkeys(listed)), field)
-        _check_size(text, CONSTRAINT_BYTES_MAX, field)
         return cls(ConstraintKind.CHOICE, text)
 
     @classmethod
@@ -132,12 +132,16 @@ def _loaded(text: str, field: str) -> Any:
 
 
 def _dumped(value: Any, field: str) -> str:
+    if is_longer(value, CONSTRAINT_BYTES_MAX):
+        raise BadRequest(field, f"has more than {CONSTRAINT_BYTES_MAX} bytes")
     try:
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise _too_deep(field) from None
     except (ValueError, TypeError) as error:
         raise BadRequest(field, f"cannot be written as JSON: {error}") from None
+    _check_size(text, CONSTRAINT_BYTES_MAX, field)
+    return text
 
 
 def _too_deep(field: str) -> BadRequest:
@@ -153,8 +157,23 @@ def _check_size(text: str, bytes_max: int, field: str) -> None:
         raise BadRequest(field, f"has {size} bytes; at most {bytes_max} are allowed")
 
 
+def is_longer(value: Any, num_chars: int) -> bool:
+    """Whether the JSON of a list or object is certainly longer than `num_chars`. Looks at no more
+    than `num_chars` values, so this takes less time than writing the JSON of a large value."""
+    left, parts = num_chars, [value]
+    for part in parts:  # Parts within this part are appended.
+        left -= len(part)
+        if left < 0:
+            return True
+        inner = [] if isinstance(part, str) else part
+        if isinstance(part, dict):
+            inner = [*part.keys(), *part.values()]
+        parts += [one for one in inner if type(one) in _SIZED]
+    return False
+
+
 def containers_in(value: Any) -> list[Any]:
     """The lists and objects directly inside a list or object."""
     parts = value.values() if isinstance(value, Mapping) else value
     is_container = isinstance(value, Mapping | Sequence)
-    return [part for part in parts if isinstance(part, dict | list | tuple)] if is_container else []
+    return [part for part in parts if isinstance(part, _CONTAINERS)] if is_container else []

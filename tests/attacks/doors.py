@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.actor import collect_less
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import build_app
@@ -80,6 +81,7 @@ async def main(options: dict[str, Any], directory: Path) -> None:
     addresses = {"http": http.address, "gateway": gateway.address, "grpc": rpc.address}
     lag = Lag()
     watching = asyncio.create_task(lag.watch())
+    collect_less()
     print(json.dumps({"addresses": addresses, "keys": keys}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         await asyncio.sleep(0.02)  # `lag` sees a block that has just ended.

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.actor import collect_less
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -64,6 +65,7 @@ async def main(options: dict[str, Any], directory: Path) -> None:
             ServerOptions(guard=access.check_call, reflection=False, connection_age_ms=GRPC_AGE_MS),
         )
         addresses = {"http": http.address, "grpc": rpc.address, "redis": stack.redis.url}
+        collect_less()
         print(json.dumps({"addresses": addresses, "keys": keys}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps({"sessions": stack.coordinator.num_running}), flush=True)

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,9 @@ import pytest
 
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from outrider import limits
 from outrider.cli.main import main, parse
+from outrider.foundation import refusals
 from outrider.foundation.api_keys import Caller, add_key
 from tests.support.command_lines import refusal
 from tests.support.made_certificates import Made
@@ -74,6 +78,48 @@ async def test_it_answers_until_it_is_told_to_stop(
         body = {"prompt": [1], "stream": True}
         assert "data: [DONE]" in (await http.post("/v1/completions", json=body)).text
     await server.stop()
+
+
+async def test_its_metrics_have_what_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSALS", Counter[str]())
+    monkeypatch.setattr("deploy.cli.gateway.REFUSALS", refusals.REFUSALS)
+    async with (
+        gateway(["--coordinators", "http://127.0.0.1:1"], capsys) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        body = b"x" * (limits.HTTP_BODY_BYTES_MAX + 1)
+        assert (await http.post("/v1/completions", content=body)).status_code == 413
+        metrics = (await http.get("/metrics")).text
+    assert 'outrider_refusals_total{limit="http_body"} 1.0' in metrics
+    [measured] = [
+        line
+        for line in metrics.splitlines()
+        if line.startswith("http_server_request_duration_seconds_count")
+    ]
+    assert 'http_response_status_code="413"' in measured
+
+
+async def test_it_may_open_as_many_files_as_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each request may need three. So it asks for all that it may have, and takes no more
+    connections than one for four of them."""
+    allowed = [64, 1024]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (*allowed,))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, to: allowed.__setitem__(slice(2), [*to]))
+    servers = list[HttpServer]()
+
+    class Server(HttpServer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            servers.append(self)
+
+    monkeypatch.setattr("coordinator.http_api.server.HttpServer", Server)
+    async with gateway(["--coordinators", "http://127.0.0.1:1"], capsys):
+        assert allowed == [1024, 1024]
+        assert [one._open.num_max for one in servers] == [256]
 
 
 async def test_it_asks_for_the_coordinators_keys(

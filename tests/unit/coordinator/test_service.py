@@ -86,8 +86,9 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
         await asyncio.sleep(2)
         assert isinstance((await b.events(REQUEST))[-1], Finished)
         await asyncio.sleep(4)
-        with pytest.raises(errors.Overloaded, match=r"is \d{3} ms late"):
+        with pytest.raises(errors.Overloaded, match=r"is \d{3} ms late") as refused:
             await b.events(REQUEST)
+        assert refused.value.of_server
         assert (b.service.figures.loop_lag_ms or 0) > 300
         timer.cancel()
         await asyncio.sleep(5)
@@ -303,8 +304,9 @@ async def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
     async with bench(text=SlowText(0.5), max_sessions=1) as b:
         first = asyncio.create_task(b.events(GenerateRequest("abcd", max_tokens=1)))
         await asyncio.sleep(0.1)
-        with pytest.raises(errors.Overloaded):
+        with pytest.raises(errors.Overloaded) as refused:
             await b.events(GenerateRequest("abcd", max_tokens=1))
+        assert refused.value.of_server
         assert isinstance((await first)[-1], Finished)
         with pytest.raises(errors.DeadlineExceeded, match="deadline_ms"):
             await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))

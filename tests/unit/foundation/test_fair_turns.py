@@ -102,10 +102,10 @@ async def test_sizes_are_limited_but_something_may_always_wait() -> None:
     await settle()
     with pytest.raises(Overloaded) as refused:
         await queue.take("a", 1)
-    assert refused.value.limit == "tenant_things"
+    assert (refused.value.limit, refused.value.of_server) == ("tenant_things", False)
     with pytest.raises(Overloaded) as refused:
         await queue.take("b", 1)
-    assert refused.value.limit == "things"
+    assert (refused.value.limit, refused.value.of_server) == ("things", True)
     waiting.cancel()
     await settle()
     take(queue, begun, "b").cancel()

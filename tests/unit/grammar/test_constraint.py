@@ -60,7 +60,12 @@ def test_anchors_around_an_expression_say_nothing() -> None:
         (lambda: Constraint.of_regex("a" * 16_385), "regex: has 16385 bytes"),
         (lambda: Constraint.of_choices(["a"] * 1025), "choice: got 1025 choices"),
         (lambda: Constraint.of_choices(["a", ""]), r"choice\[1\]: must be a non-empty"),
-        (lambda: Constraint.of_choices(["x" * 65_536]), "choice: has 65540 bytes"),
+        (lambda: Constraint.of_choices(["x" * 65_533]), "choice: has 65537 bytes"),
+        (lambda: Constraint.of_choices(["x" * 65_536]), "choice: has more than 65536 bytes"),
+        (
+            lambda: Constraint.of_schema({"enum": [[{"a": [1] * 70_000}]]}),
+            "json_schema: has more than 65536 bytes",
+        ),
         (lambda: Constraint.read("lark", "x"), "constraint.kind: 'lark' is not a kind; allowed"),
         (lambda: Constraint.read("choice", "{}"), "constraint.text: must be a JSON list"),
     ],

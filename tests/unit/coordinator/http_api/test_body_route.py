@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from coordinator.auth.access_control import AccessControl, watch_keys
-from coordinator.http_api.body_route import Turns
+from coordinator.http_api.body_route import Turns, _validate_items
 from outrider import limits
 from outrider.foundation.api_keys import given_keys
 from outrider.interfaces.request import ChatMessage
@@ -118,6 +122,41 @@ async def test_tenants_take_turns() -> None:
     counting.cancel()
     assert order.index("alice") <= 1
     assert len({*turns_of_steps}) == len(turns_of_steps) == 33
+
+
+async def test_other_requests_have_time_between_the_steps() -> None:
+    """Many turns of the event loop follow each step, in which no tenant has a step."""
+    turns, times = Turns(), list[float]()
+
+    async def validate(tenant: str) -> None:
+        async with turns.begin(tenant) as step:
+            for _ in range(2):
+                async with step():
+                    times.append(time.monotonic())
+                    began = time.thread_time()
+                    while time.thread_time() < began + 0.02:
+                        pass
+
+    await asyncio.gather(validate("a"), validate("b"))
+    assert min(later - earlier for earlier, later in pairwise(times)) >= 0.0245
+
+
+async def test_few_large_items_are_validated_one_by_one() -> None:
+    parts = [{"type": "text", "text": "a"}] * 4000
+    value = {"messages": [{"role": "user", "content": parts} for _ in range(4)]}
+    num_steps = 0
+
+    @asynccontextmanager
+    async def step() -> AsyncIterator[None]:
+        nonlocal num_steps
+        num_steps += 1
+        yield
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(limits, "HTTP_BODY_STEP_MS", 0.01)
+        await _validate_items(value, step)
+    assert num_steps == 4
+    assert all(isinstance(one, ChatMessage) for one in value["messages"])
 
 
 async def test_a_body_that_is_given_up_lets_others_pass() -> None:

@@ -16,6 +16,7 @@ import pytest
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.reading import error_body, to_json
+from coordinator.http_api.server import Metrics
 from outrider import limits
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
 from outrider.errors import Overloaded, Unavailable
@@ -88,11 +89,13 @@ Step = httpx2.Response | Exception | Callable[[httpx2.Request], httpx2.Response]
 class Deployment(httpx2.AsyncBaseTransport):
     """Coordinators that answer each request with the next step. The last step is repeated."""
 
-    def __init__(self, *steps: Step, access: AccessControl = OPEN) -> None:
+    def __init__(
+        self, *steps: Step, access: AccessControl = OPEN, metrics: Metrics = bytes
+    ) -> None:
         self._steps = list(steps)
         self.asked: list[httpx2.Request] = []
         coordinators = Coordinators(EndpointPool(URLS, str, first=0), self)
-        self.app = build_gateway(coordinators, access=access)
+        self.app = build_gateway(coordinators, access=access, metrics=metrics)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         await request.aread()
@@ -347,8 +350,19 @@ async def test_a_path_that_needs_no_key_is_forwarded_without_a_body() -> None:
     assert json.loads(made.asked[-1].content) == BODY
 
 
+async def test_the_metrics_are_its_own() -> None:
+    access = AccessControl(watch_keys(None, given_keys(API_KEY)))
+    made = Deployment(rest, access=access, metrics=lambda: b"outrider_refusals_total 1\n")
+    assert (await made.call(method="GET", path="/metrics")).status_code == 401
+    authorization = f"Bearer {API_KEY}"
+    told = await made.call(method="GET", path="/metrics", authorization=authorization)
+    assert told.text == "outrider_refusals_total 1\n"
+    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert made.asked == []
+
+
 async def test_a_full_coordinator_is_passed_over() -> None:
-    full = to_json(error_body(Overloaded("full", limit="max_sessions")))
+    full = to_json(error_body(Overloaded("full", limit="max_sessions", of_server=True)))
     of_caller = to_json(error_body(Overloaded("too often", limit="requests_per_minute")))
 
     def refused(body: bytes) -> httpx2.Response:

@@ -483,7 +483,9 @@ async def test_bodies_are_bounded_together(
     await asyncio.sleep(0.05)
     refused = await front.post()
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert said in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert said in error["message"]
+    assert (error["code"] == "server_full") == (kind == "http_bodies_bytes")
     assert counted == {kind: 1}
     if share > 1:
         other = SlowBody(front, eve)

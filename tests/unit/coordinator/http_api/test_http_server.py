@@ -322,16 +322,16 @@ async def test_idle_connections_make_room_and_busy_ones_do_not(
             assert {b"connection: close", b"retry-after: 1"} <= {*head.split(b"\r\n")}
             error = json.loads(await pair[0].read())["error"]
             assert f"the server has {NUM_PLACES} connections" in error["message"]
+            assert error["code"] == "server_full"
             assert counted == {"http_connections": 1}
         go_on.set()
         assert await asyncio.gather(*running) == [200] * NUM_PLACES
 
 
-def test_room_is_made_at_once_among_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_made_at_once_among_thousands() -> None:
     """Most connections are idle. Looking at all of them for each new connection took 4 s of CPU
     time."""
-    monkeypatch.setattr("coordinator.http_api.server.connections_max", lambda: 8192)
-    connections, num_broken = OpenConnections(), 0
+    connections, num_broken = OpenConnections(8192), 0
 
     class Connection:
         def break_off(self) -> None:

@@ -110,6 +110,13 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
     assert refused(chat, fields).field == field
 
 
+def test_far_too_large_tools_are_not_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing them would block the event loop."""
+    monkeypatch.setattr("coordinator.http_api.tools.json.dumps", None)
+    large = tool("a", parameters={"enum": [{"x": 1}, *["y"] * 2**17]})
+    assert refused(chat, {"tools": [large]}).reason == "have more than 262144 bytes"
+
+
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
     asked = chat(

@@ -119,9 +119,10 @@ async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
         [third] = compilers(prompts)
         third.send_signal(signal.SIGSTOP)
-        with monkeypatch.context() as soon, pytest.raises(Overloaded):
+        with monkeypatch.context() as soon, pytest.raises(Overloaded) as refused:
             soon.setattr("outrider.limits.COMPILE_WAIT_S_MAX", 0.1)
             await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
+        assert refused.value.of_server
         await third.wait()
         await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
     assert write.call_count == 1
