@@ -17,7 +17,7 @@ from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.loop import SessionRun
-from coordinator.decoding.resumption import Replayed, replay, started, told_again
+from coordinator.decoding.resumption import Replayed, replay, replayed_events, started
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import TrialMeter, TrialSums
 from coordinator.draft_length.controller import LengthControls
@@ -110,7 +110,7 @@ class CoordinatorService:
             # sessions. The replacement of a coordinator has another name, so another series.
             self._seed_bits = Random(f"{config.seed} {name}").getrandbits  # noqa: S311
         self._sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
-        self._committer = Committer(store, owner, self._sessions.random, self._heed)
+        self._committer = Committer(store, owner, self._sessions.random, self._end_elsewhere)
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
         self._starts = FairQueue(range(STARTS_MAX))
@@ -384,7 +384,7 @@ class CoordinatorService:
                 yield started(record, self.served.model)
                 async for part in self._prompt_tokens(tenant, shown, deadline):
                     yield part
-                for event in told_again(record, replayed):
+                for event in replayed_events(record, replayed):
                     yield event
                 return
             observer = self._observation.begin(parameters, self.served.model, traceparent)
@@ -461,7 +461,7 @@ class CoordinatorService:
             ):  # fmt: skip
                 ending.push_async_callback(close)
 
-    def _heed(self, wanted: Mapping[str, bool]) -> None:
+    def _end_elsewhere(self, wanted: Mapping[str, bool]) -> None:
         """Handles other coordinators' requests to cancel (True) or release (False) sessions."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)

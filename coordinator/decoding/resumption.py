@@ -117,7 +117,7 @@ def started(record: SessionRecord, model: str) -> Started:
     return Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
 
 
-def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
+def replayed_events(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
     """Yields all events after `Started` if the session is finished, otherwise nothing."""
     if record.finish_reason is None:
         return

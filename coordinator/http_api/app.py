@@ -275,7 +275,7 @@ def build_app(
     )  # fmt: skip
     app.router.route_class = BodyRoute
     app.state.admission = Admission(access, runs.resumes)
-    app.add_middleware(reading.Entrance, access=access, hosts=options.hosts)
+    app.add_middleware(reading.AuthenticationMiddleware, access=access, hosts=options.hosts)
     reading.add_error_handlers(app)
     _add_generation(app, service, runs, formats or ChatFormats(service.text))
     _add_tokens(app, service)

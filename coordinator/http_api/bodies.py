@@ -43,16 +43,16 @@ ANY_VALUE = object()
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
-Wished = list[tuple[str, Constraint]]
+NamedConstraints = list[tuple[str, Constraint]]
 """Constraints, each with the name of the field that asks for it."""
 Item = TypeVar("Item")
-Several = Annotated[list[Item], Field(fail_fast=True)]
+FailFastList = Annotated[list[Item], Field(fail_fast=True)]
 """A list that may be long. Its validation stops at the first wrong item."""
-Parts = Annotated[Several[Item], Field(max_length=limits.CONTENT_PARTS_MAX)]
+Parts = Annotated[FailFastList[Item], Field(max_length=limits.CONTENT_PARTS_MAX)]
 """The parts of one message."""
 
 
-def asks_nothing(names: str, *values: Any) -> Unserved:
+def without_effect(names: str, *values: Any) -> Unserved:
     return dict.fromkeys(names.split(), values)
 
 
@@ -188,26 +188,26 @@ def _without_nulls(given: Any) -> Any:
 
 class GenerationBody(Body):
     unserved: ClassVar[Unserved] = {
-        **asks_nothing("request_id user metadata safety_identifier", ANY_VALUE),
-        **asks_nothing("prompt_cache_key prompt_cache_retention", ANY_VALUE),
-        **asks_nothing("skip_special_tokens spaces_between_special_tokens", True),
-        **asks_nothing("add_generation_prompt add_special_tokens", True),
-        **asks_nothing("include_stop_str_in_output use_beam_search echo store", False),
-        **asks_nothing("continue_final_message background", False),
-        **asks_nothing("length_penalty best_of", 1),
-        **asks_nothing("priority", 0),
-        **asks_nothing("suffix", ""),
-        **asks_nothing("functions context_management", []),
-        **asks_nothing("function_call", "none", "auto"),
-        **asks_nothing("service_tier", "auto", "default"),
-        **asks_nothing("modalities", ["text"]),
-        **asks_nothing("reasoning_effort", "none"),
-        **asks_nothing("verbosity", "medium"),
-        **asks_nothing("truncation", "disabled"),
-        **asks_nothing("prompt prompt_logprobs audio prediction chat_template"),
-        **asks_nothing("guided_json guided_regex guided_choice guided_grammar"),
-        **asks_nothing("web_search_options previous_response_id conversation"),
-        **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
+        **without_effect("request_id user metadata safety_identifier", ANY_VALUE),
+        **without_effect("prompt_cache_key prompt_cache_retention", ANY_VALUE),
+        **without_effect("skip_special_tokens spaces_between_special_tokens", True),
+        **without_effect("add_generation_prompt add_special_tokens", True),
+        **without_effect("include_stop_str_in_output use_beam_search echo store", False),
+        **without_effect("continue_final_message background", False),
+        **without_effect("length_penalty best_of", 1),
+        **without_effect("priority", 0),
+        **without_effect("suffix", ""),
+        **without_effect("functions context_management", []),
+        **without_effect("function_call", "none", "auto"),
+        **without_effect("service_tier", "auto", "default"),
+        **without_effect("modalities", ["text"]),
+        **without_effect("reasoning_effort", "none"),
+        **without_effect("verbosity", "medium"),
+        **without_effect("truncation", "disabled"),
+        **without_effect("prompt prompt_logprobs audio prediction chat_template"),
+        **without_effect("guided_json guided_regex guided_choice guided_grammar"),
+        **without_effect("web_search_options previous_response_id conversation"),
+        **without_effect("max_tool_calls moderation mm_processor_kwargs"),
     }
     """If a subclass has a field with one of these names, the field replaces the entry."""
 
@@ -220,10 +220,10 @@ class GenerationBody(Body):
     seed: int | None = Field(default=None, ge=-(2 ** (limits.SEED_BITS - 1)), le=limits.SEED_MAX)
     """A negative seed S is the same as S + 2**64."""
     stop: Annotated[
-        str | Annotated[Several[str], Field(max_length=limits.STOP_STRINGS_MAX)],
+        str | Annotated[FailFastList[str], Field(max_length=limits.STOP_STRINGS_MAX)],
         must_be(f"a string or a list of at most {limits.STOP_STRINGS_MAX} strings"),
     ] = []
-    stop_token_ids: Annotated[Several[int], Field(max_length=limits.STOP_TOKEN_IDS_MAX)] = []
+    stop_token_ids: Annotated[FailFastList[int], Field(max_length=limits.STOP_TOKEN_IDS_MAX)] = []
     """Ids of tokens that end the text like an EOS token."""
     stream: bool = False
     presence_penalty: float | None = None
@@ -297,7 +297,7 @@ class GenerationBody(Body):
         listed = {"logit_bias": tuple(biases), "stop_token_ids": tuple(self.stop_token_ids)}
         return SamplingParams(**values | listed)
 
-    def _constraints(self, tools: Tools) -> Wished:
+    def _constraints(self, tools: Tools) -> NamedConstraints:
         # If the answer must be a tool call, the response format is ignored.
         held = tools.constraint()
         found = [("tools", held)] if held else self._format()
@@ -307,7 +307,7 @@ class GenerationBody(Body):
                 found.append((field, _constraint(field, kind, value)))
         return found
 
-    def _format(self) -> Wished:
+    def _format(self) -> NamedConstraints:
         raise NotImplementedError
 
 
@@ -318,12 +318,12 @@ class ChoicesBody(GenerationBody, StreamedBody):
     response_format: dict[str, Any] = {"type": "text"}
     """The form of the answer: text, json_object, or json_schema with its schema."""
 
-    def _format(self) -> Wished:
+    def _format(self) -> NamedConstraints:
         place = "response_format"
-        return wished_format(self.response_format, place, f"{place}.json_schema.schema")
+        return format_constraints(self.response_format, place, f"{place}.json_schema.schema")
 
 
-def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
+def format_constraints(given: Mapping[str, Any], field: str, schema_field: str) -> NamedConstraints:
     """Returns the constraint of a response format, if any. Raises `BadRequest`."""
     match given:
         case {"type": "text"}:
@@ -367,7 +367,7 @@ class CalledFunction(Body):
 
 
 class CalledTool(Body):
-    unserved = asks_nothing("index", ANY_VALUE)
+    unserved = without_effect("index", ANY_VALUE)
 
     id: str
     type: Literal["function"] = "function"
@@ -395,15 +395,15 @@ class Message(Body):
     content. Only a tool's message may have a `tool_call_id`, and it must have one."""
 
     unserved = {
-        **asks_nothing("name", ANY_VALUE),
-        **asks_nothing("annotations", []),
-        **asks_nothing("function_call refusal audio reasoning"),
+        **without_effect("name", ANY_VALUE),
+        **without_effect("annotations", []),
+        **without_effect("function_call refusal audio reasoning"),
     }
 
     role: Annotated[str, pydantic.AfterValidator(_known_role)]
     content: str | Parts[TextPart] | None = None
     reasoning_content: str = ""
-    tool_calls: Annotated[Several[CalledTool], Field(max_length=limits.CALLS_MAX)] = []
+    tool_calls: Annotated[FailFastList[CalledTool], Field(max_length=limits.CALLS_MAX)] = []
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -441,7 +441,7 @@ class OfFunction(Body):
 
 
 class FunctionTool(Body):
-    unserved = asks_nothing("strict", ANY_VALUE)
+    unserved = without_effect("strict", ANY_VALUE)
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str = ""
@@ -464,8 +464,8 @@ class NamedTool(OfFunction):
 TemplateVariable = (
     Annotated[str, Field(max_length=limits.TEMPLATE_VARIABLE_CHARS_MAX)] | int | float | bool | None
 )
-Messages = Annotated[Several[Turn], Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX)]
-ToolList = Annotated[Several[Tool], Field(max_length=limits.TOOLS_MAX)]
+Messages = Annotated[FailFastList[Turn], Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX)]
+ToolList = Annotated[FailFastList[Tool], Field(max_length=limits.TOOLS_MAX)]
 TemplateVariables = Annotated[
     dict[str, TemplateVariable],
     Field(max_length=limits.TEMPLATE_VARIABLES_MAX),
@@ -532,9 +532,11 @@ class ChatBody(ChoicesBody, ConversationBody):
 class CompletionBody(ChoicesBody):
     prompt: Annotated[
         str
-        | Annotated[Several[int], Field(min_length=1)]
-        | Annotated[Several[str], Field(min_length=1, max_length=limits.PROMPTS_MAX)]
-        | Annotated[Several[Several[int]], Field(min_length=1, max_length=limits.PROMPTS_MAX)],
+        | Annotated[FailFastList[int], Field(min_length=1)]
+        | Annotated[FailFastList[str], Field(min_length=1, max_length=limits.PROMPTS_MAX)]
+        | Annotated[
+            FailFastList[FailFastList[int]], Field(min_length=1, max_length=limits.PROMPTS_MAX)
+        ],
         must_be(
             f"a string, a list of 1 to {limits.PROMPTS_MAX} strings, a list of token ids, or a "
             f"list of 1 to {limits.PROMPTS_MAX} lists of token ids"
@@ -589,7 +591,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str = ""
-    tokens: Several[int]
+    tokens: FailFastList[int]
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}

@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.incoming import IncomingBodies
-from coordinator.http_api.reading import SERVER_FULL, Entrance, add_error_handlers
+from coordinator.http_api.reading import SERVER_FULL, AuthenticationMiddleware, add_error_handlers
 from coordinator.http_api.server import LiveResponse, Metrics, metrics_response, send_part
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
@@ -275,7 +275,7 @@ def build_gateway(
     """Makes the application of a gateway. For `hosts`, see `HttpOptions.hosts`. `access` knows the
     API keys of the coordinators, or asks for no keys. `metrics` are those of the gateway."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Entrance, access=access, hosts=hosts)
+    app.add_middleware(AuthenticationMiddleware, access=access, hosts=hosts)
     add_error_handlers(app)
     bodies = IncomingBodies(by_address=True, spools=True)
 

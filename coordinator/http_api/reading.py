@@ -252,7 +252,7 @@ def is_open(path: str) -> bool:
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
-class Entrance:
+class AuthenticationMiddleware:
     """Middleware that identifies the caller of each request before its body is read."""
 
     def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:

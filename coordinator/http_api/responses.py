@@ -15,12 +15,12 @@ from coordinator.http_api.bodies import (
     ANY_VALUE,
     Arguments,
     Body,
+    FailFastList,
     Parts,
-    Several,
-    asks_nothing,
     at_most,
     converted,
     lines,
+    without_effect,
 )
 from coordinator.http_api.tools import ChatFormats, Part, call_for_template, call_id_of
 from outrider.interfaces.request import ChatMessage, Event, Finished, RoundReport, Started
@@ -41,7 +41,7 @@ _ALWAYS: Json = {
 
 
 class ItemText(Body):
-    unserved = asks_nothing("annotations logprobs", ANY_VALUE)
+    unserved = without_effect("annotations logprobs", ANY_VALUE)
 
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
@@ -60,7 +60,9 @@ class Item(Body):
     """A message (`role`, `content`), a call of an earlier answer (`call_id`, `name`, `arguments`),
     the result of a call (`call_id`, `output`), or an earlier answer's reasoning (`content`)."""
 
-    unserved = asks_nothing("id status phase namespace caller summary encrypted_content", ANY_VALUE)
+    unserved = without_effect(
+        "id status phase namespace caller summary encrypted_content", ANY_VALUE
+    )
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -106,9 +108,9 @@ ItemTurn = Annotated[TurnPart, converted(Item, Item.turn, TurnPart)]
 
 class ResponsesTool(bodies.FunctionTool, bodies.OfFunction):
     unserved: ClassVar[bodies.Unserved] = {
-        **asks_nothing("output_schema", ANY_VALUE),
-        **asks_nothing("defer_loading async", False),
-        **asks_nothing("allowed_callers", ["direct"]),
+        **without_effect("output_schema", ANY_VALUE),
+        **without_effect("defer_loading async", False),
+        **without_effect("allowed_callers", ["direct"]),
     }
 
     strict: bool = True
@@ -120,7 +122,7 @@ class NamedResponsesTool(bodies.NamedFunction, bodies.OfFunction):
 
 
 class TextOptions(Body):
-    unserved = asks_nothing("verbosity", "medium")
+    unserved = without_effect("verbosity", "medium")
 
     format: dict[str, Any] = Field(default={"type": "text"})
     """`type` is text, json_object or json_schema. With json_schema, `schema` must be given."""
@@ -130,21 +132,21 @@ class ReasoningOptions(Body):
     """How the model reasons. Outrider accepts only values that have no effect."""
 
     unserved: ClassVar[bodies.Unserved] = {
-        **asks_nothing("effort", "none"),
-        **asks_nothing("summary generate_summary context mode"),
+        **without_effect("effort", "none"),
+        **without_effect("summary generate_summary context mode"),
     }
 
 
 class ResponsesBody(bodies.ConversationBody):
     unserved: ClassVar[bodies.Unserved] = {
         **bodies.GenerationBody.unserved,
-        **asks_nothing("store", ANY_VALUE),
-        **asks_nothing("stream_options", {}, {"include_obfuscation": False}),
+        **without_effect("store", ANY_VALUE),
+        **without_effect("stream_options", {}, {"include_obfuscation": False}),
     }
 
     input: (
         Annotated[
-            Several[ItemTurn],
+            FailFastList[ItemTurn],
             # `instructions` becomes one more message.
             Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),
         ]
@@ -154,11 +156,11 @@ class ResponsesBody(bodies.ConversationBody):
     """A system message before `input`."""
     max_output_tokens: int | None = None
     text: TextOptions = TextOptions()
-    include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
+    include: FailFastList[Literal["message.output_text.logprobs"]] = Field(default=[])
     metadata: Annotated[dict[str, str], at_most(16)] = Field(default={}, max_length=16)
     """Repeated in the answer. Has no other effect."""
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[Several[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
+    tools: Annotated[FailFastList[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedResponsesTool,
         bodies.must_be('none, auto, required, or {"type": "function", "name": ...}'),
@@ -198,9 +200,9 @@ class ResponsesBody(bodies.ConversationBody):
             ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
         )
 
-    def _format(self) -> bodies.Wished:
+    def _format(self) -> bodies.NamedConstraints:
         given = {**self.text.format, "json_schema": self.text.format}
-        return bodies.wished_format(given, "text.format", "text.format.schema")
+        return bodies.format_constraints(given, "text.format", "text.format.schema")
 
 
 _KINDS = {

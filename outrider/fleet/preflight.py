@@ -26,7 +26,7 @@ from outrider.config.emulated_spec import SCHEME, EmulatedSpec
 from outrider.drafters.names import DEMO, EAGLE3, MTP, check_model_name, eagle3_name
 from outrider.errors import ConfigError, SettingError
 from outrider.foundation.api_keys import given_keys, key_hash, new_key, read_key_file
-from outrider.foundation.settings import Value, blaming, by_its_keys
+from outrider.foundation.settings import Value, blaming, with_setting_keys
 from outrider.redis.address import without_password
 from outrider.registry.registry import ROLES
 from outrider.replica.vllm_release import check_vllm
@@ -44,7 +44,7 @@ def check_before_start(config: DeploymentConfig) -> None:
     check_names(config)
     for service in (config.target, config.draft):
         if service.emulated is None and service.model_engine == VLLM:
-            with by_its_keys(type(service)):
+            with with_setting_keys(type(service)):
                 check_vllm(service)
 
 
@@ -259,7 +259,7 @@ def _tokens(target: TargetConfig) -> tuple[int, str]:
 def _check_size(
     service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool
 ) -> None:
-    with by_its_keys(type(service)):
+    with with_setting_keys(type(service)):
         if service.max_model_len:
             from outrider.models.loading import stated_length
 

@@ -19,7 +19,7 @@ from outrider.config.deployment import (
 )
 from outrider.config.telemetry_destination import Destination
 from outrider.errors import ConfigError, SettingError
-from outrider.foundation.settings import by_its_keys
+from outrider.foundation.settings import with_setting_keys
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
 from outrider.replica.rank_process import RankHost
@@ -114,7 +114,7 @@ class FleetSpec:
             first = getattr(own, key)
             port = first + member.slot if first else ports.get(key, 0)
             if port > PORT_MAX:
-                with by_its_keys(type(own)):
+                with with_setting_keys(type(own)):
                     raise SettingError(key, f"{port} is wrong; the last port is {PORT_MAX}")
             changes[key] = port
         return replace(own, **changes)

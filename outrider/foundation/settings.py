@@ -160,7 +160,7 @@ def blaming(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def by_its_keys(config: type) -> Iterator[None]:
+def with_setting_keys(config: type) -> Iterator[None]:
     """Replaces the field name in a `SettingError` by the key of the setting."""
     try:
         yield

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from outrider.config.deployment import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP
 from outrider.errors import ConfigError, SettingError
-from outrider.foundation.settings import blaming, by_its_keys
+from outrider.foundation.settings import blaming, with_setting_keys
 from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
     trying = refusing(f"model {config.model}:", quantization) if quantization else nullcontext()
-    with by_its_keys(type(config)), trying:
+    with with_setting_keys(type(config)), trying:
         engine = PagedEngine(
             module, info, max_num_seqs=config.max_num_seqs,
             kv_cache_memory_bytes=_kv_cache_bytes(config, device),
@@ -120,14 +120,14 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     is_cuda = resolve_device(config.device).type == "cuda"
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
-    with by_its_keys(type(config)):
+    with with_setting_keys(type(config)):
         check_vllm(config)
     layer, layer_check = None, None
     if isinstance(config, TargetConfig) and config.head_kind:
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
         if ranks is not None:
             ranks.wait_for_all()
-    with by_its_keys(type(config)):
+    with with_setting_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(

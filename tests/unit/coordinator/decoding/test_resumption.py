@@ -19,7 +19,7 @@ from coordinator.decoding.resumption import (
     check_known,
     read_logprobs,
     replay,
-    told_again,
+    replayed_events,
     write_logprobs,
 )
 from coordinator.decoding.sessions import OwnedSessions
@@ -585,19 +585,19 @@ QUIET = replace(PARAMETERS, logprobs=None)
 
 def test_a_finished_session_is_replayed_to_its_end() -> None:
     """With the text held back, unless the client has it."""
-    events = told_again(ENDED, replay(ENDED, QUIET, completion(), asked(1)))
+    events = replayed_events(ENDED, replay(ENDED, QUIET, completion(), asked(1)))
     tokens, tail, finished = events
     assert (tokens.token_ids, tokens.text_delta) == ((1, 2), "b")
     assert (tail.first_index, tail.token_ids, tail.text_delta) == (3, (), "c")
     assert finished.finish_reason is FinishReason.DEADLINE
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
     assert finished.metrics.mean_acceptance_length == 1.5
-    assert list(told_again(RECORD, replay(RECORD, QUIET, completion(), asked(1)))) == []
-    *_, finished = told_again(ENDED, replay(ENDED, QUIET, completion(("bc",)), asked(1)))
+    assert list(replayed_events(RECORD, replay(RECORD, QUIET, completion(), asked(1)))) == []
+    *_, finished = replayed_events(ENDED, replay(ENDED, QUIET, completion(("bc",)), asked(1)))
     assert finished.stop_string == "bc"
     ending = replace(PARAMETERS, stop=(), sampling=SamplingParams(stop_token_ids=(2,)))
     stopped = Completion(ending, (), Letters())
-    *_, finished = told_again(ENDED, replay(ENDED, QUIET, stopped, asked(1)))
+    *_, finished = replayed_events(ENDED, replay(ENDED, QUIET, stopped, asked(1)))
     assert (finished.stop_token_id, finished.stop_string) == (2, None)
 
 
