@@ -16,8 +16,6 @@ from outrider.replica.process_setup import available_cores
 from .command import Arguments, command, json_option
 from .output import tell
 
-MIN_WIDTHS = {"proposes": 10, "files": 10}
-
 
 @command("collect-env", json_option())
 def collect_env(arguments: Arguments) -> int:
@@ -55,15 +53,13 @@ def collect_env(arguments: Arguments) -> int:
 @command("drafters", json_option())
 def drafters(arguments: Arguments) -> int:
     from rich.table import Table
+    from rich.text import Text
 
     found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
+    table = Table("--draft-model", "proposes, and needs", box=None, pad_edge=False)
+    for one in found:
+        name, proposes, *needs = one.items()
+        needed = "; ".join(f"{what}: {text}" for what, text in needs)
+        table.add_row(Text(name[1]), Text(f"{proposes[1]}\n{needed}\n"))
     about = "q: the draft's distribution, over one token (one-hot) or the likeliest tokens (sparse)"
-    table = Table(show_lines=True, caption=about)
-    for name in DRAFTER_COLUMNS:
-        is_name = name == "draft_model"
-        table.add_column(
-            "--draft-model" if is_name else name, no_wrap=is_name, min_width=MIN_WIDTHS.get(name)
-        )
-    for row in DRAFTERS:
-        table.add_row(*row)
-    return tell(Report({"drafters": found}, [table]), arguments.json)
+    return tell(Report({"drafters": found}, [table, Text(about)]), arguments.json)
