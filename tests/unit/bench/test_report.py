@@ -64,14 +64,18 @@ def test_rows_that_differ_only_in_the_joined_column_are_one_row() -> None:
     rows = [
         {"prompts": group, "rule": rule, "chance": chance}
         for group, rule, chance in (
-            ("all", "token", 0.5), ("all", "block", 0.5), ("all", "coupled", 0.25),
+            ("all", "token", 0.5),
+            ("all", "block", 0.5),
+            ("all", "coupled", 0.25),
             ("code", "token", 0.5),
         )
-    ]  # fmt: skip
+    ]
     found = table("T", rows, joined="rule", bold=2)
     assert found.rows == [
-        ["all", "token, block", "0.500"], ["all", "coupled", "0.250"], ["code", "token", "0.500"]
-    ]  # fmt: skip
+        ["all", "token, block", "0.500"],
+        ["all", "coupled", "0.250"],
+        ["code", "token", "0.500"],
+    ]
     assert found.bold == 1
 
 
