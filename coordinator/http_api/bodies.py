@@ -40,6 +40,13 @@ Unserved = Mapping[str, tuple[Any, ...]]
 """Name of a field that is not implemented -> its accepted values, besides null."""
 ANY_VALUE = object()
 """An entry of `Unserved` that accepts every value, for fields that are only labels or hints."""
+_REPLACED = {
+    "guided_json": "`structured_outputs.json`",
+    "guided_regex": "`structured_outputs.regex`",
+    "guided_choice": "`structured_outputs.choice`",
+    "guided_grammar": "`structured_outputs` with `json`, `regex` or `choice`",
+}
+"""Older field of vLLM -> the field to use."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
@@ -91,6 +98,8 @@ class Body(BaseModel):
             elif not _is_idle(value, idle):
                 allowed = " or ".join(map(json.dumps, idle))
                 more = allowed and f", or give {allowed}"
+                if instead := _REPLACED.get(name):
+                    more = f", and give {instead}"
                 raise field_error(name, f"is not supported; leave it out{more}")
         return kept
 
@@ -205,7 +214,7 @@ class GenerationBody(Body):
         **without_effect("verbosity", "medium"),
         **without_effect("truncation", "disabled"),
         **without_effect("prompt prompt_logprobs audio prediction chat_template"),
-        **without_effect("guided_json guided_regex guided_choice guided_grammar"),
+        **without_effect(" ".join(_REPLACED)),
         **without_effect("web_search_options previous_response_id conversation"),
         **without_effect("max_tool_calls moderation mm_processor_kwargs"),
     }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 SIGNIFICANT = 6
+_GAP = 2
+"""Number of spaces between two columns of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,78 @@ def to_json(value: Mapping[str, object]) -> str:
     return json.dumps(json.loads(text, parse_float=lambda x: float(f"{float(x):.{SIGNIFICANT}g}")))
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key of the rows. The first column names the rows."""
-    from rich.table import Table
+@dataclass(frozen=True, slots=True)
+class DataTable:
+    """A table that never cuts a cell. If its columns need more than the width of the console, the
+    table continues below with the other columns, and repeats the first column there. A cell that is
+    wider than the console is folded."""
 
-    found = Table(title=title)
-    for place, name in enumerate(rows[0]):
-        justify: Any = "right" if place else "left"
-        found.add_column(name.replace("_", " "), justify=justify, no_wrap=not place)
-    for row in rows:
-        found.add_row(*map(_shown, row.values()))
-    return found
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """The first cell of a row is the row's name."""
+    bold: int | None = None
+    """Index of the row to highlight."""
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        from rich.cells import cell_len
+        from rich.text import Text
+
+        def longest(texts: Iterable[str]) -> int:
+            return max(map(cell_len, texts))
+
+        yield Text(self.title, style="bold")
+        cells = [*zip(*self.rows, strict=True)]
+        # A column is as wide as its widest cell. The column's name may take several lines.
+        widths = [
+            longest((*name.split(), *values))
+            for name, values in zip(self.columns, cells, strict=True)
+        ]
+        words = longest(word for text in (self.columns[0], *cells[0]) for word in text.split())
+        least = min(words, options.max_width // 2)
+        rest = [*range(1, len(self.columns))]
+        while rest:
+            left, shown = options.max_width - least, [0]
+            while rest and (len(shown) == 1 or widths[rest[0]] + _GAP <= left):
+                place = rest.pop(0)
+                widths[place] = min(widths[place], left - _GAP)
+                left -= widths[place] + _GAP
+                shown.append(place)
+            yield self._part(shown, [min(widths[0], least + left), *(widths[i] for i in shown[1:])])
+            if rest:
+                yield ""
+
+    def _part(self, places: Sequence[int], widths: Sequence[int]) -> RenderableType:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        found = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+        for place, width in zip(places, widths, strict=True):
+            justify: Any = "right" if place else "left"
+            found.add_column(self.columns[place], justify=justify, width=width, overflow="fold")
+        for index, row in enumerate(self.rows):
+            style = "bold" if index == self.bold else None
+            found.add_row(*(Text(row[place], overflow="fold") for place in places), style=style)
+        return found
+
+
+def table(
+    title: str, rows: Sequence[Mapping[str, Any]], *, joined: str = "", bold: int | None = None
+) -> DataTable:
+    """A table with a column for each key of the rows. The first column names the rows. Rows that
+    differ only in the column `joined` become one row. `bold` is the index of the row to highlight,
+    and counts the rows before they are joined."""
+    shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    places = []
+    for row in shown:
+        key = tuple(value for name, value in row.items() if name != joined)
+        if (first := found.setdefault(key, row)) is not row:
+            first[joined] += f", {row[joined]}"
+        places.append([*found].index(key))
+    names = [name.replace("_", " ") for name in shown[0]]
+    cells = [[*row.values()] for row in found.values()]
+    return DataTable(title, names, cells, None if bold is None else places[bold])

@@ -15,6 +15,8 @@ A request counts for goodput if it meets every goal. Requests without a TPOT alw
 TPOT. Failed requests count only in `failed`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import random
@@ -23,19 +25,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from outrider.errors import OutriderError
 from outrider.foundation.settings import between, checked
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
-from .measurement import BenchClient, Completion, Progress, bench_request
 from .options import MaxTokens, PromptOptions, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
+
+if TYPE_CHECKING:
+    from .measurement import BenchClient, Completion, Progress
 
 GOALS = ("ttft", "tpot", "e2el")
 Goal = Annotated[
@@ -47,9 +50,7 @@ Goal = Annotated[
 ]
 REQUESTS_MAX = 100_000
 ERRORS_SHOWN = 3
-STATISTICS: Mapping[str, Any] = {
-    "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
-}  # fmt: skip
+STATISTICS = ("mean", "median", "std", "p99")
 UNITS: Mapping[str, str] = {
     "duration": "s",
     "request_throughput": "requests/s",
@@ -112,7 +113,7 @@ class Load:
 
     @property
     def completed(self) -> list[Completion]:
-        return [one for one in self.answers if isinstance(one, Completion)]
+        return [one for one in self.answers if not isinstance(one, str)]
 
     @property
     def errors(self) -> Counter[str]:
@@ -135,6 +136,8 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
 
 async def measure(options: ServeOptions, client: BenchClient, tell: Progress) -> Load:
     """Sends all requests and waits for all answers. `tell` gets a line after each answer."""
+    from .measurement import bench_request
+
     clock = asyncio.get_running_loop().time
     began_s = clock()
     answers: list[Completion | str] = []
@@ -198,9 +201,9 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         "spec_decode_accepted_tokens": accepted,
     }
     figures |= {
-        f"{name}_{metric}_ms": float(of(ms)) if ms else None
+        f"{name}_{metric}_ms": value
         for metric, ms in samples(done).items()
-        for name, of in STATISTICS.items()
+        for name, value in zip(STATISTICS, _statistics(ms), strict=True)
     }
     reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
     failed = f"{load.errors.total()} of {len(load.answers)} requests failed: {reasons}"
@@ -216,6 +219,15 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         if value is not None
     ]
     return Report({**settings, **figures}, [table(title, rows)], warnings)
+
+
+def _statistics(ms: Sequence[float]) -> Sequence[float | None]:
+    """The `STATISTICS` of latencies."""
+    if not ms:
+        return [None] * len(STATISTICS)
+    import numpy as np
+
+    return [*map(float, (np.mean(ms), np.median(ms), np.std(ms), np.percentile(ms, 99)))]
 
 
 def unit_of(name: str) -> str:

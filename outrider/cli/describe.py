@@ -3,67 +3,122 @@ kinds of drafters."""
 
 import json
 import os
+import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 import yaml
 
 from outrider.bench.report import Report
+from outrider.config.deployment import deployment_settings
 from outrider.drafters.names import DRAFTER_COLUMNS, DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.threads import available_cores
 
 from .command import Arguments, command, json_option
-from .output import tell
+from .output import MASK, masked_settings, tell
 
-MIN_WIDTHS = {"proposes": 10, "files": 10}
+LIBRARIES = ("torch", "transformers", "ray", "vllm", "amd-pace")
+INSTRUCTIONS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "amx_bf16", "sve", "sve_bf16")
+"""The instruction sets that decide which kernels run and how fast."""
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "LD_PRELOAD",
+    "OMP_NUM_THREADS",
+    "OUTRIDER_CACHE",
+    "OUTRIDER_STATE_DIR",
+    "RAY_ADDRESS",
+)
+"""Variables without secrets that are no settings of a deployment."""
 
 
 @command("collect-env", json_option())
 def collect_env(arguments: Arguments) -> int:
+    """Prints what a bug report needs first, then all that torch tells, and last all packages."""
     from torch.utils.collect_env import get_env_info
 
-    from outrider.kernels.cpu import KernelsUnavailable, load_pace
     from outrider.redis.embedded import find_server
 
-    try:
-        kernels = load_pace().name
-    except KernelsUnavailable as error:
-        kernels = f"none: {error}"
     try:
         redis = str(find_server())
     except OutriderError as error:
         redis = f"none: {error}"
+    packages = dict(sorted((one.name, one.version) for one in metadata.distributions()))
     machine: dict[str, Any] = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
     machine["cpu_info"] = str(machine["cpu_info"]).splitlines()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found: dict[str, Any] = {
-        "packages": dict(sorted((one.name, one.version) for one in metadata.distributions())),
-        "machine": {
-            "available_cores": available_cores(),
-            "memory_gib": round(memory / 2**30, 2),
-            "cpu_kernels": kernels,
-            "redis_server": redis,
-            **machine,
+        "versions": {
+            "outrider": packages["outrider"],
+            "python": platform.python_version(),
+            **{name: packages.get(name, "none") for name in LIBRARIES},
         },
+        "processor": _processor(),
+        "gpus": _gpus(),
+        "settings": shown_variables(os.environ),
+        "machine": {"redis_server": redis, **machine},
+        "packages": packages,
     }
     text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
     return tell(Report(found, [text]), arguments.json)
 
 
+def _processor() -> dict[str, Any]:
+    import torch
+
+    from outrider.kernels.cpu import KernelsUnavailable, load_pace
+
+    try:
+        kernels = load_pace().name
+    except KernelsUnavailable as error:
+        kernels = f"none: {error}"
+    has = torch.cpu.get_capabilities()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "name": has.get("cpu_name", "unknown"),
+        "architecture": platform.machine(),
+        "available_cores": available_cores(),
+        "memory_gib": round(memory / 2**30, 2),
+        "instructions": [name for name in INSTRUCTIONS if has.get(name)],
+        "cpu_kernels": kernels,
+    }
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in found]
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change what Outrider does. Masks secrets, and the values of unknown
+    `OUTRIDER_*` variables, because a misspelt name may hold a secret."""
+    settings = deployment_settings().items()
+    open_names = {f"OUTRIDER_{key.upper()}" for key, one in settings if not one.secret}
+    open_names |= {*VARIABLES}
+    return masked_settings(
+        {
+            name: value if name in open_names else MASK
+            for name, value in sorted(environment.items())
+            if name in open_names or name == "HF_TOKEN" or name.startswith("OUTRIDER_")
+        }
+    )
+
+
 @command("drafters", json_option())
 def drafters(arguments: Arguments) -> int:
     from rich.table import Table
+    from rich.text import Text
 
     found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
+    table = Table("--draft-model", "proposes, and needs", box=None, pad_edge=False)
+    for one in found:
+        name, proposes, *needs = one.items()
+        needed = "; ".join(f"{what}: {text}" for what, text in needs)
+        table.add_row(Text(name[1]), Text(f"{proposes[1]}\n{needed}\n"))
     about = "q: the draft's distribution, over one token (one-hot) or the likeliest tokens (sparse)"
-    table = Table(show_lines=True, caption=about)
-    for name in DRAFTER_COLUMNS:
-        is_name = name == "draft_model"
-        table.add_column(
-            "--draft-model" if is_name else name, no_wrap=is_name, min_width=MIN_WIDTHS.get(name)
-        )
-    for row in DRAFTERS:
-        table.add_row(*row)
-    return tell(Report({"drafters": found}, [table]), arguments.json)
+    return tell(Report({"drafters": found}, [table, Text(about)]), arguments.json)

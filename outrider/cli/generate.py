@@ -222,7 +222,9 @@ def logprob_table(completion: Completion, directory: str) -> Table:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
         return f"{token_id} {json.dumps(text, ensure_ascii=False)}"
 
-    table = Table("token", "logprob", "likeliest at its position", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("token", "logprob", "likeliest at its position"):
+        table.add_column(title, overflow="fold")
     for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
         top = ", ".join(f"{name(other)} {logprob:.4f}" for other, logprob in found.top)
         table.add_row(*map(Text, (name(token_id), f"{found.logprob:.4f}", top)))

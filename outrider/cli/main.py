@@ -78,6 +78,11 @@ def parse(words: Sequence[str]) -> Arguments:
         if isinstance(error, click.BadParameter) and error.param and error.message:
             message = f"{max(error.param.opts, key=len)}: {error.message}"
         path = "outrider" if error.ctx is None else error.ctx.command_path
+        if isinstance(error, click.NoSuchOption):
+            from .vllm_flags import hint
+
+            if instead := hint(path, error.option_name):
+                message = f"no such option {error.option_name}: {instead}"
         _complain(f"{message.rstrip('.')} (see {path} --help)")
         sys.exit(2)
     except click.Abort:  # Ctrl-C while modules are imported.

@@ -450,7 +450,7 @@ def status_table(found: Facts) -> RenderableType:
     if address := deployment.get("http_address"):
         parts.append(Text(f"HTTP {address}"))
     if deployment:
-        parts.append(Text(f"log {deployment['log']}", no_wrap=True, overflow="ignore"))
+        parts.append(Text(f"log {deployment['log']}", overflow="fold"))
     return Group(*parts)
 
 

@@ -143,11 +143,32 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
             path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
     except Exception as error:  # The hub client raises errors of many libraries.
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(
-            f"model {name}: not a local directory, and not available from the hub (which cannot be "
-            f"reached, or has no such model): {reason}"
-        ) from error
+        raise ConfigError(f"model {name}: not a local directory, and {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """Says in one line why the hub's client found no model."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "the hub admits only some users to this model; set HF_TOKEN to the token of one"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model; check the name, or set HF_TOKEN if the model is private"
+    if isinstance(error, LocalEntryNotFoundError):
+        cause = error.__cause__ or error
+        if isinstance(cause, OfflineModeIsEnabled):
+            return "HF_HUB_OFFLINE is set, so the hub was not asked"
+        return f"the hub cannot be asked: {_first_line(cause)}"
+    return f"the hub's client failed: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
 
 
 CONVERSION_VERSION = 1

@@ -218,9 +218,8 @@ class PlanReport:
             yield self._acceptance(plan)
             title = f"Expected at temperature {plan.temperature:g}, concurrency {self.concurrency}"
             options = (plan.plain, *plan.options)
-            found = table(f"{title}{link}", [asdict(option) for option in options])
-            found.rows[options.index(plan.chosen)].style = "bold"
-            yield found
+            rows = [asdict(option) for option in options]
+            yield table(f"{title}{link}", rows, joined="rule", bold=options.index(plan.chosen))
             yield Text(self._sentence(plan), style="bold")
             yield from _advice(plan)
             yield self._certainty(plan)
@@ -235,6 +234,7 @@ class PlanReport:
                 for name, found in plan.acceptance.items()
                 for rule, chances in found["by_position"].items()
             ],
+            joined="rule",
         )
 
     def _certainty(self, plan: TemperaturePlan) -> str:

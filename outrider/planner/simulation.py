@@ -485,9 +485,10 @@ def simulated(
         progress(f"simulating {_in_words(fleet)}")
         figures = asdict(simulate(replace(scenario, fleet=fleet)))
         row = {"load": load, "replicas": [*fleet.values()], **figures}
+        rows = [{"figure": name.replace("_", " "), "value": value} for name, value in row.items()]
         if free:
             shown.append(f"{_in_words(fleet)} meet {tpot_ms:g} ms a token for {load}.")
-        shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", [row]))
+        shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows))
     asked = {name: getattr(scenario, name) for name in LOAD}
     values = {"load": asked, "fleet": None, "was_found": bool(free), "figures": figures}
     if fleet is not None:

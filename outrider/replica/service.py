@@ -43,7 +43,7 @@ from outrider.interfaces.messages import (
     VerdictReply,
 )
 from outrider.interfaces.step_costs import StepCosts
-from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
+from outrider.registry.registry import WINDOW_S, Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executors import StepExecutor
 from outrider.replica.step_request import (
@@ -105,7 +105,7 @@ class SteppedService(ReplicaService):
         self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
         self._queue = RequestQueue(description.max_num_seqs)
-        self._load: StepLoad | None = None
+        self._load = StepLoad(description.max_num_seqs, _now())
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
         step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
@@ -148,8 +148,6 @@ class SteppedService(ReplicaService):
     @property
     def figures(self) -> Figures:
         """The replica's load, averaged over about `WINDOW_S`."""
-        if self._load is None:
-            return NO_FIGURES
         return self._load.figures(_now(), self._worker.figures)
 
     def observe(self, observer: ObservedSteps) -> None:
@@ -481,7 +479,6 @@ class SteppedService(ReplicaService):
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if not batch:
             return
-        self._load = self._load or StepLoad(self._description.max_num_seqs, start)
         self._load.stepped(batch, start, end)
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)

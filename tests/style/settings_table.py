@@ -1,15 +1,14 @@
-"""Makes the table in `docs/settings.md`. Run as a module, it writes the table."""
+"""Makes the tables in `docs/settings.md` and `docs/serve.md`. Run as a module, it writes them."""
 
 from pathlib import Path
 
+from outrider.cli.vllm_flags import SAME, SERVE
 from outrider.config.deployment import deployment_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = ROOT / "docs" / "settings.md"
-BEGIN = "<!-- settings: made by `python -m tests.style.settings_table` -->\n"
-END = "<!-- end of settings -->\n"
 
 
 def table() -> str:
@@ -35,14 +34,34 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str) -> str:
+def flag_table() -> str:
+    """A row for the flags of vLLM with the same meaning, and one for each other hint."""
+    rows = {"the same; some defaults differ ([settings.md](settings.md))": [*SAME]}
+    for flag, words in SERVE.items():
+        rows.setdefault(words, []).append(flag)
+    lines = ["| `vllm serve` | `outrider serve` |", "| --- | --- |"]
+    lines += [
+        f"| {' '.join(f'`{one}`' for one in flags)} | {text} |" for text, flags in rows.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {SETTINGS: ("settings", table), ROOT / "docs" / "serve.md": ("flags", flag_table)}
+"""Page -> the name and the maker of its table."""
+
+
+def with_table(page: Path) -> str:
     """The page with an up-to-date table."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    name, make = PAGES[page]
+    first = f"<!-- {name}: made by `python -m tests.style.settings_table` -->\n"
+    last = f"<!-- end of {name} -->\n"
+    before, begin, rest = page.read_text("utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError("the page has no place for the table of settings")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+        raise ValueError(f"{page} has no place for the table of {name}")
+    return f"{before}{first}\n{make()}\n{last}{after}"
 
 
 if __name__ == "__main__":
-    SETTINGS.write_text(with_table(SETTINGS.read_text("utf-8")), "utf-8")
+    for path in PAGES:
+        path.write_text(with_table(path), "utf-8")

@@ -31,7 +31,7 @@ def reported(
     return json.loads(out), err
 
 
-def printed(*parts: RenderableType) -> str:
+def printed(*parts: RenderableType, width: int = 400) -> str:
     text = io.StringIO()
-    Console(file=text, width=400).print(*parts, sep="\n")
+    Console(file=text, width=width).print(*parts, sep="\n")
     return text.getvalue()

@@ -18,7 +18,7 @@ from outrider.cli.main import main
 from outrider.errors import Unavailable
 from outrider.interfaces.request import GenerateRequest
 from tests.support.bench_sides import ScriptedSide
-from tests.support.command_lines import printed, refusal, reported
+from tests.support.command_lines import refusal, reported
 from tests.support.openai_server import OpenAiServer, Reply, serving
 from tests.support.stack import VOCAB, running_stack, toy_text
 from tests.support.toy_engine import ToyEngine
@@ -109,8 +109,8 @@ def test_the_figures_of_a_load() -> None:
     assert {name: found.values[name] for name in expected} == pytest.approx(expected)
     assert (found.values["backend"], found.values["request_rate"]) == ("openai", "inf")
     assert found.warnings == ["warning: 1 of 3 requests failed: 1x no room"]
-    shown = [line.strip("│").split("│") for line in printed(*found.shown).splitlines()]
-    units = {cells[0].strip(): cells[2].strip() for cells in shown if len(cells) == 3}
+    [shown] = found.shown
+    units = {name: unit for name, _, unit in shown.rows}
     some = ("duration", "mean ttft", "p99 itl", "output throughput", "request goodput", "failed")
     assert [units[name] for name in some] == ["s", "ms", "ms", "tokens/s", "requests/s", ""]
 

@@ -15,7 +15,7 @@ import pytest
 from outrider.cli.main import main, parse
 from outrider.cli.options import connected, deployment_config, refuse_other_settings
 from outrider.cli.output import program
-from outrider.cli.serve import _until_it_fails, endpoints_text, status_table
+from outrider.cli.serve import FIGURES, _until_it_fails, endpoints_text, status_table
 from outrider.config.deployment import load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet import local_state
@@ -64,6 +64,22 @@ def test_status_says_what_a_target_does_not_promise_and_why_its_dtype_is_another
     for text in ("b, float32", note, "changed by 1.2e-02 of their norm", "law of the target as"):
         assert text in shown
     assert "law of the target" not in printed(status_table(found | {"targets": [known]}))
+
+
+def test_status_cuts_nothing_on_a_terminal_of_80_columns() -> None:
+    log, host = f"/var/{'long/' * 20}serve.log", f"{'machine' * 6}.example"
+    known = asdict(ReplicaRecord("target", "target-1", "h:5", host, 1, device="cuda:0"))
+    known |= {"serving": True, "error": None, "lease_age_s": 0.5} | DESCRIBED
+    known["figures"] = dict.fromkeys(FIGURES, 0.125)
+    found = {f"{role}s": [known] for role in ROLES}
+    found |= {"running": True, "deployment": asdict(record()) | {"log": log}}
+    shown = printed(status_table(found), width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    said = "".join(shown.split())
+    assert f"log{log}" in said
+    assert "…" not in said
+    for part in (figure.format(0.125) for figure in FIGURES.values()):
+        assert all(word in said for word in part.split())
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

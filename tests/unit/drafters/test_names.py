@@ -59,3 +59,8 @@ def test_every_kind_is_listed(
     assert "…" not in table
     assert max(map(len, table.splitlines())) <= 80
     assert all(name in table for name in names)
+    said = " ".join(
+        " ".join(line[len(max(names, key=len)) :].split()) for line in table.splitlines()
+    )
+    for _, *facts in DRAFTERS:
+        assert [fact for fact in facts if fact not in said] == []

@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,52 @@ def test_pickled_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), drafts=True) == tmp_path
 
 
-def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_asked_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="model a/demo: not a local directory"):
+    with pytest.raises(ConfigError, match=r"model a/demo: not a .* HF_HUB_OFFLINE is set"):
         resolve_model("a/demo")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        (404, "RepoNotFound", "the hub has no such model; check the name, or set HF_TOKEN if"),
+        (403, "GatedRepo", "the hub admits only some users to this model; set HF_TOKEN"),
+        (500, "", "the hub cannot be asked: Server error '500 Internal Server Error'"),
+    ],
+)
+def test_what_the_hub_answers_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, code: str, says: str
+) -> None:
+    from huggingface_hub import constants
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with HTTPServer(("127.0.0.1", 0), Answer) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        answering = threading.Thread(target=hub.serve_forever)
+        answering.start()
+        try:
+            with pytest.raises(ConfigError) as caught:
+                resolve_model("a/missing")
+        finally:
+            hub.shutdown()
+            answering.join()
+    assert f"model a/missing: not a local directory, and {says}" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "http" not in caught.value.message or status == 500
 
 
 def test_load_model_tells_what_it_is(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,3 +105,16 @@ def test_the_documentation_has_what_the_command_says() -> None:
         told = [rows[PLAIN], rows[HEAD], rows[BESIDE], rows[APART], shared]
         assert rates == [round(one[RATE]) for one in told], (model, sessions, context)
         assert int(targets) == 1 / shared["draft_devices"]
+
+
+def test_the_table_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--devices", "h200-70b-fp8"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    for row in _rows("h200-70b-fp8"):
+        figures = (f"{value:.3f}" for value in row.values() if isinstance(value, float))
+        assert all(figure in shown for figure in figures)
+        assert all(word in shown for name in row for word in name.split("_"))

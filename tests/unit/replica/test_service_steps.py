@@ -411,6 +411,16 @@ async def test_two_rounds_that_are_known_run_before_their_answers_are_sent() -> 
     await desk.service.close()
 
 
+async def test_time_before_the_first_step_counts_as_idle() -> None:
+    desk = Desk(step_s=0.02)
+    assert desk.service.figures.busy == 0
+    await asyncio.sleep(0.2)
+    desk.submit(1)
+    await desk.finish()
+    assert 0.01 < desk.service.figures.busy < 0.5
+    await desk.service.close()
+
+
 async def test_a_request_that_comes_during_a_step_shares_the_next_one() -> None:
     desk = Desk(step_s=0.01)
     desk.worker.during_step = lambda: len(desk.worker.steps) == 3 and desk.submit(3)

@@ -148,6 +148,16 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], field: str) -> 
     assert found.message.startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_an_older_field_of_vllm_names_the_field_to_use(kind: str) -> None:
+    found = refused(chat, {f"guided_{kind}": "a"})
+    assert found.field == f"guided_{kind}"
+    named = {f"structured_outputs.{one}" for one in ("json", "regex", "choice")}
+    said = {one for one in named if one in found.message}
+    assert "give `structured_outputs" in found.message
+    assert said == {f"structured_outputs.{kind}"} & named
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     idle = {
         "tools": [], "tool_choice": "auto", "store": False, "modalities": ["text"],
