@@ -108,9 +108,11 @@ class CoordinatorServicer:
         """Describes the served model, and counts the running sessions."""
         served = self._service.served
         return pb.CoordinatorDescription(
-            model=served.model, vocab_size=served.vocab_size, max_model_len=served.max_model_len,
+            model=served.model,
+            vocab_size=served.vocab_size,
+            max_model_len=served.max_model_len,
             num_running=self._service.num_running,
-        )  # fmt: skip
+        )
 
 
 def _end_soon_after(deadline_ms: int) -> None:

@@ -78,14 +78,18 @@ class CoordinatorHost:
         observation = self.observe()
         ngram = NgramDrafter(config.lookup.ngram_min, config.lookup.ngram_max)
         service = self.service = CoordinatorService(
-            config, owner_name(config),
+            config,
+            owner_name(config),
             store=await RedisStore.connect(
-                config.redis, wait_replicas=config.redis_wait_replicas,
+                config.redis,
+                wait_replicas=config.redis_wait_replicas,
                 resume_grace_ms=config.resume_grace_ms,
             ),
-            fallback=build_lookup(config.lookup) or ngram, text=_load_text(config),
-            observation=observation, **replicas,
-        )  # fmt: skip
+            fallback=build_lookup(config.lookup) or ngram,
+            text=_load_text(config),
+            observation=observation,
+            **replicas,
+        )
         self._open.push_async_callback(service.close)
         await service.start()
         access = _access_control(config)
@@ -98,10 +102,15 @@ class CoordinatorHost:
 
                 credentials = server_credentials(tls.certificate, tls.key, tls.authority)
         options = ServerOptions(
-            config.host, config.grpc_port, reflection=config.serves_reflection,
-            shares_port=config.shares_ports, takes_over=config.takes_over_ports,
-            connection_age_ms=GRPC_AGE_MS, guard=access.check_call, credentials=credentials,
-        )  # fmt: skip
+            config.host,
+            config.grpc_port,
+            reflection=config.serves_reflection,
+            shares_port=config.shares_ports,
+            takes_over=config.takes_over_ports,
+            connection_age_ms=GRPC_AGE_MS,
+            guard=access.check_call,
+            credentials=credentials,
+        )
         servicer = CoordinatorServicer(service, access)
         self.server = server = RpcServer([Service(_SERVICE, servicer)], options)
         self._open.push_async_callback(self._stop_servers)
@@ -128,10 +137,15 @@ class CoordinatorHost:
 
             scrape, times = self.exports.scrape, HttpTimes(self.exports.meter)
         options = HttpOptions(
-            config.host, config.port, config.shares_ports, config.takes_over_ports,
-            metrics=bytes if scrape is None else scrape.render, access=access,
-            tls=TlsFiles.of(config), times=times,
-        )  # fmt: skip
+            config.host,
+            config.port,
+            config.shares_ports,
+            config.takes_over_ports,
+            metrics=bytes if scrape is None else scrape.render,
+            access=access,
+            tls=TlsFiles.of(config),
+            times=times,
+        )
         formats = ChatFormats(service.text, config.tool_call_parser, config.reasoning_parser)
         self.http = HttpServer(options, build_app(service, options, formats))
         await self.http.start()
@@ -146,9 +160,13 @@ class CoordinatorHost:
         from outrider.telemetry.setup import start_exports
 
         self.exports = start_exports(
-            config.telemetry, "coordinator", config.metrics_host, config.slot, scraped=config.http,
+            config.telemetry,
+            "coordinator",
+            config.metrics_host,
+            config.slot,
+            scraped=config.http,
             vllm_model=config.served_model_name if config.vllm_metric_names else None,
-        )  # fmt: skip
+        )
         if self.exports is None:
             return UNOBSERVED
         self._open.push_async_callback(self.exports.close)
@@ -202,9 +220,15 @@ def owner_name(config: CoordinatorConfig) -> str:
 
 def _record(service: CoordinatorService, name: str, address: str) -> ReplicaRecord:
     return ReplicaRecord(
-        role="coordinator", name=name, address=address, host=socket.gethostname(), pid=os.getpid(),
-        model=service.served.model, load=service.num_running, figures=service.figures,
-    )  # fmt: skip
+        role="coordinator",
+        name=name,
+        address=address,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        model=service.served.model,
+        load=service.num_running,
+        figures=service.figures,
+    )
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
@@ -234,7 +258,8 @@ def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
     from outrider.models.tokenizer import TokenizerText
 
     return TokenizerText.load(
-        Path(config.tokenizer_directory), config.served_model_name or None,
+        Path(config.tokenizer_directory),
+        config.served_model_name or None,
         trust_remote_code=config.trust_remote_code,
         chat_template=read_chat_template(config.chat_template),
-    )  # fmt: skip
+    )

@@ -78,12 +78,20 @@ class CoordinatorService:
     """Serves requests. Independent of gRPC and Ray."""
 
     def __init__(
-        self, config: CoordinatorConfig, owner: str, *, store: SessionStore,
-        targets: Mapping[str, Link] | None = None, drafts: Mapping[str, Link] | None = None,
-        fallback: LookupDrafter, text: TokenizerText | None = None,
-        random_bits: Callable[[int], int] = secrets.randbits, observation: Observation = UNOBSERVED,
-        registry: RedisRegistry | None = None, link: Callable[[Role, str], Link] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: CoordinatorConfig,
+        owner: str,
+        *,
+        store: SessionStore,
+        targets: Mapping[str, Link] | None = None,
+        drafts: Mapping[str, Link] | None = None,
+        fallback: LookupDrafter,
+        text: TokenizerText | None = None,
+        random_bits: Callable[[int], int] = secrets.randbits,
+        observation: Observation = UNOBSERVED,
+        registry: RedisRegistry | None = None,
+        link: Callable[[Role, str], Link] | None = None,
+    ) -> None:
         """`owner` is the coordinator's name in the session store. No other process has this name.
 
         `targets` and `drafts` map names to links, for a fixed set of replicas. With a `registry`,
@@ -143,9 +151,12 @@ class CoordinatorService:
         if target is None:
             raise errors.TargetUnavailable("no target is known")
         self._lengths = LengthControls(
-            self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
-            delays=config.drafting_delays, adapts=config.length_control,
-        )  # fmt: skip
+            self.targets.first_kept or target,
+            self.drafts.first_kept,
+            config.run_ahead_rounds,
+            delays=config.drafting_delays,
+            adapts=config.length_control,
+        )
         self._served = replace(target, model=config.served_model_name or target.model)
         self._commit_task = asyncio.create_task(self._committer.run())
         watching = [self.targets.watch(), self.drafts.watch(), self._meter.watch(), self._look()]
@@ -173,9 +184,14 @@ class CoordinatorService:
         return self._trial.sums
 
     async def generate(
-        self, request: GenerateRequest, tenant: str = "", traceparent: str = "", *,
-        resumable: bool = True, key: RequestKey | None = None,
-    ) -> AsyncGenerator[Event]:  # fmt: skip
+        self,
+        request: GenerateRequest,
+        tenant: str = "",
+        traceparent: str = "",
+        *,
+        resumable: bool = True,
+        key: RequestKey | None = None,
+    ) -> AsyncGenerator[Event]:
         """Validates a request, runs its session, and yields the events. If the iterator is closed
         early, the session is cancelled. A `resumable` session is cancelled only after
         `resume_grace_ms`, and can be resumed until then. A session with a `key` can also be
@@ -235,9 +251,12 @@ class CoordinatorService:
             return
         greedy = SamplingParams(temperature=0.0)
         parameters = replace(
-            asked, sampling=greedy, rule=Rule.GREEDY, logprobs=max(1, asked.prompt_logprobs),
+            asked,
+            sampling=greedy,
+            rule=Rule.GREEDY,
+            logprobs=max(1, asked.prompt_logprobs),
             constraint=None,
-        )  # fmt: skip
+        )
         first, rest = asked.prompt[:1], asked.prompt[1:]
         try:
             yield PromptTokens(first, (None,))
@@ -260,9 +279,13 @@ class CoordinatorService:
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
-        self, request: GenerateRequest, key: RequestKey, resume: ResumeRequest, tenant: str = "",
+        self,
+        request: GenerateRequest,
+        key: RequestKey,
+        resume: ResumeRequest,
+        tenant: str = "",
         traceparent: str = "",
-    ) -> AsyncGenerator[Event]:  # fmt: skip
+    ) -> AsyncGenerator[Event]:
         """Resumes the session of a `key` that `known` returned. If the key has no session, or the
         session has expired, runs the request. Raises `SessionNotFound` if the client already has
         tokens of the expired session (`resume.num_tokens`)."""
@@ -328,9 +351,13 @@ class CoordinatorService:
                 self._auditor.take(run.session, run.parameters)
 
     async def _open(
-        self, request: GenerateRequest, tenant: str, arrived: float, observer: RequestObserver,
+        self,
+        request: GenerateRequest,
+        tenant: str,
+        arrived: float,
+        observer: RequestObserver,
         key: RequestKey | None,
-    ) -> SessionRun:  # fmt: skip
+    ) -> SessionRun:
         deadline_ms = request.deadline_ms or self.config.deadline_ms
         deadline = arrived + deadline_ms / 1e3
         try:
@@ -354,9 +381,13 @@ class CoordinatorService:
             raise
 
     async def resume(
-        self, request: ResumeRequest, tenant: str = "", traceparent: str = "", *,
+        self,
+        request: ResumeRequest,
+        tenant: str = "",
+        traceparent: str = "",
+        *,
         outlasts_errors: bool = False,
-    ) -> AsyncGenerator[Event]:  # fmt: skip
+    ) -> AsyncGenerator[Event]:
         """Continues a session whose stream broke, at this or another coordinator. Yields `Started`,
         the stored tokens that the client lacks, and then the same events as `generate`. An older
         stream of the session ends with `StaleEpoch`. With `outlasts_errors`, the session can be
@@ -456,9 +487,13 @@ class CoordinatorService:
         self._auditor.close()
         async with AsyncExitStack() as ending:  # The stack calls these in reverse order.
             for close in (
-                self._store.close, self.drafts.close, self.targets.close, self._end_tasks,
-                self._sessions.end_background, self._prompts.close,
-            ):  # fmt: skip
+                self._store.close,
+                self.drafts.close,
+                self.targets.close,
+                self._end_tasks,
+                self._sessions.end_background,
+                self._prompts.close,
+            ):
                 ending.push_async_callback(close)
 
     def _end_elsewhere(self, wanted: Mapping[str, bool]) -> None:
@@ -585,15 +620,25 @@ class CoordinatorService:
                 drafter = tried.description if is_new else None
             record = session.record
             lengths = self._lengths.open(
-                record.rule, record.seed,
+                record.rule,
+                record.seed,
                 0 if isinstance(draft, NoDrafts) else parameters.num_draft_tokens,
-                record.prompt_length, drafter,
-            )  # fmt: skip
+                record.prompt_length,
+                drafter,
+            )
             run = SessionRun(
-                context, replayed, target, draft, commits=commits, stored=self._sessions.stored,
-                lengths=lengths, meter=self._meter, arrived=arrived,
-                reads_beside=not self.config.drafting_delays, trial=trial,
-            )  # fmt: skip
+                context,
+                replayed,
+                target,
+                draft,
+                commits=commits,
+                stored=self._sessions.stored,
+                lengths=lengths,
+                meter=self._meter,
+                arrived=arrived,
+                reads_beside=not self.config.drafting_delays,
+                trial=trial,
+            )
             self._sessions.running[session.session_id] = run
         except BaseException:
             commits.remove()

@@ -43,6 +43,10 @@ class DraftActor(ReplicaHost):
             else:
                 drafter = ModelDrafter(engine)
         return DraftService(
-            drafter, executor, costs=costs, max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=batched_tokens(config), grammars=build_grammars(config),
-        )  # fmt: skip
+            drafter,
+            executor,
+            costs=costs,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=batched_tokens(config),
+            grammars=build_grammars(config),
+        )

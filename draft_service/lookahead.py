@@ -98,10 +98,15 @@ class RoundAhead:
         head, sampling, committed = self.item.head, self.sampling, (*self.committed, *outcome)
         num_tokens = len(committed) - head.prompt_length
         return draft_request(
-            head, sampling, committed, len(committed), digest_behind(self.digest, outcome),
-            session_id=name, num_draft_tokens=self.item.num_draft_tokens,
+            head,
+            sampling,
+            committed,
+            len(committed),
+            digest_behind(self.digest, outcome),
+            session_id=name,
+            num_draft_tokens=self.item.num_draft_tokens,
             allowed=allowed_early(sampling, num_tokens, info.eos_token_ids, info.vocab_size),
-        )  # fmt: skip
+        )
 
     def abandon(self, outcome: Outcome) -> AutoregressiveDraft:
         """Gives up an unfinished draft, whose sequence the caller must release. If the outcome
@@ -193,9 +198,12 @@ class LookAhead:
         return [self._advanced(now, self._harvest(now)) for now in rounds]
 
     def _likeliest(
-        self, rounds: Sequence[RoundAhead], most: int, wanted: Sequence[AutoregressiveDraft],
+        self,
+        rounds: Sequence[RoundAhead],
+        most: int,
+        wanted: Sequence[AutoregressiveDraft],
         readings: Sequence[SequenceStep],
-    ) -> list[AutoregressiveDraft]:  # fmt: skip
+    ) -> list[AutoregressiveDraft]:
         """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
         the pass, ends the drafts of the least likely outcomes."""
         found = [(now, outcome) for now in rounds for outcome in now.outcomes]
@@ -387,9 +395,12 @@ class LookAhead:
     ) -> list[ProposalReply]:
         key, length = now.item.head.key, len(now.committed)
         reply = ProposalReply(
-            ReplyKey(key.session_id, key.epoch, key.round + 1), proposal, length,
-            length + len(outcome) - 1, assumed=outcome,
-        )  # fmt: skip
+            ReplyKey(key.session_id, key.epoch, key.round + 1),
+            proposal,
+            length,
+            length + len(outcome) - 1,
+            assumed=outcome,
+        )
         now.finished[outcome] = proposal
         if reply.num_bytes > now.bytes_left:  # The session's next item may still use the proposal.
             return []

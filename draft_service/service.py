@@ -30,10 +30,15 @@ class DraftService(SteppedService):
     """Answers draft items with proposals of one drafter."""
 
     def __init__(
-        self, drafter: ModelDrafter, executor: StepExecutor, *, max_num_seqs: int,
-        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,
+        self,
+        drafter: ModelDrafter,
+        executor: StepExecutor,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
+        costs: StepCosts | None = None,
         grammars: Grammars | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. A step
         has fewer tokens if `costs` show that a longer step would delay other sessions too much."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
@@ -196,9 +201,14 @@ class Proposer(StepWorker):
                 logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
         request = draft_request(
-            work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
-            aligned.digest if is_whole else EMPTY_DIGEST, features=item.features, **asked,
-        )  # fmt: skip
+            work.head,
+            work.sampling,
+            committed[: len(committed) - num_missing],
+            len(committed),
+            aligned.digest if is_whole else EMPTY_DIGEST,
+            features=item.features,
+            **asked,
+        )
         work.draft = self._drafter.begin(request)
         work.draft.must_be_whole = item.must_be_whole
 

@@ -165,8 +165,17 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def error_from_code(grpc_code: int, message: str) -> OutriderError:
     """Returns the error that a peer raised. `grpc_code` is a google.rpc.Code."""
-    for kind in (NotFound, Incompatible, StaleEpoch, DataLoss, Overloaded, Unavailable,
-                 DeadlineExceeded, Unauthenticated, PermissionDenied):  # fmt: skip
+    for kind in (
+        NotFound,
+        Incompatible,
+        StaleEpoch,
+        DataLoss,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Unauthenticated,
+        PermissionDenied,
+    ):
         if kind.grpc_code == grpc_code:
             return kind(message)
     if grpc_code == BadRequest.grpc_code:

@@ -27,12 +27,15 @@ class TargetActor(ReplicaHost):
         from .service import TargetService
 
         return TargetService(
-            engine, executor, max_num_seqs=config.max_num_seqs, costs=costs,
+            engine,
+            executor,
+            max_num_seqs=config.max_num_seqs,
+            costs=costs,
             max_num_batched_tokens=batched_tokens(config),
             self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
             stream_interval_ms=config.stream_interval_ms,
-        )  # fmt: skip
+        )
 
 
 def self_drafter_of(engine: Engine) -> SelfDrafter | None:

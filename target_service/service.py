@@ -28,11 +28,18 @@ class TargetService(SteppedService):
     """Answers verify items with verdicts of one engine."""
 
     def __init__(
-        self, engine: Engine, executor: StepExecutor, *, max_num_seqs: int,
-        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT, costs: StepCosts | None = None,
-        self_drafter: SelfDrafter | None = None, clock: Callable[[], float] = time.perf_counter,
-        grammars: Grammars | None = None, stream_interval_ms: int = STREAM_INTERVAL_MS,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        executor: StepExecutor,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
+        costs: StepCosts | None = None,
+        self_drafter: SelfDrafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        grammars: Grammars | None = None,
+        stream_interval_ms: int = STREAM_INTERVAL_MS,
+    ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
         `costs`, the time of a step is limited too, and a step may wait for sessions that are
         expected soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the

@@ -174,9 +174,13 @@ class Verifier(StepWorker):
     _engine: Engine
 
     def __init__(
-        self, engine: Engine, budget: TokenBudget, self_drafter: SelfDrafter | None,
-        clock: Callable[[], float], grammars: Grammars | None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        budget: TokenBudget,
+        self_drafter: SelfDrafter | None,
+        clock: Callable[[], float],
+        grammars: Grammars | None,
+    ) -> None:
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None  # the engine, if it keeps hidden states for drafts
@@ -197,9 +201,10 @@ class Verifier(StepWorker):
         sampling, size = one.sampling, info.vocab_size
         biased = [token_id for token_id, _ in sampling.logit_bias]
         named = {
-            "head.append": head.append, "sampling.logit_bias": biased,
+            "head.append": head.append,
+            "sampling.logit_bias": biased,
             "sampling.stop_token_ids": sampling.stop_token_ids,
-        }  # fmt: skip
+        }
         for key, token_ids in named.items():
             if (largest := max(token_ids, default=0)) >= size:
                 raise BadRequest(key, f"token {largest} is outside the vocabulary of {size}")
@@ -324,10 +329,13 @@ class Verifier(StepWorker):
             return
         for one, request, proposal in zip(wanting, requests, proposals, strict=True):
             one.answer = replace(
-                one.answer, next_proposal=SealedProposal.of(proposal),
-                next_base_length=request.noise.committed_length, next_draft_ms=draft_ms,
-                next_work_ms=draft_ms / len(requests), next_out_of_time=request.deadline.has_cut,
-            )  # fmt: skip
+                one.answer,
+                next_proposal=SealedProposal.of(proposal),
+                next_base_length=request.noise.committed_length,
+                next_draft_ms=draft_ms,
+                next_work_ms=draft_ms / len(requests),
+                next_out_of_time=request.deadline.has_cut,
+            )
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
         item, history = one.item, one.history
@@ -341,11 +349,15 @@ class Verifier(StepWorker):
         newest = outcome.token_ids[-1]
         digest = extend_digest(self._engine.tokens(one.head.session_id).digest(length - 1), newest)
         return draft_request(
-            one.head, one.sampling, token_ids, length, digest,
+            one.head,
+            one.sampling,
+            token_ids,
+            length,
+            digest,
             num_draft_tokens=min(item.num_next_draft_tokens, room),
             allowed=None if one.allowed is None else one.allowed.behind(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),
-        )  # fmt: skip
+        )
 
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:

@@ -323,8 +323,12 @@ class RedisSlots:
         count, even if it was counted before."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
-            caller.requests_per_minute, depth, caller.concurrency, limits.SLOT_LEASE_MS, *slots
-        ]  # fmt: skip
+            caller.requests_per_minute,
+            depth,
+            caller.concurrency,
+            limits.SLOT_LEASE_MS,
+            *slots,
+        ]
         match await self._scripts.run(_TAKE, (keys, arguments)):
             case [b"taken", _]:
                 return

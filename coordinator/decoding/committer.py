@@ -134,9 +134,12 @@ class Committer:
     """Commits the tokens of one coordinator's sessions, as long as `run` runs. Not thread-safe."""
 
     def __init__(
-        self, store: SessionStore, owner: str, random: Callable[[], float],
+        self,
+        store: SessionStore,
+        owner: str,
+        random: Callable[[], float],
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
         `on_wanted` gets the sessions that others want to take over (`SessionStore.hold_lease`)."""
         self.store = store

@@ -92,9 +92,10 @@ class Completion:
             return "", False
         num_before, text = len(self._held), self._held + text
         found = [
-            (start, stop) for stop in self._stop
+            (start, stop)
+            for stop in self._stop
             if (start := text.find(stop, max(0, num_before + 1 - len(stop)))) >= 0
-        ]  # fmt: skip
+        ]
         if found and self.num_tokens > self._min_tokens:
             self._held = ""
             first, self.stop_string = min(found)

@@ -34,10 +34,13 @@ class LoadMeter:
         by_replica = drafted.source == "replica"
         waited = drafted.queue_ms > _WAITED * drafted.compute_ms and not drafted.ahead
         amounts = {
-            "tokens": num_tokens, "drafted": counts * len(drafted.proposal),
-            "accepted": counts * num_accepted, "proposals": by_replica,
-            "waited": by_replica and waited, "ahead": by_replica and drafted.ahead,
-        }  # fmt: skip
+            "tokens": num_tokens,
+            "drafted": counts * len(drafted.proposal),
+            "accepted": counts * num_accepted,
+            "proposals": by_replica,
+            "waited": by_replica and waited,
+            "ahead": by_replica and drafted.ahead,
+        }
         self._sums.add(self._clock(), amounts)
 
     async def watch(self) -> None:

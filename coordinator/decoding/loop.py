@@ -41,10 +41,20 @@ class SessionRun:
     """Runs one session. A task decodes, and the client's stream reads events from a queue."""
 
     def __init__(
-        self, context: SessionContext, replayed: Replayed, target: TargetClient, draft: Drafts, *,
-        commits: SessionCommits, stored: StoredBytes, lengths: LengthControl, meter: LoadMeter,
-        arrived: float, reads_beside: bool = True, trial: SessionTrial | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        context: SessionContext,
+        replayed: Replayed,
+        target: TargetClient,
+        draft: Drafts,
+        *,
+        commits: SessionCommits,
+        stored: StoredBytes,
+        lengths: LengthControl,
+        meter: LoadMeter,
+        arrived: float,
+        reads_beside: bool = True,
+        trial: SessionTrial | None = None,
+    ) -> None:
         """Starts decoding after the `replayed` tokens. `arrived` is the time of the request on the
         event loop's clock. With `reads_beside`, draft and target prefill at the same time.
         Otherwise the draft prefills when it is first asked for a proposal."""
@@ -278,11 +288,16 @@ class SessionRun:
         played = PlayedRound(
             num_asked=drafted.num_asked,
             survival=survival(self.session.record.rule, reply.verdict.accept_probability),
-            num_tokens=len(outcome.token_ids), context=self.session.length, draft_s=drafted.seconds,
+            num_tokens=len(outcome.token_ids),
+            context=self.session.length,
+            draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
-            ended_at=self._clock(), queue_s=reply.queue_ms / 1e3, beside=drafted.beside,
-            next_draft_s=reply.next_draft_ms / 1e3, work_s=drafted.work_ms / 1e3,
-        )  # fmt: skip
+            ended_at=self._clock(),
+            queue_s=reply.queue_ms / 1e3,
+            beside=drafted.beside,
+            next_draft_s=reply.next_draft_ms / 1e3,
+            work_s=drafted.work_ms / 1e3,
+        )
         self._lengths.note(played)
 
     def _commit(
@@ -298,9 +313,12 @@ class SessionRun:
             places = (*range(num), len(reply.verdict.accept_probability) + num)
             logprobs = tuple(reply.logprobs[place] for place in places[:num_tokens])
         tokens = Tokens(
-            first_index=first_index, token_ids=outcome.token_ids[:num_tokens],
-            text_delta=piece.text, origins=outcome.origins[:num_tokens], logprobs=logprobs,
-        )  # fmt: skip
+            first_index=first_index,
+            token_ids=outcome.token_ids[:num_tokens],
+            text_delta=piece.text,
+            origins=outcome.origins[:num_tokens],
+            logprobs=logprobs,
+        )
         counters = self.session.counters
         self.session.decide(
             tokens.token_ids,
@@ -320,12 +338,16 @@ class SessionRun:
         report = None
         if self.parameters.include_rounds:
             report = RoundReport(
-                index=index, proposed_token_ids=drafted.proposal.token_ids,
-                num_accepted=num_accepted, draft_ms=drafted.seconds * 1e3,
+                index=index,
+                proposed_token_ids=drafted.proposal.token_ids,
+                num_accepted=num_accepted,
+                draft_ms=drafted.seconds * 1e3,
                 wire_ms=max(0.0, verify_s * 1e3 - reply.queue_ms - reply.compute_ms),
-                queue_ms=reply.queue_ms, verify_ms=reply.compute_ms, commit_ms=0.0,
+                queue_ms=reply.queue_ms,
+                verify_ms=reply.compute_ms,
+                commit_ms=0.0,
                 look_ahead_hit=drafted.ahead,
-            )  # fmt: skip
+            )
         self._write(tokens, report, index)
         return piece.finish_reason
 

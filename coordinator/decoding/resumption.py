@@ -80,9 +80,11 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationPara
 
 
 def replay(
-    record: SessionRecord, parameters: GenerationParameters, completion: Completion,
+    record: SessionRecord,
+    parameters: GenerationParameters,
+    completion: Completion,
     request: ResumeRequest,
-) -> Replayed:  # fmt: skip
+) -> Replayed:
     """Pushes the stored tokens into an empty `completion`. Returns events with the tokens and text
     that the client lacks. If the session is finished, the last event has the text that the
     completion held back."""

@@ -85,9 +85,13 @@ class OwnedSessions:
     coordinator may resume the session."""
 
     def __init__(
-        self, store: SessionStore, owner: str, targets: ReplicaPool,
-        random_bits: Callable[[int], int], config: CoordinatorConfig,
-    ) -> None:  # fmt: skip
+        self,
+        store: SessionStore,
+        owner: str,
+        targets: ReplicaPool,
+        random_bits: Callable[[int], int],
+        config: CoordinatorConfig,
+    ) -> None:
         self._replays = FairThreads(1, "replay")  # `taking_over` limits how many wait.
         self._store = store
         self.owner = owner
@@ -167,9 +171,14 @@ class OwnedSessions:
             raise
 
     async def score(
-        self, tenant: str, parameters: GenerationParameters, given: Sequence[int],
-        scored: Sequence[int], deadline: float, audits: bool = False,
-    ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
+        self,
+        tenant: str,
+        parameters: GenerationParameters,
+        given: Sequence[int],
+        scored: Sequence[int],
+        deadline: float,
+        audits: bool = False,
+    ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:
         """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
         never stored. Yields parts of `scored` with their verdicts. Sends each part as a proposal,
         because the target runs proposals even if their tokens are cached. Appends the part to the
@@ -200,9 +209,15 @@ class OwnedSessions:
         token_ids: tuple[int, ...],
     ) -> SessionRecord:
         return SessionRecord.new(
-            f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed, parameters.rule,
-            stored, token_ids, shared,
-        )  # fmt: skip
+            f"{self.random_bits(128):032x}",
+            tenant,
+            self.owner,
+            parameters.seed,
+            parameters.rule,
+            stored,
+            token_ids,
+            shared,
+        )
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
         """Ends a run, unless it has ended already. If the client `is_gone`, the session can be
@@ -430,9 +445,13 @@ class OwnedSessions:
         not `owner`, by default this coordinator."""
         self.stored.end_early(record)
         end = Finish(
-            record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
+            record.session_id,
+            record.epoch,
+            owner or self.owner,
+            None,
+            FinishReason.CANCELLED,
             record.counters,
-        )  # fmt: skip
+        )
         return self._tell(record.session_id, lambda: self._store.finish(end))
 
     async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:

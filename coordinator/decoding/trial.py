@@ -99,7 +99,12 @@ class SessionTrial:
         tokens, seconds = self._num_tokens, self._seconds
         if self._num_rounds:
             self._sums[self._is_new] += DrafterSums(
-                num_sessions=1, num_rounds=self._num_rounds, num_accepted=self._num_accepted,
-                num_tokens=tokens, seconds=seconds, square_tokens=tokens**2,
-                square_seconds=seconds**2, products=tokens * seconds,
-            )  # fmt: skip
+                num_sessions=1,
+                num_rounds=self._num_rounds,
+                num_accepted=self._num_accepted,
+                num_tokens=tokens,
+                seconds=seconds,
+                square_tokens=tokens**2,
+                square_seconds=seconds**2,
+                products=tokens * seconds,
+            )

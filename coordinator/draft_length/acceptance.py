@@ -83,8 +83,11 @@ class DepthAverages:
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)
-            rates.append((
-                (offered + pull * goes_on) / (asked + pull), rate,
-                (proposed + pull * goes_on_at_all) / (wanted + pull),
-            ))  # fmt: skip
+            rates.append(
+                (
+                    (offered + pull * goes_on) / (asked + pull),
+                    rate,
+                    (proposed + pull * goes_on_at_all) / (wanted + pull),
+                )
+            )
         return rates

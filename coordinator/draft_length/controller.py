@@ -102,9 +102,14 @@ class LengthControls:
     while it gets only a share of the sessions. These sessions learn separately from the others."""
 
     def __init__(
-        self, target: ReplicaDescription, draft: ReplicaDescription | None, run_ahead_rounds: int,
-        *, delays: bool = False, adapts: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        target: ReplicaDescription,
+        draft: ReplicaDescription | None,
+        run_ahead_rounds: int,
+        *,
+        delays: bool = False,
+        adapts: bool = True,
+    ) -> None:
         """`delays` says whether draft and coordinator slow the target down by using its cores. If
         `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
@@ -141,9 +146,13 @@ class LengthControls:
             self.costs.meet_draft(draft.step_costs)
 
     def open(
-        self, rule: Rule, seed: int, num_draft_tokens: int, prompt_length: int,
+        self,
+        rule: Rule,
+        seed: int,
+        num_draft_tokens: int,
+        prompt_length: int,
         tried: ReplicaDescription | None = None,
-    ) -> LengthControl:  # fmt: skip
+    ) -> LengthControl:
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
         session's drafter if this drafter is on trial. Under the rules token and block, a session
         that repeats a seed gets a fixed K. So does the first session with this seed, if it still
@@ -182,9 +191,13 @@ class LengthControls:
             draft = tried
         table = None if draft is None else draft.step_costs
         costs = RoundCosts(
-            target.step_costs or NO_COSTS, table, target.max_num_seqs, load,
-            drafting_delays=self._delays or target.drafts_itself, messages_delay=self._delays,
-        )  # fmt: skip
+            target.step_costs or NO_COSTS,
+            table,
+            target.max_num_seqs,
+            load,
+            drafting_delays=self._delays or target.drafts_itself,
+            messages_delay=self._delays,
+        )
         return Learned(costs)
 
 
@@ -212,9 +225,14 @@ class LengthControl:
     """Chooses K for the rounds of one session."""
 
     def __init__(
-        self, controls: LengthControls, learned: Learned, rule: Rule, num_draft_tokens: int,
-        prompt_length: int, seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        controls: LengthControls,
+        learned: Learned,
+        rule: Rule,
+        num_draft_tokens: int,
+        prompt_length: int,
+        seed: int | None = None,
+    ) -> None:
         """`seed` is None for a session that is not in `LengthControls._firsts`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]

@@ -132,9 +132,15 @@ class RoundCosts:
     """Learns and forecasts the times of a coordinator's rounds, for one target and one draft."""
 
     def __init__(
-        self, target: StepCosts, draft: StepCosts | None, max_num_seqs: int, load: Load, *,
-        drafting_delays: bool, messages_delay: bool,
-    ) -> None:  # fmt: skip
+        self,
+        target: StepCosts,
+        draft: StepCosts | None,
+        max_num_seqs: int,
+        load: Load,
+        *,
+        drafting_delays: bool,
+        messages_delay: bool,
+    ) -> None:
         """`target` and `draft` are the engines' tables. At most `max_num_seqs` sessions share a
         step of the target. With `drafting_delays`, drafting delays the target, because the target
         itself drafts, or shares cores or a device with the draft. With `messages_delay`, messages
@@ -179,8 +185,10 @@ class RoundCosts:
         had to read tokens that it had missed. The wait for such a proposal does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
-            num_proposed, played.draft_s, played.work_s
-        )  # fmt: skip
+            num_proposed,
+            played.draft_s,
+            played.work_s,
+        )
         if is_typical or played.beside is not None:
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))

@@ -224,18 +224,24 @@ class Answer(EventStream):
         return self._object(self.chunk_kind, [choice], **more)
 
     def _choice(
-        self, index: int, content: Json, finished: Finished | None = None,
+        self,
+        index: int,
+        content: Json,
+        finished: Finished | None = None,
         tokens: _Choice | None = None,
-    ) -> Json:  # fmt: skip
+    ) -> Json:
         form, reason = self._asked.form, finished and str(finished.finish_reason)
         if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"
         elif reason == FinishReason.STOP and form.calls != ARGUMENTS:
             reason = "tool_calls" if self._choices[index].num_calls else reason
         found: Json = {
-            "index": index, **content, "logprobs": None, "finish_reason": reason,
+            "index": index,
+            **content,
+            "logprobs": None,
+            "finish_reason": reason,
             "stop_reason": finished and stop_reason(finished),
-        }  # fmt: skip
+        }
         if tokens is not None and self._asked.has_logprobs:
             found["logprobs"] = self.logprobs(tokens.scored)
         if tokens is not None and self._has_ids:
@@ -259,9 +265,11 @@ class Answer(EventStream):
         found: Json = {
             "mean_acceptance_length": 1 + accepted / max(1, num_drafts),
             "draft_acceptance_rate": accepted / max(1, proposed),
-            "num_spec_steps": num_drafts, "num_spec_tokens": self._num_draft_tokens,
-            "num_draft_tokens": proposed, "num_accepted_draft_tokens": accepted,
-        }  # fmt: skip
+            "num_spec_steps": num_drafts,
+            "num_spec_tokens": self._num_draft_tokens,
+            "num_draft_tokens": proposed,
+            "num_accepted_draft_tokens": accepted,
+        }
         if self._asked.requests[0].include_rounds:
             by_length = {
                 length: [self._rounds[length, number] for number in range(length + 1)]

@@ -157,9 +157,13 @@ class Generations:
         return bool((await self._service.known(first)).session_id)
 
     def answer(
-        self, request: Request, asked: TranslatedBody, kind: Callable[..., EventStream],
-        headers: RepeatHeaders, session_id: str = "",
-    ) -> Response:  # fmt: skip
+        self,
+        request: Request,
+        asked: TranslatedBody,
+        kind: Callable[..., EventStream],
+        headers: RepeatHeaders,
+        session_id: str = "",
+    ) -> Response:
         """Responds with an answer of the class `kind`. If `session_id` is given, the response has
         the rest of this session's answer. Raises `BadRequest` for an unusable `Last-Event-ID`."""
         service = self._service
@@ -176,9 +180,13 @@ class Generations:
         return Generated(events, answer, progress)
 
     async def _events(
-        self, request: Request, asked: TranslatedBody, progress: Progress, key: str | None,
+        self,
+        request: Request,
+        asked: TranslatedBody,
+        progress: Progress,
+        key: str | None,
         session_id: str,
-    ) -> Events:  # fmt: skip
+    ) -> Events:
         """Yields the events of all choices. Continues the session `session_id` or the sessions of
         the `key`, if there are any. Otherwise opens new sessions.
 
@@ -269,10 +277,13 @@ def build_app(
     access = options.access
     runs = Generations(service, access)
     app = schemas.DocumentedApp(
-        title="Outrider", version=version("outrider"), responses=_ERRORS, redirect_slashes=False,
+        title="Outrider",
+        version=version("outrider"),
+        responses=_ERRORS,
+        redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads scripts from other hosts. `show_page` replaces it.
         redoc_url=None,
-    )  # fmt: skip
+    )
     app.router.route_class = BodyRoute
     app.state.admission = Admission(access, runs.resumes)
     app.add_middleware(reading.AuthenticationMiddleware, access=access, hosts=options.hosts)

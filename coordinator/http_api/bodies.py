@@ -258,9 +258,13 @@ class GenerationBody(Body):
     """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
 
     def _translated(
-        self, prompts: Sequence[Prompt], names: Mapping[str, str], tools: Tools = NO_TOOLS,
-        formats: ChatFormats | None = None, **own: Any,
-    ) -> TranslatedBody:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        names: Mapping[str, str],
+        tools: Tools = NO_TOOLS,
+        formats: ChatFormats | None = None,
+        **own: Any,
+    ) -> TranslatedBody:
         """Makes the requests for these prompts. `names` becomes a part of `TranslatedBody.names`.
         Without `formats`, the answers are not parsed. `own` has further fields of the requests."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
@@ -275,15 +279,22 @@ class GenerationBody(Body):
         if formats is not None:
             form = formats.form(tools, constraint, own["template_variables"])
         request = GenerateRequest(
-            prompt="", model=self.model, sampling=self._sampling(),
+            prompt="",
+            model=self.model,
+            sampling=self._sampling(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            ignore_eos=self.ignore_eos, rule=speculation.rule,
+            ignore_eos=self.ignore_eos,
+            rule=speculation.rule,
             num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
-            deadline_ms=self.deadline_ms, include_rounds=speculation.histograms,
-            draft_deadline_ms=speculation.draft_deadline_ms, constraint=constraint,
-            tools=tools.for_template(), shown_tokens=form.shown_tokens,
-            answer_form=form.to_json(), **own,
-        )  # fmt: skip
+            deadline_ms=self.deadline_ms,
+            include_rounds=speculation.histograms,
+            draft_deadline_ms=speculation.draft_deadline_ms,
+            constraint=constraint,
+            tools=tools.for_template(),
+            shown_tokens=form.shown_tokens,
+            answer_form=form.to_json(),
+            **own,
+        )
         n = self.n if isinstance(self, ChoicesBody) else 1
         seeds = [
             None if self.seed is None else choice_seed(self.seed % 2**limits.SEED_BITS, choice)
@@ -490,10 +501,15 @@ class ConversationBody(GenerationBody):
     """Variables for the chat template, such as enable_thinking."""
 
     def _conversation(
-        self, turns: tuple[ChatMessage, ...], functions: Sequence[FunctionTool],
-        choice: str | NamedFunction, names: Mapping[str, str], max_tokens: int | None,
-        logprobs: bool, formats: ChatFormats | None,
-    ) -> TranslatedBody:  # fmt: skip
+        self,
+        turns: tuple[ChatMessage, ...],
+        functions: Sequence[FunctionTool],
+        choice: str | NamedFunction,
+        names: Mapping[str, str],
+        max_tokens: int | None,
+        logprobs: bool,
+        formats: ChatFormats | None,
+    ) -> TranslatedBody:
         fields = {"name", "description", "parameters"}
         tools = tools_of(
             [one.model_dump(include=fields, exclude_unset=True) for one in functions],
@@ -502,10 +518,14 @@ class ConversationBody(GenerationBody):
             several=self.parallel_tool_calls,
         )
         return self._translated(
-            [turns], {**names, "logprobs": "top_logprobs"}, tools, formats, max_tokens=max_tokens,
+            [turns],
+            {**names, "logprobs": "top_logprobs"},
+            tools,
+            formats,
+            max_tokens=max_tokens,
             logprobs=self.top_logprobs if logprobs else None,
             template_variables=self.chat_template_kwargs,
-        )  # fmt: skip
+        )
 
 
 class ChatBody(ChoicesBody, ConversationBody):
@@ -564,9 +584,11 @@ class CompletionBody(ChoicesBody):
         asked = self._translated(
             [one if isinstance(one, str) else tuple(one) for one in prompts],
             {"text": "prompt", "token_ids": "prompt"},
-            max_tokens=self.max_tokens, default_max_tokens=_COMPLETION_TOKENS,
-            logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None,
-        )  # fmt: skip
+            max_tokens=self.max_tokens,
+            default_max_tokens=_COMPLETION_TOKENS,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
         return replace(asked, echoes=self.echo)
 
 

@@ -55,10 +55,18 @@ _PASSING = frozenset({409, 502, 503})
 """After these statuses, the gateway tries the next coordinator."""
 _PASSING_LATER = _PASSING | {429}
 """Used instead of `_PASSING` once the response to the client has begun."""
-_HOP_BY_HOP = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
-    "transfer-encoding", "upgrade",
-})  # fmt: skip
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
@@ -209,9 +217,12 @@ class Forwarded(LiveResponse):
         if self._coordinators.tls_name:
             extensions["sni_hostname"] = self._coordinators.tls_name
         asked = httpx2.Request(
-            self._method, httpx2.URL(url).copy_with(raw_path=self._target), headers=headers,
-            content=_parts(self._body) if size else None, extensions=extensions,
-        )  # fmt: skip
+            self._method,
+            httpx2.URL(url).copy_with(raw_path=self._target),
+            headers=headers,
+            content=_parts(self._body) if size else None,
+            extensions=extensions,
+        )
         found = await self._coordinators.transport.handle_async_request(asked)
         try:
             if found.headers.get("content-type", "").startswith("text/event-stream"):

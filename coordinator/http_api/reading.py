@@ -46,9 +46,7 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     504: ("timeout_error", "deadline_exceeded", "deadline_ms"),
 }
 """`type`, `code` and `param` of an error, by its HTTP status."""
-_CODES = {
-    404: "not_found", 405: "method_not_allowed", 408: "request_timeout",
-}  # fmt: skip
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout"}
 """`code` of FastAPI's errors, and of an unknown session, by the HTTP status."""
 SERVER_FULL = "server_full"
 """`code` of an error with status 429 if another coordinator may have room."""

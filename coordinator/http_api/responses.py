@@ -29,14 +29,23 @@ from outrider.sessions.store import FinishReason
 
 _REASONING = "reasoning_content"
 _REPEATED = {
-    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
-    "tools", "top_logprobs",
-}  # fmt: skip
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+}
 """Fields of the body that the answer repeats."""
 _ALWAYS: Json = {
-    "background": False, "previous_response_id": None, "reasoning": None, "store": False,
+    "background": False,
+    "previous_response_id": None,
+    "reasoning": None,
+    "store": False,
     "truncation": "disabled",
-}  # fmt: skip
+}
 """Fields with the same value in every answer."""
 
 
@@ -173,9 +182,14 @@ class ResponsesBody(bodies.ConversationBody):
         names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
         names["max_tokens"] = "max_output_tokens"
         return self._conversation(
-            self._turns(), self.tools, self.tool_choice, names, self.max_output_tokens,
-            bool(self.include or self.top_logprobs), formats,
-        )  # fmt: skip
+            self._turns(),
+            self.tools,
+            self.tool_choice,
+            names,
+            self.max_output_tokens,
+            bool(self.include or self.top_logprobs),
+            formats,
+        )
 
     def _turns(self) -> tuple[ChatMessage, ...]:
         """Returns the messages of the conversation. If reasoning, text and calls of the assistant
@@ -339,24 +353,32 @@ class ResponseAnswer(ChatAnswer):
         sampling = self._asked.requests[0].sampling
         [choice] = self._choices
         found: Json = {
-            "id": self._envelope["id"], "object": "response", "model": self._envelope["model"],
+            "id": self._envelope["id"],
+            "object": "response",
+            "model": self._envelope["model"],
             "created_at": self._envelope["created"],
             "completed_at": int(time.time()) if status == "completed" else None,
-            "status": status, "error": error, "incomplete_details": None, "usage": None,
+            "status": status,
+            "error": error,
+            "incomplete_details": None,
+            "usage": None,
             "output": [item.body() for item in self._items],
-            "temperature": sampling.temperature, "top_p": sampling.top_p,
-            **self._asked.body.model_dump(include=_REPEATED), **_ALWAYS,
-        }  # fmt: skip
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **self._asked.body.model_dump(include=_REPEATED),
+            **_ALWAYS,
+        }
         if choice.finished:
             if status == "incomplete":  # `stop_reason` has the exact reason.
                 found["incomplete_details"] = {"reason": "max_output_tokens"}
             usage = self._usage()
             found["usage"] = {
-                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "input_tokens": usage["prompt_tokens"],
+                "output_tokens": usage["completion_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
-            }  # fmt: skip
+            }
             found["stop_reason"] = stop_reason(choice.finished)
             found["metrics"] = self._metrics()
         return found

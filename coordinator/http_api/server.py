@@ -188,9 +188,12 @@ class OpenConnections:
 
 class HttpConnection(H11Protocol):
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, others: OpenConnections,
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        others: OpenConnections,
         tls: ssl.SSLContext | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config, state, app_state={})
         self._open, self._tls = others, tls
         self._early = bytearray()
@@ -281,10 +284,17 @@ class HttpServer:
             self._tls = FileWatch([tls.certificate, tls.key, tls.authority], tls.read)
         self._open = OpenConnections(connections_max(spools=options.spools))
         config = uvicorn.Config(
-            self._answer, interface="asgi3", lifespan="off", ws="none", loop="none",
-            log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            self._answer,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=limits.HTTP_KEEP_ALIVE_S,
-        )  # fmt: skip
+        )
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
@@ -464,9 +474,11 @@ def _bind(options: HttpOptions) -> socket.socket:
         # If a name has IPv4 and IPv6 addresses, IPv4 is preferred.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         bound = socket.create_server(
-            address, family=family, reuse_port=options.shares_port,
+            address,
+            family=family,
+            reuse_port=options.shares_port,
             dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
-        )  # fmt: skip
+        )
     except OSError as error:
         reason = f"{error.strerror or error} (port 0 = any free port)"
         raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {reason}") from error

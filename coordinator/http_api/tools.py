@@ -78,15 +78,16 @@ CALL_FORMATS = {
     # [TOOL_CALLS] and a list of calls. Newer models: [TOOL_CALLS]name[ARGS]{..} for each call
     "mistral": CallFormat(
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        re.compile(
-            r"\s*(?P<name>[^\s{}\[]+)\s*(?:(?:\[CALL_ID\][^{}\[]*)?\[ARGS\])?\s*(?=\{)"
-        ),
+        re.compile(r"\s*(?P<name>[^\s{}\[]+)\s*(?:(?:\[CALL_ID\][^{}\[]*)?\[ARGS\])?\s*(?=\{)"),
     ),
     # V3: `function`, the name, and the arguments in a code block. V3.1: the name and the arguments
     "deepseek": CallFormat(
         (
-            "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "```<｜tool▁call▁end｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
         ),
         re.compile(
             r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{}<`]+?)\s*"
@@ -95,7 +96,7 @@ CALL_FORMATS = {
         separators=("<｜tool▁sep｜>",),
     ),
     "none": CallFormat(),
-}  # fmt: skip
+}
 """Formats by their names in `--tool-call-parser`."""
 LIST = "list"
 """A value of `AnswerForm.calls`: the answer is a JSON list of calls. Any other text is dropped."""
@@ -393,9 +394,12 @@ class Tools:
             own = {"name": {"const": name}, "arguments": {"$ref": place}}
             calls.append({**call, "properties": own})
         schema = {
-            "type": "array", "minItems": 1, "maxItems": limits.CALLS_MAX if self.several else 1,
-            "items": {"anyOf": calls}, "$defs": schemas,
-        }  # fmt: skip
+            "type": "array",
+            "minItems": 1,
+            "maxItems": limits.CALLS_MAX if self.several else 1,
+            "items": {"anyOf": calls},
+            "$defs": schemas,
+        }
         return Constraint.of_schema(schema, "tools")
 
 

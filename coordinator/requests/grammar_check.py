@@ -142,9 +142,14 @@ class _Compiler:
         if self._is_closed:
             raise Overloaded(_UNAVAILABLE)
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _PROGRAM, json.dumps(sys.path), start_new_session=True,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable,
+            "-c",
+            _PROGRAM,
+            json.dumps(sys.path),
+            start_new_session=True,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
         self.process.stdin.write(first)
         if self._is_closed:
             self.process.kill()

@@ -128,9 +128,13 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
 
 
 def resolve(
-    request: GenerateRequest, prompt_field: str, prompt_ids: tuple[int, ...],
-    model: ReplicaDescription, config: CoordinatorConfig, random_seed: int,
-) -> GenerationParameters:  # fmt: skip
+    request: GenerateRequest,
+    prompt_field: str,
+    prompt_ids: tuple[int, ...],
+    model: ReplicaDescription,
+    config: CoordinatorConfig,
+    random_seed: int,
+) -> GenerationParameters:
     """Fills in the defaults of a request that `check_fields` has accepted. Raises `BadRequest` if
     the prompt is empty, has an unknown token, or leaves too little room for `max_tokens`."""
     num_ids, length = len(prompt_ids), model.max_model_len
@@ -160,9 +164,12 @@ def resolve(
         reason = f"got {least}; allowed: up to max_tokens, which is {known['max_tokens']}"
         raise BadRequest("sampling.min_tokens", reason)
     known |= {
-        "prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
-        "tools": (), "template_variables": {},
-    }  # fmt: skip
+        "prompt": prompt_ids,
+        "model": "",
+        "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
+        "tools": (),
+        "template_variables": {},
+    }
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
     elif request.rule is None:  # With a given seed, tokens must not depend on the drafter.

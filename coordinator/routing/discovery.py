@@ -67,9 +67,13 @@ class Discovery:
     """Updates the replica pools from the registry, and lists all replicas."""
 
     def __init__(
-        self, own_name: str, targets: ReplicaPool, drafts: ReplicaPool,
-        registry: RedisRegistry | None = None, link: Callable[[Role, str], Link] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        own_name: str,
+        targets: ReplicaPool,
+        drafts: ReplicaPool,
+        registry: RedisRegistry | None = None,
+        link: Callable[[Role, str], Link] | None = None,
+    ) -> None:
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -219,9 +223,15 @@ class Discovery:
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
         """Returns all replicas sorted by role and name. The arguments describe this coordinator."""
         own = ReplicaRecord(
-            role="coordinator", name=self._own_name, address="", host=socket.gethostname(), pid=0,
-            model=model, load=load, figures=figures,
-        )  # fmt: skip
+            role="coordinator",
+            name=self._own_name,
+            address="",
+            host=socket.gethostname(),
+            pid=0,
+            model=model,
+            load=load,
+            figures=figures,
+        )
         seen = [_seen(own, here=True), *map(_seen, self.peers)]
         for role, pool in self._pools.items():
             known = self._records[role]
@@ -232,16 +242,24 @@ class Discovery:
                     seen.append(_seen(replace(record, load=0), "joining"))
                     continue
                 found = replace(
-                    record, model=replica.description.model, load=len(replica.routes),
+                    record,
+                    model=replica.description.model,
+                    load=len(replica.routes),
                     leaving=replica.leaving,
-                )  # fmt: skip
+                )
                 seen.append(_seen(found, "away" if replica.away else "serving"))
         return sorted(seen, key=lambda one: (ROLES.index(one.role), one.name))
 
 
 def _seen(record: ReplicaRecord, state: State = "serving", here: bool = False) -> SeenReplica:
     return SeenReplica(
-        role=record.role, name=record.name, model=record.model, node=record.host,
-        device=record.device, load=record.load, state="leaving" if record.leaving else state,
-        here=here, figures=record.figures,
-    )  # fmt: skip
+        role=record.role,
+        name=record.name,
+        model=record.model,
+        node=record.host,
+        device=record.device,
+        load=record.load,
+        state="leaving" if record.leaving else state,
+        here=here,
+        figures=record.figures,
+    )

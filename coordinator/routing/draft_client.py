@@ -126,9 +126,12 @@ class DraftClient(_ModelDrafts):
     """Asks a draft replica for proposals. While the replica does not answer, a look-up proposes."""
 
     def __init__(
-        self, pool: ReplicaPool, context: SessionContext, lookup: LookupDrafter,
+        self,
+        pool: ReplicaPool,
+        context: SessionContext,
+        lookup: LookupDrafter,
         config: CoordinatorConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(SessionRoute[DraftItem, DraftAnswer](pool, context), lookup, config)
         self._clock = asyncio.get_running_loop().time
         self._observer = context.observer
@@ -223,9 +226,11 @@ class DraftClient(_ModelDrafts):
         number = self._route.begin(round_index)
         looked_for, self._looked_for = self._looked_for, num_wanted
         was_looked_for = (
-            self._look_ahead > 0 and looked_for > 0 and not self._route.is_left
+            self._look_ahead > 0
+            and looked_for > 0
+            and not self._route.is_left
             and self._pushed.expects(number)
-        )  # fmt: skip
+        )
         pushed = self._pushed.begin(number, self._session.tokens)
         is_ahead = pushed is not None and self._is_fit(pushed.proposal)
         if is_ahead:
@@ -249,9 +254,15 @@ class DraftClient(_ModelDrafts):
         if reply.out_of_time and not is_ahead:
             num_asked = len(proposal)
         return Drafted(
-            proposal, "replica", seconds, num_asked, reply.queue_ms, reply.compute_ms,
-            reply.work_ms, is_ahead,
-        )  # fmt: skip
+            proposal,
+            "replica",
+            seconds,
+            num_asked,
+            reply.queue_ms,
+            reply.compute_ms,
+            reply.work_ms,
+            is_ahead,
+        )
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
         """Asks the replica. Returns its reply, or None in the cases that `_by_replica` lists."""
@@ -345,9 +356,12 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _send(
-        self, number: int, num_draft_tokens: int, held: tuple[int, ...] | None = None,
+        self,
+        number: int,
+        num_draft_tokens: int,
+        held: tuple[int, ...] | None = None,
         budget: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         head = self._route.head(number)
         self._route.send(
             DraftItem(head, num_draft_tokens, self._look_ahead, held, self._brought, budget)
@@ -425,9 +439,11 @@ class SelfDraftClient(_ModelDrafts):
     verdict. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
 
     def __init__(
-        self, target: SessionRoute[VerifyItem, VerifyAnswer], lookup: LookupDrafter,
+        self,
+        target: SessionRoute[VerifyItem, VerifyAnswer],
+        lookup: LookupDrafter,
         config: CoordinatorConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(target, lookup, config)
         self._wanted = NOTHING_WANTED
         self._next_max = 0
@@ -456,9 +472,12 @@ class SelfDraftClient(_ModelDrafts):
         num_asked = min(num_drafted if reply.next_out_of_time else self._next_max, num_wanted)
         took_s, work_s = reply.next_draft_ms / 1e3, reply.next_work_ms / 1e3
         return Drafted(
-            found.cut(num_wanted), "local", 0.0, num_asked,
+            found.cut(num_wanted),
+            "local",
+            0.0,
+            num_asked,
             beside=DraftedBeside(num_drafted, took_s, work_s),
-        )  # fmt: skip
+        )
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
         if self._is_rejected:
@@ -478,9 +497,11 @@ class SelfDraftClient(_ModelDrafts):
 
 
 def open_drafts(
-    pool: ReplicaPool, target: SessionRoute[VerifyItem, VerifyAnswer], lookup: LookupDrafter,
+    pool: ReplicaPool,
+    target: SessionRoute[VerifyItem, VerifyAnswer],
+    lookup: LookupDrafter,
     config: CoordinatorConfig,
-) -> Drafts:  # fmt: skip
+) -> Drafts:
     """Creates a session's source of proposals."""
     context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:

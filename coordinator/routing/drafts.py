@@ -69,11 +69,16 @@ class Drafts:
         accepted tokens that the look-up expects."""
         session = self._session
         request = DraftRequest(
-            session_id=session.session_id, tenant=session.record.tenant,
-            token_ids=session.tokens.ids, digests=session.tokens,
-            prompt_length=session.prompt_length, num_draft_tokens=num_draft_tokens,
-            sampling=self._sampling, rule=session.record.rule, noise=noise,
-        )  # fmt: skip
+            session_id=session.session_id,
+            tenant=session.record.tenant,
+            token_ids=session.tokens.ids,
+            digests=session.tokens,
+            prompt_length=session.prompt_length,
+            num_draft_tokens=num_draft_tokens,
+            sampling=self._sampling,
+            rule=session.record.rule,
+            noise=noise,
+        )
         guess = self._lookup.guess(request)
         return SealedProposal.of(guess.proposal(request)), guess.score
 

@@ -57,9 +57,13 @@ class ReplicaConnection:
     """The link to one replica, shared by all sessions that use the replica."""
 
     def __init__(
-        self, pool: "ReplicaPool", link: Link, name: str, description: ReplicaDescription,
+        self,
+        pool: "ReplicaPool",
+        link: Link,
+        name: str,
+        description: ReplicaDescription,
         trial_share: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool = pool
         self.link = link
         self.name = name
@@ -268,8 +272,9 @@ class ReplicaPool:
         reason = ""
         if self.role == "target":
             if first is not None and (found.vocab_size, own) != (
-                first.vocab_size, first.tokenizer_fingerprint
-            ):  # fmt: skip
+                first.vocab_size,
+                first.tokenizer_fingerprint,
+            ):
                 reason = f"has another vocabulary or tokenizer than {first.model!r}"
         elif target is not None and own and other and own != other:
             reason = f"has another tokenizer ({own}) than the target {target.model!r} ({other})"
@@ -419,14 +424,23 @@ class SessionRoute(Generic[Item, Answer]):
         base_length = min(self.cached_length, len(tokens) - 1)
         left_s = context.deadline - self._loop.time()
         return RoundHead(
-            session_id=record.session_id, tenant=record.tenant, epoch=record.epoch, round=number,
-            base_length=base_length, prefix_digest=tokens.digest(base_length),
-            append=tokens.since(base_length), prompt_length=record.prompt_length, rule=record.rule,
-            seed=record.seed, sampling=context.parameters.sampling,
-            sampling_hash=context.sampling_hash, deadline_ms=max(1, math.ceil(left_s * 1e3)),
+            session_id=record.session_id,
+            tenant=record.tenant,
+            epoch=record.epoch,
+            round=number,
+            base_length=base_length,
+            prefix_digest=tokens.digest(base_length),
+            append=tokens.since(base_length),
+            prompt_length=record.prompt_length,
+            rule=record.rule,
+            seed=record.seed,
+            sampling=context.parameters.sampling,
+            sampling_hash=context.sampling_hash,
+            deadline_ms=max(1, math.ceil(left_s * 1e3)),
             traceparent=context.observer.context(self._pool.role),
-            constraint=context.parameters.constraint, constraint_hash=context.constraint_hash,
-        )  # fmt: skip
+            constraint=context.parameters.constraint,
+            constraint_hash=context.constraint_hash,
+        )
 
     def send(self, item: Item) -> None:
         """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` without a

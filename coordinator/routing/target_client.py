@@ -44,9 +44,12 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     """Asks one session's target for verdicts."""
 
     def __init__(
-        self, pool: ReplicaPool, context: SessionContext, config: CoordinatorConfig,
+        self,
+        pool: ReplicaPool,
+        context: SessionContext,
+        config: CoordinatorConfig,
         audits: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(pool, context)
         self._audits = audits
         self._config = config
@@ -63,9 +66,12 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         proposals always end before these tokens."""
 
     async def verify(
-        self, round_index: int, proposal: SealedProposal, run_ahead: int = 0,
+        self,
+        round_index: int,
+        proposal: SealedProposal,
+        run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
-    ) -> VerdictReply:  # fmt: skip
+    ) -> VerdictReply:
         """Returns the verdict of a round, with the data `wanted` for the next round, and sets
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
         current target cannot be reached, is leaving, or twice does not answer in time. Raises the
@@ -120,17 +126,20 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     # The second refusal is ignored: it may answer a repeat of the first request.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
-                        part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
-                        proposal = part if len(part) < len(proposal) else NOTHING_SEALED
-                        _log.warning(
-                            "only %d draft tokens are verified: %s", len(proposal), answer.message
-                        )
-                        self.context.observer.count("unreadable_proposals")
+                        proposal = self._cut(proposal, num_refusals, answer.message)
                     continue
                 else:
                     await self._take_refusal(answer, refused, num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
+
+    def _cut(self, proposal: SealedProposal, num_refusals: int, reason: str) -> SealedProposal:
+        """The part of a proposal to ask for after so many refusals of its q."""
+        part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
+        found = part if len(part) < len(proposal) else NOTHING_SEALED
+        _log.warning("only %d draft tokens are verified: %s", len(found), reason)
+        self.context.observer.count("unreadable_proposals")
+        return found
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
         """Records a round's outcome (see `Drafts.settle`)."""
@@ -148,10 +157,16 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         logprobs = None if self._audits else self.context.parameters.logprobs
         self.send(
             VerifyItem(
-                self.head(number), proposal, run_ahead, logprobs, wanted.num_draft_tokens,
-                wanted.features_from, wanted.budget_us, self._audits,
+                self.head(number),
+                proposal,
+                run_ahead,
+                logprobs,
+                wanted.num_draft_tokens,
+                wanted.features_from,
+                wanted.budget_us,
+                self._audits,
             )
-        )  # fmt: skip
+        )
         self._asked_until = number + run_ahead
 
     def _rest_s(self, num_retries: int) -> float:

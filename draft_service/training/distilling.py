@@ -100,9 +100,13 @@ class _Run:
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
         corpus = self._written(
-            "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
+            "writing",
+            "written",
+            options.prompts,
+            self._tokens_max,
+            tokens=tokens,
             seconds=None if tokens is not None else WRITING_SHARE * seconds,
-        )  # fmt: skip
+        )
         # With `--steps`, the target reads all texts, because the drafter must not depend on time.
         share = READING_SHARE + (0 if tokens is None else WRITING_SHARE / 2)
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
@@ -133,9 +137,13 @@ class _Run:
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
         corpus = self._written(
-            "prompts", "measured", prompts, tokens_max,
-            temperatures=MEASURED_TEMPERATURES, answer_tokens_max=MEASURED_TOKENS_MAX,
-        )  # fmt: skip
+            "prompts",
+            "measured",
+            prompts,
+            tokens_max,
+            temperatures=MEASURED_TEMPERATURES,
+            answer_tokens_max=MEASURED_TOKENS_MAX,
+        )
         answered = _long_enough(corpus.documents())
         if not answered:
             raise SettingError("measure", "the target's answers are too short to measure")
@@ -145,21 +153,34 @@ class _Run:
         return cache
 
     def _written(
-        self, stage: str, kind: str, prompts: Sequence[Sequence[int]], tokens_max: int,
+        self,
+        stage: str,
+        kind: str,
+        prompts: Sequence[Sequence[int]],
+        tokens_max: int,
         **options: Any,
-    ) -> WrittenCorpus:  # fmt: skip
+    ) -> WrittenCorpus:
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
-            kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
-            prompts, tokens_max, options.get("seconds") is None,
-        )  # fmt: skip
+            kind,
+            str(self._module.dtype),
+            sorted(self._info.eos_token_ids),
+            seed,
+            template,
+            prompts,
+            tokens_max,
+            options.get("seconds") is None,
+        )
         corpus = WrittenCorpus(self._place / folder, template, prompts, seed, tokens_max, **options)
         if corpus.part < 1.0:
             together, num_threads = _TOGETHER[self._module.device.type], torch.get_num_threads()
             config = replace(
-                self._target.config, max_num_seqs=together, num_threads=num_threads,
-                gpu_memory_utilization=_GPU_SHARE, engine="transformers",
-            )  # fmt: skip
+                self._target.config,
+                max_num_seqs=together,
+                num_threads=num_threads,
+                gpu_memory_utilization=_GPU_SHARE,
+                engine="transformers",
+            )
             engine = build_engine(config, num_threads)
             if kind == "measured" and engine.info.max_model_len < tokens_max:
                 raise SettingError(
@@ -199,10 +220,17 @@ class _Run:
     def _train(self, dataset: Dataset, seconds: float) -> Trainer:
         options, learner = self._options, self._learner
         folder = folder_name(
-            options.kind, dataset.cache.name, len(dataset.cache.known), dataset.held_out,
-            options.seed, self._start, options.layers, len(learner.token_ids), options.minutes,
+            options.kind,
+            dataset.cache.name,
+            len(dataset.cache.known),
+            dataset.held_out,
+            options.seed,
+            self._start,
+            options.layers,
+            len(learner.token_ids),
+            options.minutes,
             options.steps,
-        )  # fmt: skip
+        )
         trainer = Trainer(learner, dataset, self._place / folder, options, seconds)
         trainer.run(lambda part, loss: self._report("training", part, f"loss {loss:.3f}"))
         return trainer
@@ -222,8 +250,10 @@ def _check_prompts(options: DistillOptions, longest: int) -> None:
                 f"prompt {number} is also prompt {options.prompts.index(prompt) + 1} of --prompts; "
                 "a drafter must not be trained with prompts that measure it",
             )
-    most = {"prompts": min(DOCUMENT_TOKENS_MAX - 1, longest),
-            "measure": min(MEASURED_PROMPT_TOKENS_MAX, longest)}  # fmt: skip
+    most = {
+        "prompts": min(DOCUMENT_TOKENS_MAX - 1, longest),
+        "measure": min(MEASURED_PROMPT_TOKENS_MAX, longest),
+    }
     for name, length_max in most.items():
         for number, prompt in enumerate(getattr(options, name), start=1):
             if not 0 < len(prompt) <= length_max:

@@ -146,10 +146,13 @@ class Eagle3(Learner):
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         is_id = "/" in target.name and not Path(target.name).exists()
         eagle3.save_speculators(
-            directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
+            directory,
+            self.module,
+            self.token_ids.tolist(),
+            num_draft_tokens=NUM_DEPTHS,
             target_name=target.name if is_id else str(target.directory),
             architectures=[type(self._target).__name__],
-        )  # fmt: skip
+        )
 
     def load(self, start: Path, target: Target) -> None:
         name = self._options.start_from or str(start)
@@ -164,17 +167,24 @@ class Eagle3(Learner):
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
         layer = eagle3.Eagle3LayerConfig(
-            vocab_size=len(self._embeddings), hidden_size=width,
-            intermediate_size=4 * width, num_attention_heads=heads,
+            vocab_size=len(self._embeddings),
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_attention_heads=heads,
             num_key_value_heads=getattr(sizes, "num_key_value_heads", heads),
             head_dim=getattr(sizes, "head_dim", None) or width // heads,
-            rms_norm_eps=1e-5, rope_theta=rope.get("rope_theta", 10_000.0),
+            rms_norm_eps=1e-5,
+            rope_theta=rope.get("rope_theta", 10_000.0),
             max_position_embeddings=sizes.max_position_embeddings,
-        )  # fmt: skip
+        )
         config = eagle3.Eagle3Config(
-            layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.taps,
-            target_width=width, norm_before_residual=True, fc_norm=True,
-        )  # fmt: skip
+            layer=layer,
+            draft_vocab_size=len(token_ids),
+            layer_ids=self.taps,
+            target_width=width,
+            norm_before_residual=True,
+            fc_norm=True,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._options.seed)
             module = eagle3.Eagle3Head(config, self._embeddings).requires_grad_(False)

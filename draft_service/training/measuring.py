@@ -95,9 +95,14 @@ def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
 
 
 def render_card(
-    options: DistillOptions, target: str, fingerprint: str, trainer: Trainer, dataset: Dataset,
-    seconds: Sequence[float], measured: Mapping[str, Measured],
-) -> str:  # fmt: skip
+    options: DistillOptions,
+    target: str,
+    fingerprint: str,
+    trainer: Trainer,
+    dataset: Dataset,
+    seconds: Sequence[float],
+    measured: Mapping[str, Measured],
+) -> str:
     """Returns the model card. `fingerprint` identifies the target's tensors. `seconds` are the
     times of writing, scoring and training. The keys of `measured` are names of the texts."""
     learner, now = trainer.learner, trainer.progress

@@ -266,11 +266,15 @@ class Dataset:
         columns = self._columns[likeliest]
         mass = np.where(columns < 0, 0.0, np.exp(logprobs.astype(np.float32)))
         arrays = {
-            "token_ids": ids, "rows": rows, "following": self._columns[following],
-            "written": written.astype(np.float32), "likeliest": columns[:, 0],
-            "columns": columns.clip(0), "mass": mass.astype(np.float32),
+            "token_ids": ids,
+            "rows": rows,
+            "following": self._columns[following],
+            "written": written.astype(np.float32),
+            "likeliest": columns[:, 0],
+            "columns": columns.clip(0),
+            "mass": mass.astype(np.float32),
             "behind": np.concatenate([np.arange(size)[::-1] for size in sizes]),
-        }  # fmt: skip
+        }
         device = self.cache.device
         tensors = {name: torch.from_numpy(values).to(device) for name, values in arrays.items()}
         features = torch.empty(0)

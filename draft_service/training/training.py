@@ -80,9 +80,13 @@ class Trainer:
     """Trains one learner. The optimizer works on float32 copies of the weights, called masters."""
 
     def __init__(
-        self, learner: Learner, dataset: Dataset, directory: Path, options: DistillOptions,
+        self,
+        learner: Learner,
+        dataset: Dataset,
+        directory: Path,
+        options: DistillOptions,
         seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The budget is `options.steps`, or `seconds` if `options.steps` is None."""
         self.learner = learner
         self._dataset = dataset
@@ -95,10 +99,12 @@ class Trainer:
             for name, weight in learner.weights.items()
         }
         groups = [
-            {"params": [one for one in self._masters.values() if (one.dim() > 1) == is_matrix],
-             "weight_decay": _WEIGHT_DECAY * is_matrix}
+            {
+                "params": [one for one in self._masters.values() if (one.dim() > 1) == is_matrix],
+                "weight_decay": _WEIGHT_DECAY * is_matrix,
+            }
             for is_matrix in (True, False)
-        ]  # fmt: skip
+        ]
         self._optimizer = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
         self.progress = Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
         self.spent = Stopwatch(directory)
@@ -201,11 +207,15 @@ def overlap_loss(
     blocks = (torch.split(part, size) for part in (hidden, columns, mass))
     losses = [
         checkpoint(
-            _summed_loss, head, likelihood_share, *block,
-            use_reentrant=False, preserve_rng_state=False,
+            _summed_loss,
+            head,
+            likelihood_share,
+            *block,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
         for block in zip(*blocks, strict=True)
-    ]  # fmt: skip
+    ]
     return torch.stack(losses).sum() / len(hidden)
 
 

@@ -33,10 +33,18 @@ class WrittenCorpus:
     index, prompt and target. Rounding also depends on conversations written at the same time."""
 
     def __init__(
-        self, directory: Path, template: Template, prompts: Sequence[Sequence[int]], seed: int,
-        tokens_max: int, *, tokens: int | None = None, seconds: float | None = None,
-        temperatures: Sequence[float] = TEMPERATURES, answer_tokens_max: int = _ANSWER_TOKENS_MAX,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        template: Template,
+        prompts: Sequence[Sequence[int]],
+        seed: int,
+        tokens_max: int,
+        *,
+        tokens: int | None = None,
+        seconds: float | None = None,
+        temperatures: Sequence[float] = TEMPERATURES,
+        answer_tokens_max: int = _ANSWER_TOKENS_MAX,
+    ) -> None:
         """Conversations have at most `tokens_max` tokens, and all prompts must be shorter. `write`
         stops when the answers have `tokens` tokens, or when it has run for `seconds`, including
         earlier runs. If both are None, `write` only answers the prompts."""
@@ -156,8 +164,12 @@ class _Conversation:
         self.answer: list[int] = []
         self.unseen: tuple[int, ...] = ()
         temperature = corpus.temperatures[index % len(corpus.temperatures)]
-        self.record = {"index": index, "prompt": self.prompt, "answer": self.answer,
-                       "temperature": temperature}  # fmt: skip
+        self.record = {
+            "index": index,
+            "prompt": self.prompt,
+            "answer": self.answer,
+            "temperature": temperature,
+        }
         self._params = SamplingParams(temperature=temperature)
 
     def begin(self, engine: Engine) -> None:

@@ -248,9 +248,14 @@ class Reading:
     """Lets the draft read the target's answers to prompts."""
 
     def __init__(
-        self, target: Engine, reader: ModelReader | LookupReader, name: str,
-        prompts: Sequence[BenchPrompt], encode: Callable[[str], Sequence[int]], max_tokens: int,
-    ) -> None:  # fmt: skip
+        self,
+        target: Engine,
+        reader: ModelReader | LookupReader,
+        name: str,
+        prompts: Sequence[BenchPrompt],
+        encode: Callable[[str], Sequence[int]],
+        max_tokens: int,
+    ) -> None:
         """`name` is the draft's name. Raises `SettingError` for empty or too long prompts."""
         self.target, self.reader, self.name = target, reader, name
         self._generator = np.random.default_rng(0)
@@ -286,15 +291,24 @@ class Reading:
                 ]
                 ratios, overlaps, matches = zip(*places, strict=True)
                 texts.append(
-                    replace(asked, token_ids=tuple(token_ids), ratios=ratios, overlaps=overlaps,
-                            matches=matches)
-                )  # fmt: skip
+                    replace(
+                        asked,
+                        token_ids=tuple(token_ids),
+                        ratios=ratios,
+                        overlaps=overlaps,
+                        matches=matches,
+                    )
+                )
         return Sample(temperature, tuple(texts), guessing)
 
     def _place(
-        self, row: torch.Tensor, token_id: int, q: DraftDistribution | None,
-        params: SamplingParams, guessing: Mapping[Rule, Guessing],
-    ) -> tuple[float, float, float]:  # fmt: skip
+        self,
+        row: torch.Tensor,
+        token_id: int,
+        q: DraftDistribution | None,
+        params: SamplingParams,
+        guessing: Mapping[Rule, Guessing],
+    ) -> tuple[float, float, float]:
         """Returns a token's ratio, overlap and match (see `Answer`). `row` [V] is p at its place.
         Adds the token's rank among the draft's guesses to `guessing`, once as a bonus, and
         once as a correction of a rejected draft token. Under greedy and coupled, the rejected token
@@ -403,11 +417,14 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
     rules = {Rule.GREEDY: greedy, Rule.TOKEN: sampled, Rule.COUPLED: sampled}
     all_hits = {rule.value: hits(sample, rule) for rule, sample in rules.items()}
     values = {
-        "model": reading.target.info.name, "draft_model": reading.name,
-        "num_prompts": len(sampled.texts), "max_tokens": options.max_tokens,
-        **shares(None), "by_position": sampled.by_position(Rule.TOKEN),
+        "model": reading.target.info.name,
+        "draft_model": reading.name,
+        "num_prompts": len(sampled.texts),
+        "max_tokens": options.max_tokens,
+        **shares(None),
+        "by_position": sampled.by_position(Rule.TOKEN),
         "num_positions": len(overlaps(sampled, None)),
         "by_category": {text.category: shares(text.category) for text in sampled.texts},
         "hits": all_hits if options.hits else None,
-    }  # fmt: skip
+    }
     return Report.of("How much of the target's text is drafted", values)

@@ -64,11 +64,17 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
         raise Unavailable(f"a measured request ended early: {reason}")
     metrics = finished.metrics
     return Completion(
-        tuple(token_id for one in rounds for token_id in one.tokens.token_ids), started_s, seconds,
-        metrics.num_rounds, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens,
-        metrics.num_drafts, [*accumulate(one.seconds for one in rounds)],
-        finished.usage.prompt_tokens, rounds=rounds,
-    )  # fmt: skip
+        tuple(token_id for one in rounds for token_id in one.tokens.token_ids),
+        started_s,
+        seconds,
+        metrics.num_rounds,
+        metrics.num_draft_tokens,
+        metrics.num_accepted_draft_tokens,
+        metrics.num_drafts,
+        [*accumulate(one.seconds for one in rounds)],
+        finished.usage.prompt_tokens,
+        rounds=rounds,
+    )
 
 
 class HttpClient(BenchClient):
@@ -131,16 +137,25 @@ class HttpClient(BenchClient):
             if not usage.get("completion_tokens") or not seconds:
                 raise Unavailable("the stream ended without tokens or without `usage`")
             return Completion(
-                (), started_s, seconds, 0, int(told.get("num_draft_tokens", 0)),
-                int(told.get("num_accepted_draft_tokens", 0)), int(told.get("num_spec_steps", 0)),
-                chunk_s, int(usage.get("prompt_tokens") or 0), int(usage["completion_tokens"]),
-            )  # fmt: skip
+                (),
+                started_s,
+                seconds,
+                0,
+                int(told.get("num_draft_tokens", 0)),
+                int(told.get("num_accepted_draft_tokens", 0)),
+                int(told.get("num_spec_steps", 0)),
+                chunk_s,
+                int(usage.get("prompt_tokens") or 0),
+                int(usage["completion_tokens"]),
+            )
 
     def _question(self, request: GenerateRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
-            "model": self.model, "temperature": request.sampling.temperature, "stream": True,
+            "model": self.model,
+            "temperature": request.sampling.temperature,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         if request.ignore_eos:  # OpenAI's own servers refuse this field.
             body["ignore_eos"] = True
         if self._raw:

@@ -53,10 +53,14 @@ VERDICT_TOKENS = 4
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 _FLATTER = SamplingParams(temperature=1.25)
 _OF_1B = {
-    "hidden_size": 2_048, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 8_192, "vocab_size": 128_256,
+    "hidden_size": 2_048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8_192,
+    "vocab_size": 128_256,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def run(options: DeviceOptions, progress: Progress) -> Report:
@@ -78,9 +82,12 @@ def run(options: DeviceOptions, progress: Progress) -> Report:
 
 
 def measure(
-    module: Any, info: ModelInfo, options: DeviceOptions, backend: DeviceBackend | None,
+    module: Any,
+    info: ModelInfo,
+    options: DeviceOptions,
+    backend: DeviceBackend | None,
     progress: Progress,
-) -> Report:  # fmt: skip
+) -> Report:
     """Replaces some modules in `module` by faster ones, and measures the result."""
     device = module.device
     weight_bytes = _weight_bytes(module)
@@ -175,9 +182,15 @@ def _figures(
     ids = [(7_919 * i + 1) % info.vocab_size for i in range(length)]
     engine.forward([SequenceStep(_NAME, tuple(ids), 0)])
     request = DraftRequest(
-        _NAME, "", [*ids, ids[0]], length + 1, k, SamplingParams(), Rule.TOKEN,
+        _NAME,
+        "",
+        [*ids, ids[0]],
+        length + 1,
+        k,
+        SamplingParams(),
+        Rule.TOKEN,
         RoundNoise(7, Rule.TOKEN, length + 1),
-    )  # fmt: skip
+    )
 
     def step(token_ids: Sequence[int], _: int) -> None:
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]

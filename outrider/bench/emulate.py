@@ -58,10 +58,12 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("plain", Rule.TOKEN, 0), Run("synchronous", Rule.TOKEN, 6),
-    Run("look_ahead", Rule.COUPLED, 9), Run("synchronous", Rule.TOKEN, 9, 5.0),
+    Run("plain", Rule.TOKEN, 0),
+    Run("synchronous", Rule.TOKEN, 6),
+    Run("look_ahead", Rule.COUPLED, 9),
+    Run("synchronous", Rule.TOKEN, 9, 5.0),
     Run("look_ahead", Rule.COUPLED, 8, 5.0),
-)  # fmt: skip
+)
 Rates = tuple[float, ...]
 
 
@@ -131,8 +133,14 @@ async def _measure(options: EmulateOptions, run: Run) -> dict[str, Any]:
     ):
         for num_tokens in (WARM_UP_TOKENS, options.tokens):
             request = bench_request(
-                (1,), num_tokens + SPARE_TOKENS, 1.0, ignore_eos=True, seed=0, rule=run.rule,
-                num_draft_tokens=run.num_draft_tokens, include_rounds=True,
-            )  # fmt: skip
+                (1,),
+                num_tokens + SPARE_TOKENS,
+                1.0,
+                ignore_eos=True,
+                seed=0,
+                rule=run.rule,
+                num_draft_tokens=run.num_draft_tokens,
+                include_rounds=True,
+            )
             done = await complete(client, request)
     return run._asdict() | figures(run, window(done.rounds, options.tokens), rates)

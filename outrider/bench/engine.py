@@ -69,9 +69,10 @@ CACHED_TOKENS = 256
 STEP_TOKENS = 5
 STEP_REPETITIONS = 50
 LENGTHS = {
-    "sessions": PROMPT_TOKENS + NEW_TOKENS, "waits": LONG_TOKENS + 1,
+    "sessions": PROMPT_TOKENS + NEW_TOKENS,
+    "waits": LONG_TOKENS + 1,
     "steps": CACHED_TOKENS + STEP_TOKENS,
-}  # fmt: skip
+}
 """Tokens of the longest sequence of each part."""
 
 Prompts = Callable[[int, int], list[tuple[int, ...]]]
@@ -204,10 +205,13 @@ def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) ->
     """Times of a step of `STEP_TOKENS` new tokens after `CACHED_TOKENS` cached tokens, in the
     engine and in transformers with its own cache."""
     module: Any = load_model(
-        Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
+        Path(config.directory),
+        name=config.model,
+        dtype=config.dtype,
+        device=config.device,
         num_threads=config.num_threads or available_cores(),
         trust_remote_code=config.trust_remote_code,
-    )[0]  # fmt: skip
+    )[0]
     new = prompt[:STEP_TOKENS]
     cache = DynamicCache(config=module.config)
 

@@ -56,9 +56,15 @@ class TargetInputs:
 
     @classmethod
     def load(
-        cls, target: TargetConfig, prompts: Sequence[BenchPrompt], options: PromptOptions, *,
-        gguf: str = "", batch: int = 1, environments: Path = Path(),
-    ) -> TargetInputs:  # fmt: skip
+        cls,
+        target: TargetConfig,
+        prompts: Sequence[BenchPrompt],
+        options: PromptOptions,
+        *,
+        gguf: str = "",
+        batch: int = 1,
+        environments: Path = Path(),
+    ) -> TargetInputs:
         """Tokenizes the prompts as Outrider does. `target.directory` must have safetensors."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.models.tokenizer import TokenizerText
@@ -72,11 +78,13 @@ class TargetInputs:
         context = max(map(len, token_ids.values())) + completion
         shared = ("dtype", "device", "num_threads", "trust_remote_code")
         setup = {
-            "gguf": gguf, "batch": batch, "directory": target.directory,
+            "gguf": gguf,
+            "batch": batch,
+            "directory": target.directory,
             "context_tokens": -(-context // CONTEXT_STEP) * CONTEXT_STEP,
             "target": {name: getattr(target, name) for name in shared},
             "precision": precision_of(target),
-        }  # fmt: skip
+        }
         eos = stated_eos_token_ids(directory, load_tokenizer(directory))
         return cls(setup=setup, eos_token_ids=eos, token_ids=token_ids, environments=environments)
 
@@ -149,9 +157,11 @@ _VLLM = Library(
 )
 ENGINE = Library(name="engine", is_ours=True)
 TRANSFORMERS = Library(
-    name="transformers", is_ours=True, speculative="prompt lookup",
+    name="transformers",
+    is_ours=True,
+    speculative="prompt lookup",
     drafting=({"prompt_lookup_num_tokens": 10},),
-)  # fmt: skip
+)
 PEERS = (
     _VLLM,
     replace(_VLLM, name="vllm-pace"),
@@ -209,11 +219,14 @@ class LibraryProcess(Process, BenchClient):
         answer = await self.ask(question, DEADLINE_MS_MAX / 1000)
         return [
             Completion(
-                tuple(found["token_ids"]), started_s, found["seconds"], len(found["token_ids"]),
+                tuple(found["token_ids"]),
+                started_s,
+                found["seconds"],
+                len(found["token_ids"]),
                 chunk_s=(found["first_token_s"],),
             )
             for found in answer["completions"]
-        ]  # fmt: skip
+        ]
 
 
 def known_settings(library: Library, inputs: TargetInputs) -> dict[str, Setting]:

@@ -48,20 +48,26 @@ class Vllm:
         from vllm import LLM
 
         self._engine = LLM(
-            model=setup["directory"], dtype=setup["precision"],
-            max_model_len=setup["context_tokens"], max_num_seqs=setup["batch"],
-            kv_cache_memory_bytes=CACHE_GIB * 2**30, enable_prefix_caching=False, **options,
-        ).llm_engine  # fmt: skip
+            model=setup["directory"],
+            dtype=setup["precision"],
+            max_model_len=setup["context_tokens"],
+            max_num_seqs=setup["batch"],
+            kv_cache_memory_bytes=CACHE_GIB * 2**30,
+            enable_prefix_caching=False,
+            **options,
+        ).llm_engine
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=request["temperature"], max_tokens=request["max_tokens"],
-            stop_token_ids=request["eos_token_ids"], detokenize=False,
+            temperature=request["temperature"],
+            max_tokens=request["max_tokens"],
+            stop_token_ids=request["eos_token_ids"],
+            detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
+        )
         waiting, num_running = list(enumerate(prompts))[::-1], 0
         while waiting or num_running:
             while waiting and num_running < request["concurrency"]:
@@ -154,11 +160,15 @@ class LlamaCpp:
         self, token_ids: list[int], request: dict[str, Any], emit: Callable[[list[int]], None]
     ) -> None:
         body = {
-            "prompt": token_ids, "max_tokens": request["max_tokens"],
-            "temperature": request["temperature"], "samplers": ["temperature"],
-            "cache_prompt": False, "stream": True, "return_tokens": True,
+            "prompt": token_ids,
+            "max_tokens": request["max_tokens"],
+            "temperature": request["temperature"],
+            "samplers": ["temperature"],
+            "cache_prompt": False,
+            "stream": True,
+            "return_tokens": True,
             "verbose": True,  # Only verbose chunks have token ids.
-        }  # fmt: skip
+        }
         failures: list[object] = []
 
         def take(chunk: dict[str, Any]) -> None:
@@ -206,16 +216,24 @@ class Transformers:
         sampling: dict[str, Any] = {"do_sample": False}
         if request["temperature"]:
             sampling = {
-                "do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0,
-            }  # fmt: skip
+                "do_sample": True,
+                "temperature": request["temperature"],
+                "top_k": 0,
+                "top_p": 1.0,
+            }
         for index, token_ids in enumerate(prompts):
             ids = torch.tensor([token_ids], device=self._module.device)
             with torch.inference_mode():
                 self._module.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_tokens"],
-                    eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0,
-                    streamer=Streamer(partial(emit, index)), **sampling, **self._options,
-                )  # fmt: skip
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=request["max_tokens"],
+                    eos_token_id=eos or None,
+                    pad_token_id=eos[0] if eos else 0,
+                    streamer=Streamer(partial(emit, index)),
+                    **sampling,
+                    **self._options,
+                )
 
 
 class Engine:
@@ -243,9 +261,13 @@ class Engine:
 
 
 DECODERS: dict[str, Callable[[dict[str, Any]], Decoder]] = {
-    "vllm": Vllm, "vllm-pace": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp,
-    "transformers": Transformers, "engine": Engine,
-}  # fmt: skip
+    "vllm": Vllm,
+    "vllm-pace": Vllm,
+    "openvino": OpenVino,
+    "llama-cpp": LlamaCpp,
+    "transformers": Transformers,
+    "engine": Engine,
+}
 
 
 def main() -> None:

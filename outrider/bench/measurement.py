@@ -169,10 +169,14 @@ class SideResult:
 
 
 async def measure(
-    prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress,
-    drops: Callable[[str, OutriderError], bool] = lambda side, error: False, rest_s: float = 0.0,
-    ends_s: float = math.inf, up_s: float = math.inf,
-) -> dict[str, SideResult]:  # fmt: skip
+    prompts: Sequence[BenchPrompt],
+    contestants: Sequence[Contestant],
+    progress: Progress,
+    drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
+    rest_s: float = 0.0,
+    ends_s: float = math.inf,
+    up_s: float = math.inf,
+) -> dict[str, SideResult]:
     """Warms up every side, and then measures the sides in turns. Pauses for `rest_s` before each
     turn. If a side fails, calls `drops`. If `drops` returns True, continues without the side.
 

@@ -52,9 +52,15 @@ ACCEPT_PROBABILITY = 0.7
 """Chance that a canned draft token is accepted. A round with 8 such tokens commits about 3."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
-    model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
-    vocab_size=151_936, dtype="float32", max_model_len=32_768, eos_token_ids=(), max_num_seqs=1,
-)  # fmt: skip
+    model="canned",
+    weights_fingerprint="canned",
+    tokenizer_fingerprint="canned",
+    vocab_size=151_936,
+    dtype="float32",
+    max_model_len=32_768,
+    eos_token_ids=(),
+    max_num_seqs=1,
+)
 _LAST_IDS = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
 """The largest ids of the vocabulary, which take the most bytes in a message."""
 _Q = DraftDistribution(_LAST_IDS, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
@@ -89,17 +95,24 @@ class OverheadOptions(Options):
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:
     measures = {
-        "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
-    }  # fmt: skip
+        "rounds": measure_rounds,
+        "capacity": measure_capacity,
+        "transports": measure_transports,
+    }
     figures = {part: await measures[part](options, progress) for part in options.parts}
     return Report.of("overhead of rounds and requests", figures.pop("rounds", {}) | figures)
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
     return bench_request(
-        tuple(range(1, 1 + PROMPT_TOKENS)), max_tokens, 1.0, ignore_eos=True, seed=seed,
-        rule=Rule.TOKEN, num_draft_tokens=NUM_DRAFT_TOKENS,
-    )  # fmt: skip
+        tuple(range(1, 1 + PROMPT_TOKENS)),
+        max_tokens,
+        1.0,
+        ignore_eos=True,
+        seed=seed,
+        rule=Rule.TOKEN,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+    )
 
 
 @asynccontextmanager
@@ -225,9 +238,11 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
         _save_tokenizer(directory)
         async with _canned_replicas(verify_s=TURN_STEP_S) as replicas:
             config = replicas.coordinator_config(
-                http=True, tokenizer_directory=directory, served_model_name=CANNED.model,
+                http=True,
+                tokenizer_directory=directory,
+                served_model_name=CANNED.model,
                 run_ahead_rounds=0,  # A canned target answers one round at a time.
-            )  # fmt: skip
+            )
             address = await actor.start(config, log_directory="")
             service: Any = actor.host and actor.host.service
             generate = service.generate

@@ -56,9 +56,12 @@ class Process:
     and all its children."""
 
     def __init__(
-        self, command: str | Sequence[str], name: str, setup: Mapping[str, object],
+        self,
+        command: str | Sequence[str],
+        name: str,
+        setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
         Error messages begin with `name`. `setup` is the first line. The process inherits all
         environment variables except those that limit threads. `environment` adds variables."""
@@ -72,10 +75,14 @@ class Process:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
+            *self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=LINE_BYTES_MAX,
+            env=self._environment,
             # Ctrl-C must not reach the new process, which `__aexit__` ends.
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             self.address = (await self.ask(self._setup, START_TIMEOUT_S)).get("address", "")
         except BaseException:
@@ -222,11 +229,16 @@ class Replicas:
     def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
         """The configuration of a coordinator on free ports that uses these replicas."""
         fixed: dict[str, Any] = {
-            "grpc_port": 0, "port": 0, "http": False, "telemetry": "",
-            "redis": RedisAddress(url=self.redis_url), "target_address": self.target_address,
-            "draft_address": self.draft_address, "draft_timeout_ms": DRAFT_TIMEOUT_MS,
+            "grpc_port": 0,
+            "port": 0,
+            "http": False,
+            "telemetry": "",
+            "redis": RedisAddress(url=self.redis_url),
+            "target_address": self.target_address,
+            "draft_address": self.draft_address,
+            "draft_timeout_ms": DRAFT_TIMEOUT_MS,
             "length_control": False,  # Benchmarks choose K themselves.
-        }  # fmt: skip
+        }
         return replace(without_security(self.settings), **fixed | changes)
 
     @asynccontextmanager
@@ -239,9 +251,11 @@ class Replicas:
 
 @asynccontextmanager
 async def running_pair(
-    target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    coordinator: CoordinatorConfig,
     delay_ms: float = 0.0,
-) -> AsyncIterator[Replicas]:  # fmt: skip
+) -> AsyncIterator[Replicas]:
     """Starts a temporary Redis, a target, and a draft if the drafter runs in a draft service.
     `Replicas.coordinator` starts coordinators with the settings in `coordinator`. Each message to
     or from the draft takes `delay_ms` longer."""

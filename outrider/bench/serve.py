@@ -153,9 +153,12 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
             num_running += 1
             most_running = max(most_running, num_running)
             request = bench_request(
-                prompt.text, prompt.max_tokens or options.max_tokens, options.temperature,
-                num_draft_tokens=options.num_draft_tokens, ignore_eos=options.ignore_eos,
-            )  # fmt: skip
+                prompt.text,
+                prompt.max_tokens or options.max_tokens,
+                options.temperature,
+                num_draft_tokens=options.num_draft_tokens,
+                ignore_eos=options.ignore_eos,
+            )
             try:
                 answers.append(await client.generate(request))
             except OutriderError as error:

@@ -59,11 +59,14 @@ class Subject:
     def setup(self, drafted: GenerateRequest) -> dict[str, Any]:
         """Fields of the JSON report that describe the deployment and the decoding."""
         return {
-            "model": self.model, "draft_model": self.draft_model, "dtype": self.dtype,
+            "model": self.model,
+            "draft_model": self.draft_model,
+            "dtype": self.dtype,
             "bit_equal_rows": self.bit_equal_rows,
             "threads": self.target and self.target.num_threads,
-            "num_draft_tokens": drafted.num_draft_tokens, "max_tokens": drafted.max_tokens,
-        }  # fmt: skip
+            "num_draft_tokens": drafted.num_draft_tokens,
+            "max_tokens": drafted.max_tokens,
+        }
 
 
 async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Report:
@@ -84,8 +87,10 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
                 contestants.append(Contestant(name, client, plain, 1))
         results = await measure(prompts, contestants, progress)
     setup = subject.setup(drafted) | {
-        "temperature": options.temperature, "rule": drafted.rule, "concurrency": concurrency,
-    }  # fmt: skip
+        "temperature": options.temperature,
+        "rule": drafted.rule,
+        "concurrency": concurrency,
+    }
     return report(setup | compared(prompts, results, drafted.seed is not None))
 
 

@@ -44,13 +44,23 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 TARGET_SETTINGS = (
-    "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
+    "device",
+    "dtype",
+    "model",
+    "deterministic",
+    "cpu_kernels",
+    "trust_remote_code",
     "target_num_threads",
-)  # fmt: skip
+)
 DRAFT_SETTINGS = (
-    "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
-    "suffix_min_score", "suffix_tokens_per_tenant",
-)  # fmt: skip
+    "draft_model",
+    "draft_dtype",
+    "ngram_min",
+    "ngram_max",
+    "suffix_depth",
+    "suffix_min_score",
+    "suffix_tokens_per_tenant",
+)
 PURPOSES = {
     "speedup": "compare decoding with and without drafts",
     "peers": "compare with vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
@@ -63,9 +73,12 @@ PURPOSES = {
     "device": "compare the speed of a step at batch size 1 with the memory bandwidth",
 }
 MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
+    "emulate": (),
+    "overhead": (),
+    "device": (),
+    "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
-}  # fmt: skip
+}
 """For each benchmark that needs no deployment, the settings that the benchmark reads."""
 
 
@@ -149,11 +162,13 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     num_threads = max(target.num_threads or available_cores(), draft.num_threads)
     directory = connection.target_directory
     return Subject(
-        client=GrpcClient(client, raw=raw), model=target.model if settings else connection.address,
+        client=GrpcClient(client, raw=raw),
+        model=target.model if settings else connection.address,
         draft_model=draft.model if settings else "its own",
-        dtype=target.dtype if settings else "unknown", num_draft_tokens=int(num_draft_tokens),
+        dtype=target.dtype if settings else "unknown",
+        num_draft_tokens=int(num_draft_tokens),
         target=replace(target, directory=directory, num_threads=num_threads) if directory else None,
-    )  # fmt: skip
+    )
 
 
 async def _described(connection: Connection, subject: Subject) -> Subject:
@@ -214,6 +229,8 @@ async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> An
 
 
 _CALLERS: Mapping[str, Callable[[Any, Any, Arguments], Any]] = {
-    "speedup": _speedup, "peers": _peers, "serve": _serve,
-}  # fmt: skip
+    "speedup": _speedup,
+    "peers": _peers,
+    "serve": _serve,
+}
 bench = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

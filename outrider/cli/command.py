@@ -45,9 +45,13 @@ class Option(click.Option):
     `rare` option. `setting` is the deployment setting that the option sets, if any."""
 
     def __init__(
-        self, *names: str, group: str = "Options", rare: bool = False,
-        setting: Setting | None = None, **attributes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *names: str,
+        group: str = "Options",
+        rare: bool = False,
+        setting: Setting | None = None,
+        **attributes: Any,
+    ) -> None:
         self.group, self.rare, self.setting = group, rare, setting
         super().__init__(names, **attributes)
 
@@ -78,22 +82,28 @@ class Command(click.Command):
         common = [
             Option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
             Option(
-                "--quiet", "-q", is_flag=True,
+                "--quiet",
+                "-q",
+                is_flag=True,
                 help="write neither progress nor statistics to standard error (implied by --json, "
                 "except in bench)",
             ),
             _help_option(),
-        ]  # fmt: skip
+        ]
         super().__init__(
-            name, params=[*params, *common], add_help_option=False,
-            context_settings={"show_default": True, "max_content_width": 100}, **attributes,
-        )  # fmt: skip
+            name,
+            params=[*params, *common],
+            add_help_option=False,
+            context_settings={"show_default": True, "max_content_width": 100},
+            **attributes,
+        )
 
     def invoke(self, ctx: click.Context) -> Arguments:
         given = frozenset(
-            name for name in ctx.params
+            name
+            for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        )  # fmt: skip
+        )
         own = dict(ctx.params if ctx.parent is None else ctx.parent.params | ctx.params)
         settings = {}
         for one in self.params:
@@ -129,15 +139,23 @@ class Group(click.Group):
     returns the subcommand with a given name."""
 
     def __init__(
-        self, name: str, purposes: Mapping[str, str], load: Callable[[str], click.Command],
-        *, params: Iterable[click.Parameter] = (), **attributes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        purposes: Mapping[str, str],
+        load: Callable[[str], click.Command],
+        *,
+        params: Iterable[click.Parameter] = (),
+        **attributes: Any,
+    ) -> None:
         self._load = load
         super().__init__(
-            name, params=[*params, _help_option()], add_help_option=False, no_args_is_help=True,
+            name,
+            params=[*params, _help_option()],
+            add_help_option=False,
+            no_args_is_help=True,
             commands=[click.Command(one, short_help=words) for one, words in purposes.items()],
             **attributes,
-        )  # fmt: skip
+        )
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -175,7 +193,14 @@ def _help_option() -> Option:
             ctx.exit()
 
     return Option(
-        "--help", "-h", is_flag=False, flag_value="common", metavar="[=all]", is_eager=True,
-        type=click.Choice(("all", "common")), expose_value=False, callback=show,
+        "--help",
+        "-h",
+        is_flag=False,
+        flag_value="common",
+        metavar="[=all]",
+        is_eager=True,
+        type=click.Choice(("all", "common")),
+        expose_value=False,
+        callback=show,
         help="show this help; --help=all shows every option",
-    )  # fmt: skip
+    )

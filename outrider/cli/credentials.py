@@ -29,15 +29,19 @@ DAYS_MAX = 3650
     argument("name", "name of the key"),
     Option("--tenant", help="tenant whose sessions and cached prefixes the key can reach [NAME]"),
     Option(
-        "--requests-per-minute", type=click.IntRange(1, REQUESTS_PER_MINUTE_MAX), metavar="N",
+        "--requests-per-minute",
+        type=click.IntRange(1, REQUESTS_PER_MINUTE_MAX),
+        metavar="N",
         help="limit on requests a minute [no limit]",
     ),
     Option(
-        "--concurrency", type=click.IntRange(1, KEY_CONCURRENCY_MAX), metavar="N",
+        "--concurrency",
+        type=click.IntRange(1, KEY_CONCURRENCY_MAX),
+        metavar="N",
         help="limit on generations that run at the same time [no limit]",
     ),
     Option("--admin", is_flag=True, help="the key can read and cancel every tenant's sessions"),
-)  # fmt: skip
+)
 def new(arguments: Arguments) -> int:
     path = _key_file(arguments)
     tenant = arguments.tenant or arguments.name
@@ -47,9 +51,12 @@ def new(arguments: Arguments) -> int:
         except ValueError as error:
             raise ConfigError(f"{label}: {error}") from None
     caller = Caller(
-        arguments.name, tenant, requests_per_minute=arguments.requests_per_minute or 0,
-        concurrency=arguments.concurrency or 0, admin=arguments.admin,
-    )  # fmt: skip
+        arguments.name,
+        tenant,
+        requests_per_minute=arguments.requests_per_minute or 0,
+        concurrency=arguments.concurrency or 0,
+        admin=arguments.admin,
+    )
     with _writing(path):
         key = add_key(path, caller)
     note(f"{path} now holds the hash of this key. The key is shown only this once:")
@@ -99,33 +106,39 @@ keys = Group(
     {"new": new, "list": list_keys, "revoke": revoke}.__getitem__,
     params=[
         Option(
-            "--api-key-file", metavar="FILE", envvar=FILE_VARIABLE,
+            "--api-key-file",
+            metavar="FILE",
+            envvar=FILE_VARIABLE,
             help=f"file of key hashes [${FILE_VARIABLE}]",
         ),
         json_option(),
     ],
     subcommand_metavar="new|list|revoke",
-)  # fmt: skip
+)
 
 
 @command(
     "certs",
     argument("directory", "directory of the certificates", metavar="DIR", type=Path),
     Option(
-        "--days", type=click.IntRange(1, DAYS_MAX), default=tls.ROLE_DAYS,
+        "--days",
+        type=click.IntRange(1, DAYS_MAX),
+        default=tls.ROLE_DAYS,
         help="validity of the roles' certificates, days",
     ),
     Option(
-        "--renew", is_flag=True,
+        "--renew",
+        is_flag=True,
         help="replace the roles' certificates by new ones that the existing authority signs",
     ),
     Option(
-        "--force", is_flag=True,
+        "--force",
+        is_flag=True,
         help="replace the authority and all certificates; the old ones are no longer trusted",
     ),
     Option("--check", is_flag=True, help="only show how many days each certificate is still valid"),
     json_option(),
-)  # fmt: skip
+)
 def certs(arguments: Arguments) -> int:
     exclusive(arguments, "renew", "force", "check")
     directory: Path = arguments.directory.expanduser()

@@ -40,30 +40,37 @@ _SETTINGS = {
     Option("--out", type=Path, required=True, metavar="DIR", help="directory for the drafter"),
     *map(setting_option, _SETTINGS.values()),
     Option(
-        "--start-from", metavar="DRAFTER",
+        "--start-from",
+        metavar="DRAFTER",
         help="continue training this drafter (a directory, a hub id, "
         f"{' or '.join(f'`{name}`' for name in SHIPPED)}); it must have the same target and --kind",
     ),
     Option(
-        "--prompts", type=Path, metavar="FILE",
+        "--prompts",
+        type=Path,
+        metavar="FILE",
         help="JSONL file with a `prompt` in each line; the target answers these prompts first, and "
         "then prompts that it writes itself",
     ),
     Option(
-        "--measure", type=Path, metavar="FILE",
+        "--measure",
+        type=Path,
+        metavar="FILE",
         help="JSONL file with a `prompt` in each line; also measure the acceptance in the target's "
         "answers to these prompts. None of these prompts may be in --prompts. The command does "
         "not check whether --corpus contains them",
     ),
     Option(
-        "--corpus", type=Path, metavar="DIR",
+        "--corpus",
+        type=Path,
+        metavar="DIR",
         help="folder of further texts to train on: .txt and .md files, and .jsonl files with a "
         "`text` in each line",
     ),
     json_option(),
     epilog="To continue a run that was killed, give the same command again. Intermediate results "
     "are in $OUTRIDER_CACHE/distillation.",
-)  # fmt: skip
+)
 def distill(arguments: Arguments) -> int:
     given = {
         key: _SETTINGS[key].parse(raw, _SETTINGS[key].flag)
@@ -74,9 +81,12 @@ def distill(arguments: Arguments) -> int:
     from draft_service.training.storage import check_out
 
     options = build(
-        DistillOptions, given, out=check_out(arguments.out), start_from=arguments.start_from,
+        DistillOptions,
+        given,
+        out=check_out(arguments.out),
+        start_from=arguments.start_from,
         corpus=() if arguments.corpus is None else corpus_files(arguments.corpus),
-    )  # fmt: skip
+    )
     use_threads(available_cores())  # Must be set before torch is imported.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
@@ -92,10 +102,12 @@ def distill(arguments: Arguments) -> int:
     progress.rest()
     of_texts, *of_prompts = map(asdict, found.measured)
     values = {
-        "out": str(found.out), "training_steps": found.num_steps,
-        "seconds": round(found.seconds, 1), "acceptance": of_texts,
+        "out": str(found.out),
+        "training_steps": found.num_steps,
+        "seconds": round(found.seconds, 1),
+        "acceptance": of_texts,
         "acceptance_on_prompts": of_prompts[0] if of_prompts else None,
-    }  # fmt: skip
+    }
     # The printed command serves a small model in a hybrid with the look-up `suffix`.
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:

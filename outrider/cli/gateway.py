@@ -43,16 +43,22 @@ _DOCS = {
 @command(
     "gateway",
     Option(
-        "--coordinators", metavar="URL,URL",
+        "--coordinators",
+        metavar="URL,URL",
         help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default all "
         "coordinators of this machine's deployment, including those that start later",
     ),
     Option(
-        "--port", type=click.IntRange(0, config.PORT_MAX), default=PORT,
+        "--port",
+        type=click.IntRange(0, config.PORT_MAX),
+        default=PORT,
         help="port to bind; 0 = any free port",
     ),
     Option(
-        "--stop-timeout-s", type=Seconds(0, config.WAIT_S_MAX), default=STOP_S, metavar="S",
+        "--stop-timeout-s",
+        type=Seconds(0, config.WAIT_S_MAX),
+        default=STOP_S,
+        metavar="S",
         help="how long a stop waits for running requests, s",
     ),
     *(
@@ -61,7 +67,7 @@ _DOCS = {
     ),
     json_option(),
     *grouped("Coordinators with TLS", trust_options()),
-)  # fmt: skip
+)
 def gateway(arguments: Arguments) -> int:
     return asyncio.run(_serve(arguments))
 

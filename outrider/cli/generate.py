@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from outrider.client import Client, Completion, CompletionBuilder
 
 STYLES = {
-    Origin.ACCEPTED: "green", Origin.CORRECTION: "bold red", Origin.BONUS: "bold cyan",
+    Origin.ACCEPTED: "green",
+    Origin.CORRECTION: "bold red",
+    Origin.BONUS: "bold cyan",
     Origin.STORED: "dim",
-}  # fmt: skip
+}
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -48,11 +50,14 @@ def _token_ids(text: str) -> tuple[int, ...]:
 @command(
     "generate",
     argument(
-        "prompt", "the text to continue, or - for standard input (without its last line feed)",
+        "prompt",
+        "the text to continue, or - for standard input (without its last line feed)",
         required=False,
     ),
     Option(
-        "--token-ids", type=_token_ids, metavar="ID,ID,...",
+        "--token-ids",
+        type=_token_ids,
+        metavar="ID,ID,...",
         help="token ids to continue, instead of PROMPT",
     ),
     Option("--chat", is_flag=True, help="apply the chat template; PROMPT is the user's message"),
@@ -60,11 +65,15 @@ def _token_ids(text: str) -> tuple[int, ...]:
     json_option(),
     *options.request_options(max_tokens=128),
     Option(
-        "--logprobs", type=int, metavar="N", group="Request", rare=True,
+        "--logprobs",
+        type=int,
+        metavar="N",
+        group="Request",
+        rare=True,
         help="print log-probabilities of each token, and of the N likeliest tokens at its position",
     ),
     *options.connection_options(without=options.REQUEST_KEYS),
-)  # fmt: skip
+)
 def generate(arguments: Arguments) -> int:
     from outrider.transport.request_codec import request_to_proto
 

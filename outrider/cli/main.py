@@ -38,10 +38,15 @@ COMMANDS = {
     "collect-env": "describe this machine and its packages, for a bug report",
 }
 _MODULES = {
-    "stop": "serve", "status": "serve", "chat": "generate", "upgrade": "scale",
-    "keys": "credentials", "certs": "credentials", "drafters": "describe",
+    "stop": "serve",
+    "status": "serve",
+    "chat": "generate",
+    "upgrade": "scale",
+    "keys": "credentials",
+    "certs": "credentials",
+    "drafters": "describe",
     "collect-env": "describe",
-}  # fmt: skip
+}
 
 
 def _load(name: str) -> Command:
@@ -52,10 +57,13 @@ def _load(name: str) -> Command:
 
 outrider = click.version_option(package_name="outrider", message="outrider %(version)s")(
     Group(
-        "outrider", COMMANDS, _load, subcommand_metavar="COMMAND [ARGS]...",
+        "outrider",
+        COMMANDS,
+        _load,
+        subcommand_metavar="COMMAND [ARGS]...",
         help="Disaggregated speculative decoding for language models.",
     )
-)  # fmt: skip
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -43,15 +43,29 @@ PLACE_KEYS = ("address", "deployment_name")
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
 """In `generate`, `chat` and `bench`, these options set the request's fields, not settings."""
 COMMON = (
-    "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
-    "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
+    "draft_model",
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "num_draft_tokens",
+    "num_targets",
+    "num_drafts",
+    "grpc_port",
+    "port",
+    "host",
+    "api_key_file",
+    "redis_url",
     "telemetry",
-)  # fmt: skip
+)
 """Settings that `serve` and `upgrade` show under plain `--help`."""
 _RARE_NUMBERS = (
-    "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
+    "--min-p",
+    "--presence-penalty",
+    "--frequency-penalty",
+    "--repetition-penalty",
     "--draft-deadline-ms",
-)  # fmt: skip
+)
 _PROMPT_FIELDS = ("prompt", "text", "chat")
 
 
@@ -63,10 +77,13 @@ def setting_options(
     """`--config`, and an option for each setting in `only` (None = all settings) that is not in
     `without`. Plain `--help` shows only the settings in `common`."""
     yield Option(
-        "--config", type=Path, metavar="FILE", group="Settings",
+        "--config",
+        type=Path,
+        metavar="FILE",
+        group="Settings",
         help="YAML file of settings; environment variables (OUTRIDER_NAME) override the file, and "
         "options override both",
-    )  # fmt: skip
+    )
     for setting in deployment_settings().values():
         if setting.key not in without and (only is None or setting.key in only):
             yield setting_option(setting, rare=setting.key not in common)
@@ -80,9 +97,16 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
     if setting.schema["type"] == "boolean":
         flags, kind = f"{setting.flag}/--no-{setting.flag[2:]}", {}
     return Option(
-        flags, setting.key, setting=setting, group=setting.group, rare=rare, default=None,
-        help=(doc or setting.doc) + shown, multiple=setting.key == "api_key", **kind,
-    )  # fmt: skip
+        flags,
+        setting.key,
+        setting=setting,
+        group=setting.group,
+        rare=rare,
+        default=None,
+        help=(doc or setting.doc) + shown,
+        multiple=setting.key == "api_key",
+        **kind,
+    )
 
 
 def class_options(kind: type) -> list[Option]:
@@ -117,28 +141,38 @@ def request_options(max_tokens: int) -> list[Option]:
         "--num-draft-tokens": (None, "largest number of draft tokens in a round; 0 = no drafts"),
         "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
-            None, "time limit of each proposal, ms; by default the deployment's --draft-timeout-ms",
+            None,
+            "time limit of each proposal, ms; by default the deployment's --draft-timeout-ms",
         ),
-    }  # fmt: skip
-    return grouped("Request", [
-        *(
+    }
+    return grouped(
+        "Request",
+        [
+            *(
+                Option(
+                    flag,
+                    type=float if isinstance(default, float) else int,
+                    default=default,
+                    rare=flag in _RARE_NUMBERS,
+                    help=words,
+                )
+                for flag, (default, words) in numbers.items()
+            ),
             Option(
-                flag, type=float if isinstance(default, float) else int, default=default,
-                rare=flag in _RARE_NUMBERS, help=words,
-            )
-            for flag, (default, words) in numbers.items()
-        ),
-        Option(
-            "--stop", multiple=True, metavar="TEXT",
-            help=f"stop before this text; can be given up to {limits.STOP_STRINGS_MAX} times",
-        ),
-        Option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
-        Option(
-            "--rule", type=click.Choice([rule.value for rule in Rule]),
-            help="acceptance rule; default: greedy (temperature 0), coupled (above 0, with --seed) "
-            "or block (above 0, without --seed)",
-        ),
-    ])  # fmt: skip
+                "--stop",
+                multiple=True,
+                metavar="TEXT",
+                help=f"stop before this text; can be given up to {limits.STOP_STRINGS_MAX} times",
+            ),
+            Option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
+            Option(
+                "--rule",
+                type=click.Choice([rule.value for rule in Rule]),
+                help="acceptance rule; default: greedy (temperature 0), coupled (above 0, with "
+                "--seed) or block (above 0, without --seed)",
+            ),
+        ],
+    )
 
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
@@ -251,19 +285,22 @@ class Connection:
         from outrider.transport.channel import PLAIN
 
         return Client(
-            self.find or self.address, api_key=self.api_key, trust=self.trust or PLAIN,
+            self.find or self.address,
+            api_key=self.api_key,
+            trust=self.trust or PLAIN,
             resume_timeout_s=RESUME_TIMEOUT_S if tries_again else 0.0,
-        )  # fmt: skip
+        )
 
 
 def connection_options(without: Iterable[str]) -> list[Option]:
     """`--server`, options for TLS, and settings. The settings configure the temporary deployment
     that a command starts if no deployment runs."""
     server = Option(
-        "--server", metavar="HOST:PORT",
+        "--server",
+        metavar="HOST:PORT",
         help="the coordinator to call; by default the deployment on this machine, or a temporary "
         "deployment if none runs",
-    )  # fmt: skip
+    )
     return [
         *grouped("Connection", [server, *trust_options()]),
         *setting_options(tuple(without), ("model", "draft_model")),
@@ -282,13 +319,16 @@ def trust_options() -> list[Option]:
         Option("--tls", is_flag=True, rare=True, help=tls),
         *(
             Option(
-                flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
-                envvar=f"OUTRIDER_{name.upper()}", rare=True,
+                flag_of(name),
+                type=lambda text: Path(text).expanduser(),
+                metavar="FILE",
+                envvar=f"OUTRIDER_{name.upper()}",
+                rare=True,
                 help=f"{words} [$OUTRIDER_{name.upper()}]",
             )
             for name, words in TRUST_OPTIONS.items()
         ),
-    ]  # fmt: skip
+    ]
 
 
 def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
@@ -335,10 +375,15 @@ def _connection(
     arguments: Arguments, record: DeploymentRecord, api_key: str, find: Callable[[], str]
 ) -> Connection:
     return Connection(
-        record.grpc_address, record.target_directory, record.tokenizer_directory, record.settings,
-        api_key=api_key, trust=caller_trust_of(arguments, record.settings), find=find,
+        record.grpc_address,
+        record.target_directory,
+        record.tokenizer_directory,
+        record.settings,
+        api_key=api_key,
+        trust=caller_trust_of(arguments, record.settings),
+        find=find,
         target_addresses=tuple(record.target_addresses),
-    )  # fmt: skip
+    )
 
 
 def caller_key(arguments: Arguments) -> str:

@@ -119,10 +119,13 @@ class SimulationOptions(Options):
             given["draft"] = 0
         free = [role for role, number in given.items() if number is None]
         scenario = Scenario(
-            pair=pair, fleet=given | dict.fromkeys(free, 1), config=config,
-            coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
+            pair=pair,
+            fleet=given | dict.fromkeys(free, 1),
+            config=config,
+            coordinator_s=self.coordinator_ms / 1e3,
+            seconds=self.simulated_seconds,
             **{name: getattr(self, name) for name in LOAD},
-        )  # fmt: skip
+        )
         return simulated(scenario, self.tpot_ms, free, progress)
 
 
@@ -138,7 +141,7 @@ _SIMULATION = class_options(SimulationOptions)
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
     epilog="With the demo models and 12 built-in prompts (the default), a plan takes about two "
     "minutes on two free cores.",
-)  # fmt: skip
+)
 def plan(arguments: Arguments) -> int:
     options = PlanOptions.from_arguments(arguments)
     simulation = SimulationOptions.from_arguments(arguments)
@@ -224,16 +227,25 @@ def _plan(options: PlanOptions, config: DeploymentConfig) -> PlanReport:
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
     gc.collect()  # Frees the engines' memory, which the services need.
-    plans = asyncio.run(rehearsed_plans(
-        config, samples, progress, options.concurrency,
-        shares_device=not options.separate_draft and _shares_device(config),
-        round_trip_s=options.round_trip_ms / 1e3,
-    ))  # fmt: skip
+    plans = asyncio.run(
+        rehearsed_plans(
+            config,
+            samples,
+            progress,
+            options.concurrency,
+            shares_device=not options.separate_draft and _shares_device(config),
+            round_trip_s=options.round_trip_ms / 1e3,
+        )
+    )
     return PlanReport(
-        model=config.target.model, draft_model=config.draft.model,
-        num_prompts=len(samples[0].texts), max_tokens=options.max_tokens,
-        concurrency=options.concurrency, round_trip_ms=options.round_trip_ms, plans=plans,
-    )  # fmt: skip
+        model=config.target.model,
+        draft_model=config.draft.model,
+        num_prompts=len(samples[0].texts),
+        max_tokens=options.max_tokens,
+        concurrency=options.concurrency,
+        round_trip_ms=options.round_trip_ms,
+        plans=plans,
+    )
 
 
 def _shares_device(config: DeploymentConfig) -> bool:

@@ -32,9 +32,12 @@ PLACE = "A deployment on another Ray cluster"
 
 def _wait_option(until: str) -> Option:
     return Option(
-        "--wait", type=Seconds(0, WAIT_S_MAX), default=0.0, metavar="S",
+        "--wait",
+        type=Seconds(0, WAIT_S_MAX),
+        default=0.0,
+        metavar="S",
         help=f"longest time to wait until {until}, s",
-    )  # fmt: skip
+    )
 
 
 async def _overview(
@@ -53,13 +56,16 @@ async def _overview(
 @command(
     "scale",
     argument(
-        "counts", "wanted numbers of replicas, such as draft=4 or target=2 coordinator=2",
-        metavar="ROLE=N...", nargs=-1, required=True,
+        "counts",
+        "wanted numbers of replicas, such as draft=4 or target=2 coordinator=2",
+        metavar="ROLE=N...",
+        nargs=-1,
+        required=True,
     ),
     _wait_option("this many replicas serve"),
     json_option(),
     *grouped(PLACE, options.setting_options(common=PLACE_KEYS, only=PLACE_KEYS)),
-)  # fmt: skip
+)
 def scale(arguments: Arguments) -> int:
     counts = parsed_counts(arguments.counts)
     where = options.find_deployment(arguments)
@@ -115,19 +121,24 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     argument("target", "another target model, with the same tokenizer", required=False),
     _wait_option("a trial has ended and all replicas are replaced"),
     Option(
-        "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
+        "--trial-share",
+        type=Seconds(0, SHARE_MAX),
+        metavar="SHARE",
         help="first try the change on one new replica, which gets this share of the new sessions. "
         "The other replicas are replaced only if these sessions decode faster than the others. "
         "Only changes of draft replicas or of heads on the target can be tried. With N other "
         "replicas, the best share is 1 / (N + 1). 0 ends the running trial",
     ),
     Option(
-        "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
-        metavar="MINUTES", help="time limit of a trial, minutes",
+        "--trial-minutes",
+        type=Seconds(0.01, MINUTES_MAX),
+        default=MINUTES_DEFAULT,
+        metavar="MINUTES",
+        help="time limit of a trial, minutes",
     ),
     json_option(),
     *options.setting_options(common=options.COMMON),
-)  # fmt: skip
+)
 def upgrade(arguments: Arguments) -> int:
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
@@ -162,9 +173,11 @@ def upgrade(arguments: Arguments) -> int:
 
 
 async def _upgrade(
-    where: DeploymentLocation, values: dict[str, Value], wait_s: float,
+    where: DeploymentLocation,
+    values: dict[str, Value],
+    wait_s: float,
     trial: tuple[float, float] | None,
-) -> tuple[dict[str, Value], Overview]:  # fmt: skip
+) -> tuple[dict[str, Value], Overview]:
     """Requests the changes. Waits at most `wait_s` until the trial and all replacements have ended.
     `trial` has a share of the sessions and a time limit in seconds; None = no trial. A share of 0
     ends the running trial. Returns the changes and the last overview."""

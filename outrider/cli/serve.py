@@ -47,12 +47,11 @@ STOP_POLL_S = 0.05
     "serve",
     argument("target", "the target model", required=False),
     Option(
-        "--detach", is_flag=True,
-        help="run in the background; return once the deployment is ready",
+        "--detach", is_flag=True, help="run in the background; return once the deployment is ready"
     ),
     json_option(),
     *options.setting_options(common=options.COMMON),
-)  # fmt: skip
+)
 def serve(arguments: Arguments) -> int:
     if arguments.target is not None:
         model = arguments.settings.setdefault("model", arguments.target)
@@ -196,10 +195,13 @@ def _detach(log: LogFile) -> None:
 @command(
     "stop",
     Option(
-        "--timeout", type=Seconds(0, WAIT_S_MAX), default=STOP_TIMEOUT_S, metavar="S",
+        "--timeout",
+        type=Seconds(0, WAIT_S_MAX),
+        default=STOP_TIMEOUT_S,
+        metavar="S",
         help="how long to wait for the deployment to end, s",
     ),
-)  # fmt: skip
+)
 def stop(arguments: Arguments) -> int:
     """Ends the deployment's process. If no deployment runs, says why, and also returns 0."""
     state = state_directory(os.environ)
@@ -259,32 +261,41 @@ WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow", "starting": "yellow"}
 FIGURES = {
-    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "steps {:.0%} full",
-    "kv_usage": "{:.0%} of KV cache", "acceptance": "{:.0%} accepted",
-    "look_ahead_hits": "{:.0%} look-ahead hits", "draft_waits": "{:.0%} of rounds wait for drafts",
+    "tokens_per_second": "{:.0f} tokens/s",
+    "busy": "{:.0%} busy",
+    "fill": "steps {:.0%} full",
+    "kv_usage": "{:.0%} of KV cache",
+    "acceptance": "{:.0%} accepted",
+    "look_ahead_hits": "{:.0%} look-ahead hits",
+    "draft_waits": "{:.0%} of rounds wait for drafts",
     "queue_steps": "mean wait in the queue {:.1f} steps",
     "loop_lag_ms": "event loop {:.0f} ms late",
-}  # fmt: skip
+}
 PRINTS = {
-    "weights_fingerprint": "weights", "tokenizer_fingerprint": "tokenizer",
+    "weights_fingerprint": "weights",
+    "tokenizer_fingerprint": "tokenizer",
     "numerics": "bit-equal rows",
-}  # fmt: skip
+}
 
 
 @command(
     "status",
     json_option(),
     Option(
-        "--server", metavar="HOST:PORT",
+        "--server",
+        metavar="HOST:PORT",
         help="ask only this coordinator; by default ask all replicas of this machine's deployment",
     ),
     Option(
-        "--watch", type=Seconds(0.1, 3600), is_flag=False, flag_value=WATCH_S,
+        "--watch",
+        type=Seconds(0.1, 3600),
+        is_flag=False,
+        flag_value=WATCH_S,
         metavar="[S]",
         help=f"repeat every S seconds [{WATCH_S:g}], until Ctrl-C",
     ),
     *options.caller_options(),
-)  # fmt: skip
+)
 def status(arguments: Arguments) -> int:
     watches = arguments.watch is not None
     while True:
@@ -319,8 +330,9 @@ async def _status(arguments: Arguments) -> Facts:
     internal = str(record.settings.get("internal_tls_dir") or "")
     addresses: dict[Role, list[str]] = {
         "coordinator": list(filter(None, record.grpc_address.split(","))),
-        "target": record.target_addresses, "draft": record.draft_addresses,
-    }  # fmt: skip
+        "target": record.target_addresses,
+        "draft": record.draft_addresses,
+    }
     shown = key or local_state.local_key(state)
     asked = [
         asyncio.gather(*(ask_replica(role, one, shown, trust, internal) for one in those))
@@ -333,7 +345,8 @@ async def _status(arguments: Arguments) -> Facts:
     return found | {
         "running": True,
         "serving": all(any(one["serving"] for one in found[f"{role}s"]) for role in NEEDED),
-        "deployment": asdict(record) | {
+        "deployment": asdict(record)
+        | {
             "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
             "state_directory": str(state),
             "log": str(state / local_state.LOG_NAME),
@@ -341,7 +354,7 @@ async def _status(arguments: Arguments) -> Facts:
         },
         "starts": [asdict(one) for one in registry.starts],
         "registry_error": registry.error,
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -433,9 +446,11 @@ def status_table(found: Facts) -> RenderableType:
             health = "serving" if facts["serving"] else "not serving"
             health = "leaving" if facts.get("leaving") else health
             table.add_row(
-                facts.get("name", role), Text(facts["address"]), Text(health, HEALTH[health]),
+                facts.get("name", role),
+                Text(facts["address"]),
+                Text(health, HEALTH[health]),
                 Text("\n".join(filter(None, _lines(facts)))),
-            )  # fmt: skip
+            )
         if (start := starts.get(role)) is not None:
             for name in start.names or (role,):
                 table.add_row(name, "", Text("starting", HEALTH["starting"]), start.details)

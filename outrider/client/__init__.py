@@ -48,11 +48,30 @@ if TYPE_CHECKING:
     from outrider.transport.tls import caller_trust
 
 __all__ = [
-    "ChatMessage", "Client", "Completion", "CompletionBuilder", "Constraint",
-    "CoordinatorDescription", "Event", "Finished", "GenerateRequest", "InProcessTransport",
-    "Metrics", "ResumeRequest", "RoundReport", "Rule", "SamplingParams", "SessionView", "Started",
-    "SyncClient", "Tokens", "Transport", "Trust", "Usage", "caller_trust",
-]  # fmt: skip
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "CompletionBuilder",
+    "Constraint",
+    "CoordinatorDescription",
+    "Event",
+    "Finished",
+    "GenerateRequest",
+    "InProcessTransport",
+    "Metrics",
+    "ResumeRequest",
+    "RoundReport",
+    "Rule",
+    "SamplingParams",
+    "SessionView",
+    "Started",
+    "SyncClient",
+    "Tokens",
+    "Transport",
+    "Trust",
+    "Usage",
+    "caller_trust",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,9 +33,13 @@ class Client:
     token is lost or repeated. Any number of calls may run at a time, on one event loop."""
 
     def __init__(
-        self, server: Server | transport.Transport, *, api_key: str = "", trust: Trust = PLAIN,
+        self,
+        server: Server | transport.Transport,
+        *,
+        api_key: str = "",
+        trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`server` is one of these:
 
         - HOST:PORT, or several of them separated by commas.
@@ -181,9 +185,13 @@ class SyncClient:
     suspend, so they need no event loop."""
 
     def __init__(
-        self, address: Server, *, api_key: str = "", trust: Trust = PLAIN,
+        self,
+        address: Server,
+        *,
+        api_key: str = "",
+        trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Like `Client`. `address` takes the values of `server`, except a transport."""
 
         async def sleep(seconds: float) -> None:

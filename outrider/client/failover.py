@@ -59,9 +59,12 @@ class EndpointPool(Generic[Endpoint]):
     begin at each coordinator in turn. Threads may share a pool."""
 
     def __init__(
-        self, server: Server, connect: Callable[[str], Endpoint],
-        clock: Callable[[], float] = time.monotonic, first: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        server: Server,
+        connect: Callable[[str], Endpoint],
+        clock: Callable[[], float] = time.monotonic,
+        first: int | None = None,
+    ) -> None:
         """`connect` makes an endpoint for an address, and sends nothing. The first call begins at
         the address with index `first`, by default at a random address. Raises `BadRequest` for
         invalid addresses, and the errors of the function `server`."""
@@ -143,10 +146,12 @@ class ResumingTransport(Transport):
     coordinator. The caller gets `Started` and each token once."""
 
     def __init__(
-        self, pool: EndpointPool[Transport], resume_timeout_s: float = RESUME_TIMEOUT_S,
+        self,
+        pool: EndpointPool[Transport],
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`close` also closes the transports in `pool`. If `resume_timeout_s` is 0, nothing is
         resumed or repeated. `random` returns numbers in [0, 1)."""
         self._pool = pool
@@ -226,9 +231,13 @@ class Tries:
     """State of one call: the caller's events so far, and the coordinators that were tried."""
 
     def __init__(
-        self, pool: EndpointPool[Transport], resume_timeout_s: float, random: Callable[[], float],
-        *, is_stream: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        pool: EndpointPool[Transport],
+        resume_timeout_s: float,
+        random: Callable[[], float],
+        *,
+        is_stream: bool = True,
+    ) -> None:
         """`is_stream` is false for calls that generate no tokens. These calls do not wait for a
         coordinator that cannot serve now."""
         self._pool = pool

@@ -116,13 +116,19 @@ class CompletionBuilder:
         match self._events:
             case [Started() as started, *_, Finished() as finished]:
                 return Completion(
-                    session_id=started.session_id, model=started.model, seed=started.seed,
-                    rule=started.rule, text=self.text, token_ids=self._joined("token_ids"),
-                    origins=self._joined("origins"), logprobs=self._joined("logprobs"),
+                    session_id=started.session_id,
+                    model=started.model,
+                    seed=started.seed,
+                    rule=started.rule,
+                    text=self.text,
+                    token_ids=self._joined("token_ids"),
+                    origins=self._joined("origins"),
+                    logprobs=self._joined("logprobs"),
                     rounds=tuple(one for one in self._events if isinstance(one, RoundReport)),
-                    finish_reason=finished.finish_reason, usage=finished.usage,
+                    finish_reason=finished.finish_reason,
+                    usage=finished.usage,
                     metrics=finished.metrics,
-                )  # fmt: skip
+                )
         raise errors.Unavailable("the stream ended before its last event")
 
     def _joined(self, name: str) -> tuple[Any, ...]:

@@ -36,9 +36,14 @@ PORT_MAX = 65_535
 THREADS_MAX = 1024
 LOOPBACK = "127.0.0.1"
 PATHS = (
-    "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-    "redis_password_file", "redis_ca_file",
-)  # fmt: skip
+    "internal_tls_dir",
+    "api_key_file",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "redis_password_file",
+    "redis_ca_file",
+)
 """Settings whose values are paths of files or directories that replicas read."""
 
 Port = Annotated[int, between(0, PORT_MAX)]
@@ -425,9 +430,10 @@ class CoordinatorConfig(ServerConfig):
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
         for key, needed in (
-            ("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile"),
+            ("ssl_certfile", "ssl_keyfile"),
+            ("ssl_keyfile", "ssl_certfile"),
             ("ssl_ca_certs", "ssl_certfile"),
-        ):  # fmt: skip
+        ):
             if getattr(self, key) and not getattr(self, needed):
                 raise SettingError(key, f"needs {needed}, too")
         with blaming("api_key"):
@@ -565,9 +571,14 @@ def deployment_settings() -> dict[str, Setting]:
     """Every setting of a deployment by key, in the order of the documentation."""
     found: dict[str, Setting] = {}
     for config in (
-        TargetConfig, DraftConfig, CoordinatorConfig, RedisAddress, DeploymentConfig,
-        AutoscaleConfig, SpeculativeConfig,
-    ):  # fmt: skip
+        TargetConfig,
+        DraftConfig,
+        CoordinatorConfig,
+        RedisAddress,
+        DeploymentConfig,
+        AutoscaleConfig,
+        SpeculativeConfig,
+    ):
         found |= {one.key: one for one in settings_of(config).values() if one.key not in found}
     return found
 
@@ -629,7 +640,10 @@ def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
         # Targets and drafts do not check keys, so other machines must not reach them.
         inner["host"] = LOOPBACK
     return build(
-        DeploymentConfig, values, target=build(TargetConfig, inner),
-        draft=build(DraftConfig, inner), coordinator=coordinator,
+        DeploymentConfig,
+        values,
+        target=build(TargetConfig, inner),
+        draft=build(DraftConfig, inner),
+        coordinator=coordinator,
         autoscale=build(AutoscaleConfig, values),
-    )  # fmt: skip
+    )

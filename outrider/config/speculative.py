@@ -44,17 +44,26 @@ _SETTINGS = {
 }
 """Key of vLLM -> setting of Outrider."""
 _METHODS = {
-    "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
-    "draft_model": "{}", "eagle3": "eagle3:{}",
-    "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
-}  # fmt: skip
+    "ngram": "ngram",
+    "[ngram]": "ngram",
+    "ngram_gpu": "ngram",
+    "suffix": "suffix",
+    "draft_model": "{}",
+    "eagle3": "eagle3:{}",
+    "mtp": MTP,
+    "deepseek_mtp": MTP,
+    "glm4_moe_mtp": MTP,
+    "qwen3_next_mtp": MTP,
+}
 """`method` of vLLM -> `draft_model` of Outrider. {} stands for vLLM's `model`."""
 _LOOK_UPS = ("ngram", "suffix")
 _ALLOWED: dict[str, tuple[Value, ...]] = {
-    "method": tuple(_METHODS), "parallel_drafting": (True,),
-    "draft_sample_method": ("probabilistic",), _RULE: (*_RULES, _SYNTHETIC),
+    "method": tuple(_METHODS),
+    "parallel_drafting": (True,),
+    "draft_sample_method": ("probabilistic",),
+    _RULE: (*_RULES, _SYNTHETIC),
     "suffix_decoding_max_cached_requests": (0,),
-}  # fmt: skip
+}
 """Key of vLLM -> allowed values. All known keys also allow null and false."""
 _KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED, *_RATES)))
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")

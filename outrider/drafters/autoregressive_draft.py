@@ -168,10 +168,13 @@ class DraftSampler:
         each row alone, so that the error ends only the draft that caused it."""
         try:
             tokens, drawn_from = draw_from_logits(
-                logits, [draft.request.sampling for draft in drafts],
-                [draft.request.noise for draft in drafts], depths,
-                [draft.history for draft in drafts], self.vocabulary,
-            )  # fmt: skip
+                logits,
+                [draft.request.sampling for draft in drafts],
+                [draft.request.noise for draft in drafts],
+                depths,
+                [draft.history for draft in drafts],
+                self.vocabulary,
+            )
         except OutriderError as error:
             if len(drafts) == 1:
                 drafts[0].end(error)

@@ -152,9 +152,13 @@ class _Segment:
 
 
 def plan_step(
-    step: HeldStep, windows: Sequence[int | None], device: torch.device, dtype: torch.dtype,
-    fixed_shapes: bool = False, first_slot: int = 0,
-) -> StepPlan:  # fmt: skip
+    step: HeldStep,
+    windows: Sequence[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    fixed_shapes: bool = False,
+    first_slot: int = 0,
+) -> StepPlan:
     """Plans a step for layers with these windows. No token sees the first `first_slot` slots of its
     sequence."""
     arrays = list(step.rows)
@@ -184,9 +188,12 @@ def _in_units(num: int, unit: int) -> int:
 
 
 def _segments(
-    sequences: Sequence[HeldSequence], slots: Sequence[_Ints], window: int | None, first_slot: int,
+    sequences: Sequence[HeldSequence],
+    slots: Sequence[_Ints],
+    window: int | None,
+    first_slot: int,
     fixed_shapes: bool,
-) -> list[_Segment]:  # fmt: skip
+) -> list[_Segment]:
     unit = SPLIT_SLOTS if fixed_shapes else _SLOTS_UNIT
     segments: list[_Segment] = []
     row = 0
@@ -228,9 +235,12 @@ def _alike(segments: Sequence[_Segment]) -> list[list[_Segment]]:
 
 
 def _group(
-    members: Sequence[_Segment], window: int | None, spare_row: int | None, device: torch.device,
+    members: Sequence[_Segment],
+    window: int | None,
+    spare_row: int | None,
+    device: torch.device,
     dtype: torch.dtype,
-) -> Group:  # fmt: skip
+) -> Group:
     """`spare_row` is the row for the output of padding (`Group.targets`)."""
     num_tokens, width = members[0].size, max(segment.width for segment in members)
     slots = np.empty((len(members), width), dtype=np.int64)
@@ -265,10 +275,13 @@ def _group(
         bias = torch.zeros(mask.shape, dtype=dtype, device=device)
         bias = bias.masked_fill_(mask, -torch.inf)[:, None]
     return Group(
-        num_segments=len(members), num_tokens=num_tokens,
+        num_segments=len(members),
+        num_tokens=num_tokens,
         rows=slice(first, first + rows.size) if is_run else sent[1],
-        targets=None if spare_row is None else sent[2], slots=sent[0], bias=bias,
-    )  # fmt: skip
+        targets=None if spare_row is None else sent[2],
+        slots=sent[0],
+        bias=bias,
+    )
 
 
 def shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:

@@ -40,9 +40,11 @@ class EmulatedEngine:
     outside the support are -inf."""
 
     def __init__(
-        self, spec: EmulatedSpec, role: Literal["target", "draft"],
+        self,
+        spec: EmulatedSpec,
+        role: Literal["target", "draft"],
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._spec, self._role, self._max_num_seqs = spec, role, max_num_seqs
         self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)
@@ -58,11 +60,14 @@ class EmulatedEngine:
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
         """The acceptance probability at each place in a round if earlier tokens are accepted."""
         self.info = ModelInfo(
-            name=SCHEME, vocab_size=spec.vocab_size,
-            max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE), dtype="float32",
+            name=SCHEME,
+            vocab_size=spec.vocab_size,
+            max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE),
+            dtype="float32",
             eos_token_ids=() if spec.eos < 0 else (spec.eos,),
-            weights_fingerprint=f"{spec.fingerprint}-{role}", tokenizer_fingerprint="",
-        )  # fmt: skip
+            weights_fingerprint=f"{spec.fingerprint}-{role}",
+            tokenizer_fingerprint="",
+        )
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""

@@ -49,12 +49,20 @@ class PagedEngine(PagedSequences):
     feature_width = 0
 
     def __init__(
-        self, module: nn.Module, info: ModelInfo, *, max_num_seqs: int = ENGINE_SEQUENCES_MAX,
-        kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT, contended_threads: int | None = None,
-        deterministic: bool = False, backend: DeviceBackend | None = None,
-        least: Callable[[int], int] = int, draft_layer: LoadedDraftHead | None = None,
-        drafts_apart: bool = False, kernels: PaceKernels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        info: ModelInfo,
+        *,
+        max_num_seqs: int = ENGINE_SEQUENCES_MAX,
+        kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
+        contended_threads: int | None = None,
+        deterministic: bool = False,
+        backend: DeviceBackend | None = None,
+        least: Callable[[int], int] = int,
+        draft_layer: LoadedDraftHead | None = None,
+        drafts_apart: bool = False,
+        kernels: PaceKernels | None = None,
+    ) -> None:
         """A step has at most `max_num_seqs` sequences. The pages take at most
         `kv_cache_memory_bytes`. There are at most as many pages as `max_num_seqs` sequences of full
         length need. If all pages together hold fewer than `max_model_len` tokens, the engine lowers
@@ -129,14 +137,22 @@ class PagedEngine(PagedSequences):
         self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
         if self.rows_are_equal:
             numerics = numerics_fingerprint(
-                self._device, self._dtype, self.kernels_name, self._span_tokens,
-                self._thread_counts, self._layers[0].query_heads, PAGE_SIZE,
-            )  # fmt: skip
+                self._device,
+                self._dtype,
+                self.kernels_name,
+                self._span_tokens,
+                self._thread_counts,
+                self._layers[0].query_heads,
+                PAGE_SIZE,
+            )
             self.info = replace(self.info, numerics=numerics)
         _log.info(
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
-            info.name, num_pages, PAGE_SIZE, self.kv_cache_bytes / 2**20,
-        )  # fmt: skip
+            info.name,
+            num_pages,
+            PAGE_SIZE,
+            self.kv_cache_bytes / 2**20,
+        )
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
         """Returns the unchanged module's logits [T, V] of the trial's tokens. Also returns the
@@ -166,11 +182,13 @@ class PagedEngine(PagedSequences):
         self.rows_are_equal = found is not None
         self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
-            "model %s: its steps run on %s; %s", info.name, kernels.name,
+            "model %s: its steps run on %s; %s",
+            info.name,
+            kernels.name,
             f"logits do not depend on a step's other tokens; attention takes {found} tokens at once"
             if found
             else "a token's logits depend on the other tokens of its step",
-        )  # fmt: skip
+        )
         return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
@@ -294,9 +312,12 @@ class PagedEngine(PagedSequences):
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
         selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
         output = self._module(
-            input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True,
+            input_ids=token_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            return_dict=True,
             **selection,
-        )  # fmt: skip
+        )
         wanted = slice(None) if self._selects_logits else logit_rows
         logits: Tensor = output.logits[0][wanted]
         return logits

@@ -109,9 +109,11 @@ class _Bench:
         beyond = long - begun * context * slot_s - known.step_seconds(begun)
         rows_slot_s = (many - known.step_seconds(CONTEXT_ROWS)) / context
         return replace(
-            known, session_s=max(0.0, beyond) / (begun - 1) if begun > 1 else 0.0, slot_s=slot_s,
+            known,
+            session_s=max(0.0, beyond) / (begun - 1) if begun > 1 else 0.0,
+            slot_s=slot_s,
             row_slot_s=max(0.0, rows_slot_s - slot_s) / (CONTEXT_ROWS - 1),
-        )  # fmt: skip
+        )
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
         """Returns the shortest time of several calls of `forward` with these steps. Each sequence

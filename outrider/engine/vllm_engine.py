@@ -99,12 +99,22 @@ class VllmEngine(PagedSequences):
     """A `DraftingEngine` that runs vLLM's models."""
 
     def __init__(
-        self, path: Path, *, max_num_seqs: int, max_num_batched_tokens: int,
-        kv_cache_memory_bytes: int, gpu_memory_utilization: float, num_gpus: float | None,
-        ranks: Ranks | None = None, deterministic: bool = False, enforce_eager: bool = False,
-        draft_layer: LoadedDraftHead | None = None, draft_check: DraftCheck | None = None,
-        draft_reads_output: bool = False, **options: Unpack[LoadOptions],
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        kv_cache_memory_bytes: int,
+        gpu_memory_utilization: float,
+        num_gpus: float | None,
+        ranks: Ranks | None = None,
+        deterministic: bool = False,
+        enforce_eager: bool = False,
+        draft_layer: LoadedDraftHead | None = None,
+        draft_check: DraftCheck | None = None,
+        draft_reads_output: bool = False,
+        **options: Unpack[LoadOptions],
+    ) -> None:
         """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
         sequences and `max_num_batched_tokens` tokens. If `kv_cache_memory_bytes` is 0,
         `memory_budget` determines the memory for pages. If `deterministic`, a token's logits do
@@ -164,14 +174,20 @@ class VllmEngine(PagedSequences):
             size = min(_CAPTURED_MAX, num_tokens)
             compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
         config: Any = EngineArgs(
-            model=str(path), dtype=settled_dtype(path, **options),
-            max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=num_tokens, compilation_config=compilation,
+            model=str(path),
+            dtype=settled_dtype(path, **options),
+            max_model_len=options.get("max_model_len"),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=num_tokens,
+            compilation_config=compilation,
             trust_remote_code=options.get("trust_remote_code", False),
             tensor_parallel_size=1 if self._ranks is None else self._ranks.size,
-            enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
-            skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
-        ).create_engine_config()  # fmt: skip
+            enforce_eager=not compiles,
+            block_size=_PAGE_SIZES[self._device.type],
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+        ).create_engine_config()
         # vLLM's worker makes the next two calls, too. Without them, norms would not be compiled,
         # and a step of the demo target would take 4 ms longer.
         config.kernel_config.ir_op_priority.set_default()
@@ -230,10 +246,13 @@ class VllmEngine(PagedSequences):
             )
             tensors.append(
                 KVCacheTensor(
-                    size=num_blocks * model_bytes, layers=[*names], layer_stride=layer_stride,
-                    block_stride=block_stride, offset=offset,
+                    size=num_blocks * model_bytes,
+                    layers=[*names],
+                    layer_stride=layer_stride,
+                    block_stride=block_stride,
+                    offset=offset,
                 )
-            )  # fmt: skip
+            )
             offset += num_blocks * spec.page_size_bytes * len(names)
         self._caches = KVCacheConfig(
             num_blocks=num_blocks,
@@ -242,9 +261,13 @@ class VllmEngine(PagedSequences):
         )
         self._groups, _, kernel_sizes = init_attn_backend(self._caches, config, self._device)
         tensors_by_layer = init_kv_cache(
-            config.compilation_config.static_forward_context, self._caches, self._device,
-            kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
-        )  # fmt: skip
+            config.compilation_config.static_forward_context,
+            self._caches,
+            self._device,
+            kernel_sizes,
+            config,
+            attn_groups=[one for group in self._groups for one in group],
+        )
         self._draft_cache = KVCache(kept, num_pages, self._page_size)
         stores: list[PageStore] = [_Blocks(tensors_by_layer, num_blocks), self._draft_cache]
         self._use_pool(BlockPool(num_pages, self._page_size), stores, max_num_seqs)
@@ -369,10 +392,13 @@ class VllmEngine(PagedSequences):
                 f"number of other tokens in its step (they change in a step of {num_rows} tokens)",
             )
         kinds = (
-            self._config.model_config.dtype, __version__, self._page_size, torch.get_num_threads(),
+            self._config.model_config.dtype,
+            __version__,
+            self._page_size,
+            torch.get_num_threads(),
             1 if self._ranks is None else self._ranks.size,
             sorted({one.backend.get_name() for group in self._groups for one in group}),
-        )  # fmt: skip
+        )
         self.info = replace(self.info, numerics=numerics_fingerprint(self._device, *kinds))
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
@@ -425,12 +451,20 @@ class VllmEngine(PagedSequences):
         self._ids[:num_tokens], self._positions[:num_tokens] = ids_, positions_
         num_groups = len(self._groups)
         attention = build_attn_metadata(
-            self._groups, len(sequences), num_tokens, starts_,
-            torch.from_numpy(starts.astype(np.int32)), int(counts.max()), lengths_,
-            int(lengths.max()), [tables_.view(tables.shape)] * num_groups, [slots_] * num_groups,
-            self._caches, seq_lens_cpu_upper_bound=torch.from_numpy(lengths.astype(np.int32)),
+            self._groups,
+            len(sequences),
+            num_tokens,
+            starts_,
+            torch.from_numpy(starts.astype(np.int32)),
+            int(counts.max()),
+            lengths_,
+            int(lengths.max()),
+            [tables_.view(tables.shape)] * num_groups,
+            [slots_] * num_groups,
+            self._caches,
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths.astype(np.int32)),
             positions=positions_,
-        )  # fmt: skip
+        )
         mapping = build_slot_mappings_by_layer([slots_] * num_groups, self._caches)
         hidden, tapped = self._call(attention, mapping, size, size in self._sizes)
         return hidden.index_select(0, wanted_), tapped
@@ -442,11 +476,14 @@ class VllmEngine(PagedSequences):
         and a list of the inputs of the layers that `_show` has set. If `_show` has set no layers,
         the list has only the input of the LM head."""
         context = set_forward_context(
-            attention, self._config, num_tokens=size, slot_mapping=mapping,
+            attention,
+            self._config,
+            num_tokens=size,
+            slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
             batch_descriptor=BatchDescriptor(num_tokens=size) if is_captured else None,
             skip_compiled=self._skips_compiled,
-        )  # fmt: skip
+        )
         with context:
             found: Any = self._model(input_ids=self._ids[:size], positions=self._positions[:size])
         return found if isinstance(found, tuple) else (found, [found])

@@ -86,16 +86,25 @@ class Deployment:
         """The record by which other commands find the deployment, without secrets."""
         config, front, overview = self.config, self.config.coordinator, self.overview
         return DeploymentRecord(
-            pid=os.getpid(), started_at=self._started_at, draft_model=config.draft.model,
-            served_model_name=config.served_model_name, grpc_address=self.address,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            draft_model=config.draft.model,
+            served_model_name=config.served_model_name,
+            grpc_address=self.address,
             http_address=",".join(overview.addresses("coordinator", http=True)),
             target_addresses=overview.addresses("target"),
-            draft_addresses=overview.addresses("draft"), target_directory=config.target.directory,
-            tokenizer_directory=front.tokenizer_directory, redis=asdict(front.redis),
-            deployment=self.name, ray_address=self.ray.found, ray_token=str(self.ray.token or ""),
-            asks_for_keys=front.asks_for_keys, wanted={**overview.wanted},
-            trial=str(overview.trial or ""), settings=config.values(secrets=False),
-        )  # fmt: skip
+            draft_addresses=overview.addresses("draft"),
+            target_directory=config.target.directory,
+            tokenizer_directory=front.tokenizer_directory,
+            redis=asdict(front.redis),
+            deployment=self.name,
+            ray_address=self.ray.found,
+            ray_token=str(self.ray.token or ""),
+            asks_for_keys=front.asks_for_keys,
+            wanted={**overview.wanted},
+            trial=str(overview.trial or ""),
+            settings=config.values(secrets=False),
+        )
 
     async def start(self) -> None:
         """Returns when coordinators serve. After a failure, stops and raises an `OutriderError`."""
@@ -115,9 +124,13 @@ class Deployment:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         spec = plan_fleet(
-            self._given, config, resources().get("GPU", 0.0), self.name,
-            str(logs) if self.ray.local else STANDARD_ERROR, local=self.ray.local,
-        )  # fmt: skip
+            self._given,
+            config,
+            resources().get("GPU", 0.0),
+            self.name,
+            str(logs) if self.ray.local else STANDARD_ERROR,
+            local=self.ray.local,
+        )
         if not self.ray.local and await find_reconciler(self.ray.namespace) is not None:
             if not await self.reconciler.call("ends"):
                 await self._take_over()

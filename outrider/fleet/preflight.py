@@ -202,9 +202,12 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
                 check_same_tokenizer(name, drafts, trust_remote_code=trust)
         if drafter.kind:
             target = replace(
-                target, head=drafts, head_kind=drafter.kind, head_directory=str(where),
+                target,
+                head=drafts,
+                head_kind=drafter.kind,
+                head_directory=str(where),
                 shows_features=apart,
-            )  # fmt: skip
+            )
         if apart and drafter.kind:
             draft = replace(draft, target=name, target_directory=str(directory))
         if apart:

@@ -87,9 +87,12 @@ class Actor:
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
         actor = ray.remote(kind).options(
-            name=self.name, namespace=namespace, lifetime="detached",
-            max_concurrency=CALLS_PER_ACTOR_MAX, **options,
-        )  # fmt: skip
+            name=self.name,
+            namespace=namespace,
+            lifetime="detached",
+            max_concurrency=CALLS_PER_ACTOR_MAX,
+            **options,
+        )
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
@@ -235,9 +238,11 @@ class Cluster:
         if demand.num_ranks > 1 and demand.each:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             group = placement_group(
-                [demand.each] * demand.num_ranks, strategy(demand, machines),
-                name=self._group(demand.name), lifetime="detached",
-            )  # fmt: skip
+                [demand.each] * demand.num_ranks,
+                strategy(demand, machines),
+                name=self._group(demand.name),
+                lifetime="detached",
+            )
             where = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(len(where))]
         found, options = [], dict[str, Any]()
         library = ctypes.util.find_library(demand.preload) if demand.preload else None
@@ -246,10 +251,14 @@ class Cluster:
         for rank, place in enumerate(where):
             one = Actor(demand.name, None, rank)
             one.start(
-                demand.classes[min(rank, 1)], self.namespace, num_cpus=demand.num_cpus,
-                num_gpus=demand.num_gpus, resources=dict(demand.resources),
-                scheduling_strategy=place, **options,
-            )  # fmt: skip
+                demand.classes[min(rank, 1)],
+                self.namespace,
+                num_cpus=demand.num_cpus,
+                num_gpus=demand.num_gpus,
+                resources=dict(demand.resources),
+                scheduling_strategy=place,
+                **options,
+            )
             found.append(one)
         return found
 
@@ -418,9 +427,12 @@ class RayConnection:
     """A connection to a Ray cluster. Starts and ends the cluster if it is local."""
 
     def __init__(
-        self, address: str, namespace: str, secrets_at: Path | None = None,
+        self,
+        address: str,
+        namespace: str,
+        secrets_at: Path | None = None,
         token: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`address` is HOST:PORT of an existing cluster; empty = a new local cluster, whose token
         is written to the directory `secrets_at`. `token` is the file of an existing cluster's
         token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""

@@ -61,9 +61,13 @@ from .spec import FleetSpec, plan_fleet
 from .trial import Trial, TrialReport, added, check_share, check_trial, check_weights, judged
 
 _REDIS = (
-    "redis_url", "redis_username", "redis_password", "redis_password_file",
-    "redis_sentinel_password", "redis_key_prefix",
-)  # fmt: skip
+    "redis_url",
+    "redis_username",
+    "redis_password",
+    "redis_password_file",
+    "redis_sentinel_password",
+    "redis_key_prefix",
+)
 FIXED = {
     "address": "a deployment stays on its cluster",
     "deployment_name": "a deployment keeps its name",
@@ -310,9 +314,13 @@ class Reconciler(PlacedActor):
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
         return plan_fleet(
-            given, replace(config, coordinator=coordinator), before.cluster_gpus,
-            before.deployment, before.log_directory, local=before.local,
-        )  # fmt: skip
+            given,
+            replace(config, coordinator=coordinator),
+            before.cluster_gpus,
+            before.deployment,
+            before.log_directory,
+            local=before.local,
+        )
 
     async def _save(self, *changes: Any) -> None:
         await self._cluster.save(json.dumps(changes))

@@ -161,10 +161,15 @@ class Replica:
         is_old = self.member.plan != plan or any(one.place.node in draining for one in self.ranks)
         places = tuple(actor.place for actor in self.ranks) if self.address else ()
         return ReplicaView(
-            self.name, self.role, self.address, leaves=self.leaves,
-            stale=is_old and not self.on_trial, places=places,
-            http_address=self.found.http_address, on_trial=self.on_trial,
-        )  # fmt: skip
+            self.name,
+            self.role,
+            self.address,
+            leaves=self.leaves,
+            stale=is_old and not self.on_trial,
+            places=places,
+            http_address=self.found.http_address,
+            on_trial=self.on_trial,
+        )
 
     async def begin(self, config: object) -> None:
         log_directory, timeout_s = self.spec.log_directory, self.spec.config.model_timeout_s
@@ -291,9 +296,12 @@ def raise_first(results: Sequence[object]) -> None:
 
 
 def next_steps(
-    wanted: Mapping[Role, int], fleet: Sequence[ReplicaView], held_back: Collection[Role] = (),
-    in_place: Collection[Role] = (), crowded: Collection[Role] = (),
-) -> tuple[list[Role], list[str]]:  # fmt: skip
+    wanted: Mapping[Role, int],
+    fleet: Sequence[ReplicaView],
+    held_back: Collection[Role] = (),
+    in_place: Collection[Role] = (),
+    crowded: Collection[Role] = (),
+) -> tuple[list[Role], list[str]]:
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
     begins with the oldest replica. A *stale* replica has old settings, or runs on a machine that
     Ray drains.
@@ -470,9 +478,9 @@ class Fleet:
         return one
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
-        return spec.settled([
-            (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
-        ])  # fmt: skip
+        return spec.settled(
+            [(one.role, actor.place.node) for one in self.replicas for actor in one.ranks]
+        )
 
     def use(self, spec: FleetSpec) -> None:
         """Uses new settings, so `run` replaces old replicas. Raises like `FleetSpec.settled`."""
@@ -547,9 +555,10 @@ class Fleet:
         if trial is not None and trial.role not in held_back:
             self._follow(self._new(trial.role, trial))
         leaves += [
-            one.name for one in self.replicas
+            one.name
+            for one in self.replicas
             if one.on_trial and not one.leaves and not self._is_tried(one)
-        ]  # fmt: skip
+        ]
         for name in leaves:
             one = self._replicas[name]
             one.leaves = True

@@ -29,8 +29,10 @@ from .actors import CoordinatorActor, DraftActor, TargetActor
 from .ray_cluster import Demand
 
 ACTORS: Mapping[Role, type] = {
-    "coordinator": CoordinatorActor, "target": TargetActor, "draft": DraftActor
-}  # fmt: skip
+    "coordinator": CoordinatorActor,
+    "target": TargetActor,
+    "draft": DraftActor,
+}
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,22 @@ class FleetSpec:
     def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
         """The membership of a new replica."""
         return Membership(
-            self.config.coordinator.redis, self.deployment, name, slot if self.local else 0,
-            self.plans[role], trial_share,
-        )  # fmt: skip
+            self.config.coordinator.redis,
+            self.deployment,
+            name,
+            slot if self.local else 0,
+            self.plans[role],
+            trial_share,
+        )
 
     def replica_config(
-        self, role: Role, member: Membership, *, takes_over: bool = False,
+        self,
+        role: Role,
+        member: Membership,
+        *,
+        takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """The configuration of a replica. `takes_over` says whether another replica still has the
         same slot (`Membership.slot`). If a port setting is 0 (any free port), uses the port in
         `ports`, if any. Raises `SettingError` for a port above `PORT_MAX`."""
@@ -143,9 +153,14 @@ class FleetSpec:
 
 
 def plan_fleet(
-    given: DeploymentConfig, found: DeploymentConfig, cluster_gpus: float, deployment: str = "",
-    log_directory: str = "", *, local: bool,
-) -> FleetSpec:  # fmt: skip
+    given: DeploymentConfig,
+    found: DeploymentConfig,
+    cluster_gpus: float,
+    deployment: str = "",
+    log_directory: str = "",
+    *,
+    local: bool,
+) -> FleetSpec:
     """Plans a deployment. `found` is `given` with the models' directories and the address of Redis.
     By default, each rank of a model gets one GPU. If there are too few GPUs, each rank gets an
     equal fraction of a GPU. Several targets on one machine divide its cores. Raises `SettingError`
@@ -176,12 +191,17 @@ def plan_fleet(
     }
     demands = {
         role: Demand(
-            role, one.num_cpus, getattr(one, "num_gpus", 0.0),
-            getattr(one, "tensor_parallel_size", 1), _resources(role, found),
-            classes=(ACTORS[role], RankHost), preload=_preload(one),
+            role,
+            one.num_cpus,
+            getattr(one, "num_gpus", 0.0),
+            getattr(one, "tensor_parallel_size", 1),
+            _resources(role, found),
+            classes=(ACTORS[role], RankHost),
+            preload=_preload(one),
         )
-        for role, one in parts.items() if drafts or role != "draft"
-    }  # fmt: skip
+        for role, one in parts.items()
+        if drafts or role != "draft"
+    }
     config = replace(found, **parts)
     # Coordinators read only at their start which role drafts, so their hash includes this role.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
@@ -190,9 +210,15 @@ def plan_fleet(
         text = repr((demands.get(role), getattr(config, role), beside.get(role)))
         plans[role] = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return FleetSpec(
-        config=config, given=given, cluster_gpus=cluster_gpus, demands=demands, plans=plans,
-        deployment=deployment, log_directory=log_directory, local=local,
-    )  # fmt: skip
+        config=config,
+        given=given,
+        cluster_gpus=cluster_gpus,
+        demands=demands,
+        plans=plans,
+        deployment=deployment,
+        log_directory=log_directory,
+        local=local,
+    )
 
 
 def _preload(service: Any) -> str:

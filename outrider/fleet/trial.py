@@ -72,9 +72,10 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     if before.plans[role] == tried.plans[role]:
         raise ConfigError(f"--trial-share: nothing to try; {role} replicas would not change")
     roles = [
-        one for one in ROLES
+        one
+        for one in ROLES
         if one != role and one in tried.demands and before.plans[one] != tried.plans[one]
-    ]  # fmt: skip
+    ]
     if roles:
         raise SettingError(
             "draft_model",

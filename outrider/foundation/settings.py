@@ -28,10 +28,14 @@ def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     is its field's alias. The default alias is the name, with the `prefix` for names in `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
-        strict=True, extra="forbid", use_attribute_docstrings=True,
-        validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
+        strict=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_by_name=True,
+        validate_by_alias=False,
+        hide_input_in_errors=True,
         alias_generator=lambda name: names.get(name, name),
-    )  # fmt: skip
+    )
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)
 
 
@@ -45,15 +49,21 @@ Internal = Annotated[T, Field(exclude=True)]
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 NOT_SETTINGS = (
-    "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
-    "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
-)  # fmt: skip
+    "OUTRIDER_CACHE",
+    "OUTRIDER_STATE_DIR",
+    "OUTRIDER_TEST_DATA",
+    "OUTRIDER_CA_CERT",
+    "OUTRIDER_CLIENT_CERT",
+    "OUTRIDER_CLIENT_KEY",
+)
 """Variables that begin with `OUTRIDER_` but hold local paths or credentials of clients."""
 
 _KIND_NAMES = {
-    "string": "a string", "integer": "a whole number", "number": "a number",
+    "string": "a string",
+    "integer": "a whole number",
+    "number": "a number",
     "boolean": "true or false",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -141,10 +151,13 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
         ]
         docs = filter(None, (base.__pydantic_fields__[name].description for base in bases))
         found[name] = Setting(
-            key=one.alias or name, doc=" ".join(next(docs, "").split()),
-            group=(bases[-1].__doc__ or "").rstrip("."), default=one.default, secret=not one.repr,
+            key=one.alias or name,
+            doc=" ".join(next(docs, "").split()),
+            group=(bases[-1].__doc__ or "").rstrip("."),
+            default=one.default,
+            secret=not one.repr,
             annotation=Annotated[one.annotation, Field(title=one.title), *one.metadata],
-        )  # fmt: skip
+        )
     return found
 
 
@@ -181,9 +194,11 @@ def build(config: type[Config], values: Mapping[str, Value], **internal: Any) ->
 
 
 def layers(
-    settings: Mapping[str, Setting], file: Path | None, environment: Mapping[str, str],
+    settings: Mapping[str, Setting],
+    file: Path | None,
+    environment: Mapping[str, str],
     flags: Mapping[str, object],
-) -> Iterator[dict[str, tuple[Setting, object, str]]]:  # fmt: skip
+) -> Iterator[dict[str, tuple[Setting, object, str]]]:
     """Yields three layers: the settings of a YAML file, of the environment, and of flags. A layer
     maps the key of each setting to the setting, its raw value, and the source to name in errors.
     Raises `ConfigError` for an unknown key."""

@@ -161,12 +161,14 @@ class Metrics:
         """The metrics of a session with these counters."""
         drafts, accepted = counters.num_drafts, counters.num_accepted_draft_tokens
         return cls(
-            num_rounds=counters.num_rounds, num_draft_tokens=counters.num_draft_tokens,
+            num_rounds=counters.num_rounds,
+            num_draft_tokens=counters.num_draft_tokens,
             num_accepted_draft_tokens=accepted,
             mean_acceptance_length=1 + accepted / max(1, drafts),
-            time_to_first_token_ms=time_to_first_token_ms, tokens_per_second=tokens_per_second,
+            time_to_first_token_ms=time_to_first_token_ms,
+            tokens_per_second=tokens_per_second,
             num_drafts=drafts,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,16 @@ class FusedLayers(nn.Module):
         self.isa = _ISA
 
     def forward(
-        self, rows: Tensor, cos: list[Tensor], sin: list[Tensor], slots: Tensor, keys: list[Tensor],
-        values: list[Tensor], spans: Attention, taps: list[int],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        self,
+        rows: Tensor,
+        cos: list[Tensor],
+        sin: list[Tensor],
+        slots: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        spans: Attention,
+        taps: list[int],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Runs the first N layers on embeddings `rows` [1, T, D]. `keys` and `values` are the
         caches of these N layers. `cos` and `sin` have a table [1, T, width / 2] for each rotation.
         `taps` are layers' indices in ascending order. Returns the last layer's output, the residual
@@ -162,15 +169,32 @@ class FusedLayers(nn.Module):
         torch.ops.pace.paged_attention_reshape_and_cache(key, value, keys, values, slots, self.isa)
 
     def attend(
-        self, layer: LayerWeights, query: Tensor, keys: Tensor, values: Tensor, output: Tensor,
+        self,
+        layer: LayerWeights,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
         spans: Attention,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes the causal attention of queries [T, heads, width] to `output`."""
         torch.ops.pace.paged_attention_with_kv_cache(
-            query, keys, values, output, spans.starts, spans.ends, layer.scaling, True, None,
-            layer.window, 0, spans.pages, layer.softcap,
-            spans.schedules[layer.kind], None,
-        )  # fmt: skip
+            query,
+            keys,
+            values,
+            output,
+            spans.starts,
+            spans.ends,
+            layer.scaling,
+            True,
+            None,
+            layer.window,
+            0,
+            spans.pages,
+            layer.softcap,
+            spans.schedules[layer.kind],
+            None,
+        )
 
 
 class PaceKernels:
@@ -208,9 +232,18 @@ class PaceKernels:
         the other rows of the step."""
         torch.get_num_threads()  # In a new thread, this call tells OpenMP the number of threads.
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
-            len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
-            True, -1 if window is None else window, _ISA, False,
-        )  # fmt: skip
+            len(ends),
+            sizes.query_heads,
+            sizes.key_heads,
+            sizes.width,
+            ends,
+            self.dtype,
+            starts,
+            True,
+            -1 if window is None else window,
+            _ISA,
+            False,
+        )
         return found
 
 

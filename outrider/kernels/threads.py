@@ -117,8 +117,13 @@ class ContendedThreads:
             _log.info(
                 "other processes use the cores: short steps take %.0f ms on %d threads and %.0f ms "
                 "on %d. Short steps run on %d threads for the next %g s",
-                all_s * 1e3, self._every, fewer_s * 1e3, self._fewer, self._fewer, RETREAT_S,
-            )  # fmt: skip
+                all_s * 1e3,
+                self._every,
+                fewer_s * 1e3,
+                self._fewer,
+                self._fewer,
+                RETREAT_S,
+            )
         else:
             self._usual_s[self._trial] = all_s
         self._trial = None

@@ -94,10 +94,13 @@ class BlockPool:
     def counts(self) -> PageCounts:
         """See `Engine.page_counts`."""
         return PageCounts(
-            num_pages=self.num_pages, num_free=len(self._free), num_evictable=len(self._remembered),
-            prefix_queries=self._prefix_queries, prefix_hits=self._prefix_hits,
+            num_pages=self.num_pages,
+            num_free=len(self._free),
+            num_evictable=len(self._remembered),
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
             page_size=self.page_size,
-        )  # fmt: skip
+        )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""

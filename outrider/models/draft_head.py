@@ -92,9 +92,11 @@ class DraftHead(nn.Module):
 
         flat = rows.view(-1, *rows.shape[-2:])
         found = block(
-            hidden_states=flat, attention_mask=None, attend=attend_rows,
+            hidden_states=flat,
+            attention_mask=None,
+            attend=attend_rows,
             position_embeddings=self.rotary_emb(flat, positions.view(-1, positions.shape[-1])),
-        )  # fmt: skip
+        )
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return output.view(*positions.shape, -1)
 

@@ -39,13 +39,22 @@ from outrider.models.sources import CONFIG_FILE
 
 _LAYER = "transformer_layer_config"
 _LAYER_FIELDS = (
-    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-    "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "vocab_size",
-)  # fmt: skip
-_LAYER_IDS = (
-    "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
-)  # fmt: skip
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "mlp_bias",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "vocab_size",
+)
+_LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")  # The formulas above lack these factors.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # Their angles depend only on the position.
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -260,10 +269,13 @@ def _head_config(
         taps = [index + 1 for index in taps]
     flags = {flag: bool(find(flag)) for flag in _FLAGS}
     return Eagle3Config(
-        layer=layer, draft_vocab_size=num_rows, layer_ids=tuple(taps),
-        target_width=sizes.hidden_size, qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        layer=layer,
+        draft_vocab_size=num_rows,
+        layer_ids=tuple(taps),
+        target_width=sizes.hidden_size,
+        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
         **flags,
-    )  # fmt: skip
+    )
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
@@ -298,9 +310,14 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
 
 
 def save_speculators(
-    directory: Path, head: Eagle3Head, token_ids: Sequence[int], *, target_name: str,
-    architectures: Sequence[str], num_draft_tokens: int,
-) -> None:  # fmt: skip
+    directory: Path,
+    head: Eagle3Head,
+    token_ids: Sequence[int],
+    *,
+    target_name: str,
+    architectures: Sequence[str],
+    num_draft_tokens: int,
+) -> None:
     """Writes a head in the form of speculators 0.9. `architectures` are those of the target, and
     `token_ids` are the tokens of the head's logits. The files recommend K = `num_draft_tokens`.
     The files have embeddings even if these are the target's, because speculators would leave

@@ -70,9 +70,17 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 _ATTENTION = "sdpa"
 _LOADING_ERRORS = (
-    ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RuntimeError,
-    AssertionError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
+    ValueError,
+    OSError,
+    ImportError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -123,10 +131,15 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
     place = {"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}
     with refusing(f"model {name}:", quantization):
         module, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=settled_dtype(path, **options), attn_implementation=_ATTENTION,
-            use_safetensors=True, local_files_only=True, trust_remote_code=remote,
-            output_loading_info=True, **place,
-        )  # fmt: skip
+            str(path),
+            dtype=settled_dtype(path, **options),
+            attn_implementation=_ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=remote,
+            output_loading_info=True,
+            **place,
+        )
         if missing := loading["missing_keys"]:  # transformers has filled these with random numbers.
             raise ValueError(f"its files lack the weights {min(missing)}")
         if quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
@@ -163,12 +176,15 @@ def describe_files(
             logging.WARNING if dtype == "bfloat16" else logging.INFO, "model %s: %s", name, note
         )
     return ModelInfo(
-        name=name, vocab_size=vocab_size, max_model_len=length,
-        dtype=dtype, dtype_note=note,
+        name=name,
+        vocab_size=vocab_size,
+        max_model_len=length,
+        dtype=dtype,
+        dtype_note=note,
         eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
         weights_fingerprint=fingerprint.weights_fingerprint(path),
         tokenizer_fingerprint=fingerprint.tokenizer_fingerprint(tokenizer),
-    )  # fmt: skip
+    )
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
@@ -359,9 +375,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def put_weights(
-    module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device,
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
     dtype: torch.dtype | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Gives all parameters of a drafter's module their values from `tensors`. If `dtype` is None,
     each parameter keeps its own dtype. Buffers may be missing, and then keep their values. Raises
     `ValueError` or `RuntimeError` if weights are missing, unknown, of wrong shape or not finite."""

@@ -137,9 +137,13 @@ class FusedAttention(nn.Module):
         self._signs[: self._half] = -1
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None, past_key_values: None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the output [B, T, D] and the attention function's weights. `position_embeddings`
         are cosines and sines, each [B or 1, T, head width]. `past_key_values` must be None, because
         the attention function stores keys and values."""
@@ -194,8 +198,12 @@ _ATTENTION_NORMS = {"q_norm", "k_norm"}
 _LAYER_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _MLP_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _ATTENTION_PARAMETERS = {
-    "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs",
-}  # fmt: skip
+    "hidden_states",
+    "position_embeddings",
+    "attention_mask",
+    "past_key_values",
+    "kwargs",
+}
 _PLAIN_OPTION = (bool, int, float, str, type(None))
 
 _PACKAGE = "outrider.models."
@@ -213,8 +221,12 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     quick_linear = partial(_quick_linear, kernels=kernels)
     with torch.no_grad():
         for replacement in (
-            _native_norm, _fused_mlp, _fused_attention, _direct_layer, quick_linear,
-        ):  # fmt: skip
+            _native_norm,
+            _fused_mlp,
+            _fused_attention,
+            _direct_layer,
+            quick_linear,
+        ):
             _swap(module, replacement)
     replaced = [part for part in module.modules() if type(part).__module__.startswith(_PACKAGE)]
     found = Counter(type(part).__name__ for part in replaced)
@@ -382,9 +394,13 @@ def _same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> b
         if child is not layer.self_attn
     }
     given = {
-        "attention_mask": 1, "position_ids": 2, "past_key_values": 3, "use_cache": False,
-        "position_embeddings": (4, 5), "more": 6,
-    }  # fmt: skip
+        "attention_mask": 1,
+        "position_ids": 2,
+        "past_key_values": 3,
+        "use_cache": False,
+        "position_embeddings": (4, 5),
+        "more": 6,
+    }
     rows = torch.arange(4.0, dtype=torch.float64).view(1, 2, 2)
     try:
         with _replaced(layer, self_attn=_Stub(attend), **blocks):
@@ -416,9 +432,11 @@ def _call_attention(
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):
             output, _ = block(
-                hidden_states=rows, position_embeddings=(angles.cos(), angles.sin()),
-                attention_mask=mask, **given,
-            )  # fmt: skip
+                hidden_states=rows,
+                position_embeddings=(angles.cos(), angles.sin()),
+                attention_mask=mask,
+                **given,
+            )
         [(states, got_mask, options)] = calls
     except PROBE_ERRORS:
         return None

@@ -204,10 +204,12 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         model=model,
         state_dict=tensors,
         load_config=LoadStateDictConfig(
-            weight_mapping=conversions, dtype=target.dtype,
-            dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
+            weight_mapping=conversions,
+            dtype=target.dtype,
+            dtype_plan=target._get_dtype_plan(target.dtype),
+            device_map={"": target.device},
         ),
-    )  # fmt: skip
+    )
     # Embeddings and head may be missing, because they are the target's.
     if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
         raise ValueError(f"its files lack the weights {min(missing)}")

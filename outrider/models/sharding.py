@@ -128,9 +128,12 @@ class ExchangingLinear(nn.Module):
     """A linear layer whose weight is divided among ranks, by rows or by columns."""
 
     def __init__(
-        self, local: nn.Linear, exchange: Callable[[Tensor], Tensor], cut: slice | None = None,
+        self,
+        local: nn.Linear,
+        exchange: Callable[[Tensor], Tensor],
+        cut: slice | None = None,
         bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`exchange` computes the output from the outputs of all ranks. Then `bias` is added. `cut`
         selects this rank's columns of the input. None = the input has only these columns."""
         super().__init__()

@@ -54,9 +54,13 @@ class TokenizerText:
 
     @classmethod
     def load(
-        cls, path: Path, name: str | None = None, *, trust_remote_code: bool = False,
+        cls,
+        path: Path,
+        name: str | None = None,
+        *,
+        trust_remote_code: bool = False,
         chat_template: str = "",
-    ) -> TokenizerText:  # fmt: skip
+    ) -> TokenizerText:
         """Loads the tokenizer from a model's directory. A `chat_template` replaces the model's own.
         Raises `ConfigError` if there is no tokenizer."""
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -98,9 +102,11 @@ class TokenizerText:
         return _SOME_TOOL in told
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The text of a conversation, up to the beginning of the answer. Raises `BadRequest` if the
         model has no chat template, the template fails, or `variables` has a wrong name."""
         if not self.chat_template:
@@ -123,9 +129,11 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer. Each message has at
         least `role` and `content`. Raises `BadRequest` if the model has no chat template, or its
         template fails or does not support tools that the conversation needs."""

@@ -36,9 +36,13 @@ class Chooser:
     """Computes how fast each `Option` decodes the same texts in `sessions` concurrent sessions."""
 
     def __init__(
-        self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
+        self,
+        times: ServiceTimes,
+        sessions: int,
+        prompt_tokens: Sequence[int],
+        plain: Rounds,
         rule: Rule,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`prompt_tokens` [texts] are the prompts' lengths, `plain` the rounds without drafts."""
         self._times, self._sessions = times, sessions
         prefills = (times.target.step_seconds(max(1, num)) for num in prompt_tokens)
@@ -49,11 +53,13 @@ class Chooser:
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
-            way, tokens_per_second=rate,
+            way,
+            tokens_per_second=rate,
             speedup=rate / self.plain.tokens_per_second if way.num_draft_tokens else 1.0,
             tokens_per_round=rounds.tokens_per_round,
-            proposed_per_round=rounds.proposed_per_round, steps_per_round=rounds.steps_per_round,
-        )  # fmt: skip
+            proposed_per_round=rounds.proposed_per_round,
+            steps_per_round=rounds.steps_per_round,
+        )
 
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
@@ -63,8 +69,9 @@ class Chooser:
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
-            for number in FAN_OUTS if number <= len(hit_rates)
-        ]  # fmt: skip
+            for number in FAN_OUTS
+            if number <= len(hit_rates)
+        ]
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
@@ -93,9 +100,12 @@ def best(options: Iterable[Option]) -> Option:
 
 
 def speedup_interval(
-    times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Sequence[Rounds],
+    times: ServiceTimes,
+    sessions: int,
+    prompt_tokens: Sequence[int],
+    plain: Sequence[Rounds],
     chosen: tuple[Option, Sequence[Rounds]],
-) -> tuple[float, float] | None:  # fmt: skip
+) -> tuple[float, float] | None:
     """The bootstrap interval of an option's speed-up, with the confidence `LEVEL`; None if there is
     a single text. `prompt_tokens` [texts] are the lengths of the prompts, `plain` [texts] the
     rounds without drafts, and `chosen` has the option and its rounds [texts]."""
@@ -161,13 +171,17 @@ def choose(
     chosen_parts = parts[options.index(chosen)]
     chances = total(chosen_parts).chances(chosen.num_draft_tokens)
     return TemperaturePlan(
-        temperature=sample.temperature, acceptance=_accepted(sample, measured), chosen=chosen,
-        plain=options[0], options=tuple(options[1:]), times=times,
+        temperature=sample.temperature,
+        acceptance=_accepted(sample, measured),
+        chosen=chosen,
+        plain=options[0],
+        options=tuple(options[1:]),
+        times=times,
         survival=tuple(accumulate(chances, mul)),
         speedup_interval=speedup_interval(
             times, sessions, prompt_tokens, parts[0], (chosen, chosen_parts)
         ),
-    )  # fmt: skip
+    )
 
 
 def _accepted(

@@ -78,9 +78,11 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
         read_s, rest_s = model.gb * gb_s, model.layers * self.layer_ms / 1e3
         rows = self.compute_rows
         return StepCosts(
-            (1, rows + 1, 2 * rows + 1), (rest_s + read_s, rest_s + read_s, rest_s + 2 * read_s),
-            self.session_ms / 1e3, model.kv_kb * gb_s / 1e6,
-        )  # fmt: skip
+            (1, rows + 1, 2 * rows + 1),
+            (rest_s + read_s, rest_s + read_s, rest_s + 2 * read_s),
+            self.session_ms / 1e3,
+            model.kv_kb * gb_s / 1e6,
+        )
 
     def seats(self, model: _Model) -> float:
         room_gb = self.memory_gb * model.devices - model.gb
@@ -97,11 +99,14 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
         if sessions < 1 or (not share and model.devices > self.target.devices):
             return None
         times = ServiceTimes(
-            target=self.costs(self.target), draft=self.costs(model),
-            plain=Line(self.plain_ms / 1e3), round_trip_s=round_trip_s * (share > 0),
+            target=self.costs(self.target),
+            draft=self.costs(model),
+            plain=Line(self.plain_ms / 1e3),
+            round_trip_s=round_trip_s * (share > 0),
             rest_s=(self.round_ms + sessions * self.verdict_ms) / 1e3,
-            max_num_seqs=2**20, shares_device=not share,
-        )  # fmt: skip
+            max_num_seqs=2**20,
+            shares_device=not share,
+        )
         tried = []
         for k in SWEEP if acceptance else (0,):
             attempt = Attempt(k, k, [acceptance**depth for depth in range(1, k + 1)])
@@ -112,20 +117,27 @@ class _Devices(BaseModel, extra="forbid", allow_inf_nan=False):
                 link_s += 2 * tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
             for ahead in (0, LOOK_AHEAD_DEFAULT * (way == DRAFT and share > 0)):
                 option = Option(
-                    rule=Rule.TOKEN, num_draft_tokens=k, look_ahead=ahead, draft_replicas=share,
+                    rule=Rule.TOKEN,
+                    num_draft_tokens=k,
+                    look_ahead=ahead,
+                    draft_replicas=share,
                     hit_rate=self.hit_rate if ahead else None,
-                )  # fmt: skip
+                )
                 linked = replace(times, round_trip_s=link_s)
                 rate = tokens / linked.seconds(one_round, option, sessions)
                 tried.append((rate, k, ahead, link_s * 1e3))
         rate, k, ahead, link_ms = max(tried)
         draft_devices = share * model.devices
         return {
-            "way": way, "draft_devices": draft_devices, "sessions": sessions,
-            "num_draft_tokens": k, "look_ahead": ahead, "link_ms": link_ms,
+            "way": way,
+            "draft_devices": draft_devices,
+            "sessions": sessions,
+            "num_draft_tokens": k,
+            "look_ahead": ahead,
+            "link_ms": link_ms,
             SPEED: rate / sessions,
             RATE: rate / (self.target.devices + draft_devices),
-        }  # fmt: skip
+        }
 
 
 def compare(text: str, round_trip_s: float) -> Report:

@@ -40,9 +40,12 @@ class PlayedSession(NamedTuple):
 
 
 async def rehearsed_plans(
-    config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
+    config: DeploymentConfig,
+    samples: Sequence[Sample],
+    progress: Progress,
+    sessions: int,
     **link: Any,
-) -> tuple[TemperaturePlan, ...]:  # fmt: skip
+) -> tuple[TemperaturePlan, ...]:
     """A plan for each sample. All samples have the same prompts. `link` has further fields of
     `ServiceTimes`. If a plan has a `doubt`, measures its times once more. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
@@ -54,9 +57,12 @@ async def rehearsed_plans(
         if target is None:
             raise Unavailable("the target does not report the costs of its steps")
         known = ServiceTimes(
-            target=target, draft=draft, target_max_num_seqs=config.target.max_num_seqs,
-            max_num_seqs=config.draft.max_num_seqs, **link,
-        )  # fmt: skip
+            target=target,
+            draft=draft,
+            target_max_num_seqs=config.target.max_num_seqs,
+            max_num_seqs=config.draft.max_num_seqs,
+            **link,
+        )
         plans: list[TemperaturePlan] = []
         first: Line | None = None
         for sample in samples:
@@ -93,9 +99,14 @@ async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list
 
     async def play(text: Answer, num_draft_tokens: int) -> PlayedSession:
         request = bench_request(
-            text.prompt_ids, text.max_tokens, sample.temperature, rule=rule, seed=text.seed,
-            num_draft_tokens=num_draft_tokens, include_rounds=True,
-        )  # fmt: skip
+            text.prompt_ids,
+            text.max_tokens,
+            sample.temperature,
+            rule=rule,
+            seed=text.seed,
+            num_draft_tokens=num_draft_tokens,
+            include_rounds=True,
+        )
         return PlayedSession(text, num_draft_tokens, await complete(client, request))
 
     # The chosen texts are spread over the sample, so that they are of different categories.
@@ -148,9 +159,13 @@ def fit(
                 verify.append((step_seconds(rows, 1, context), target_s))
                 rest.append(seconds - wait_s - target_s)
     return replace(
-        known, verify=fitted(verify), plain=fitted(plain), wait=fitted(wait),
-        rest_s=mean(rest or [0.0]), first=fitted([*first.values()]),
-    )  # fmt: skip
+        known,
+        verify=fitted(verify),
+        plain=fitted(plain),
+        wait=fitted(wait),
+        rest_s=mean(rest or [0.0]),
+        first=fitted([*first.values()]),
+    )
 
 
 def _drafted_rounds(

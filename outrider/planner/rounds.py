@@ -159,11 +159,15 @@ class Script:
         if self._lookup is not None:
             token_ids = (*text.prompt_ids, *text.token_ids[:start])
             request = DraftRequest(
-                session_id=f"plan-{text.seed}", tenant="", token_ids=token_ids,
-                prompt_length=len(text.prompt_ids), num_draft_tokens=bound,
-                sampling=self._sampling, rule=rule,
+                session_id=f"plan-{text.seed}",
+                tenant="",
+                token_ids=token_ids,
+                prompt_length=len(text.prompt_ids),
+                num_draft_tokens=bound,
+                sampling=self._sampling,
+                rule=rule,
                 noise=RoundNoise(text.seed, rule, len(token_ids)),
-            )  # fmt: skip
+            )
             guess = self._lookup.guess(request)
             num_steps = min(bound, draft.hybrid_model_tokens)
             if not draft.drafter.name or guess.score >= draft.hybrid_min_score:
@@ -308,8 +312,9 @@ class _SharedSteps:
         queue_s = cycle_s(groups) - self._round_s(together, *mean)
         return sum(
             number * (self._round_s(together, 1.0 + proposed, steps) + queue_s)
-            for (proposed, steps), number in np.ndenumerate(self.rounds.kinds) if number
-        )  # fmt: skip
+            for (proposed, steps), number in np.ndenumerate(self.rounds.kinds)
+            if number
+        )
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
         """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target

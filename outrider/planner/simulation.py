@@ -96,9 +96,12 @@ class Pair:
             costs = times.draft or StepCosts((1, 2), (0.0, 0.0))
             line = Line(0, times.wait.factor * self.way.steps_per_round / max(1, k))
         return StepCosts(
-            costs.rows, tuple(map(line.at, costs.seconds)), costs.session_s * line.factor,
-            costs.slot_s * line.factor, costs.row_slot_s * line.factor,
-        )  # fmt: skip
+            costs.rows,
+            tuple(map(line.at, costs.seconds)),
+            costs.session_s * line.factor,
+            costs.slot_s * line.factor,
+            costs.row_slot_s * line.factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -196,9 +199,10 @@ class _Replica(EmulatedEngine):
         self.service = service(
             self if role == "target" else ModelDrafter(self),
             InlineExecutor(partial(take_stated_seconds, self)),
-            max_num_seqs=scenario.pair.seats(role), costs=self.costs,
+            max_num_seqs=scenario.pair.seats(role),
+            costs=self.costs,
             max_num_batched_tokens=batched_tokens(scenario.config.target),
-        )  # fmt: skip
+        )
 
     def _logits(self, contexts: Any) -> torch.Tensor:
         last = np.minimum(contexts[:, 0], VOCABULARY).astype(np.int64)
@@ -278,16 +282,24 @@ class _Coordinator:
             made = (MemoryLink(one.service, carriers[role]) for one in group)
             links[role] = {f"{role}-{number}": link for number, link in enumerate(made)}
         config = replace(
-            scenario.config.coordinator, served_model_name="simulated", num_draft_tokens=k,
-            deadline_ms=DEADLINE_MS_MAX, length_control=False, drafting_delays=False,
+            scenario.config.coordinator,
+            served_model_name="simulated",
+            num_draft_tokens=k,
+            deadline_ms=DEADLINE_MS_MAX,
+            length_control=False,
+            drafting_delays=False,
             look_ahead=pair.way.look_ahead if pair.has_drafts else 0,
             lookup=DraftConfig(model="suffix" if looks_up else "model"),
-        )  # fmt: skip
+        )
         self.service = CoordinatorService(
-            config, f"coordinator-{place}", store=store, targets=links["target"],
-            drafts=links["draft"], fallback=_Lookup(k if looks_up else 0),
+            config,
+            f"coordinator-{place}",
+            store=store,
+            targets=links["target"],
+            drafts=links["draft"],
+            fallback=_Lookup(k if looks_up else 0),
             random_bits=rng.getrandbits,
-        )  # fmt: skip
+        )
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
         """Returns a function that delivers messages. The request and the answer of a call each
@@ -381,9 +393,13 @@ class _Simulation:
             answer = min(answer, int(self._rng.geometric(1.0 / mean)))
         prompt = self._rng.integers(VOCABULARY, size=prompt_tokens)
         asked = bench_request(
-            (*prompt.tolist()[:-1], 0), answer, 1.0, rule=Rule.TOKEN, include_rounds=True,
+            (*prompt.tolist()[:-1], 0),
+            answer,
+            1.0,
+            rule=Rule.TOKEN,
+            include_rounds=True,
             num_draft_tokens=len(self._scenario.pair.survival),
-        )  # fmt: skip
+        )
         request = _Request(loop.time(), [])
         self._requests.append(request)
         try:
@@ -406,13 +422,17 @@ class _Simulation:
         pace = [one.pace for one in requests if one.pace is not None]
         firsts = [(one.events[0][0], one.began_at) for one in requests if one.events]
         return FleetFigures(
-            tokens_per_second=total / seconds, rounds_per_second=num_rounds / seconds,
-            tokens_per_round=total / max(1, num_rounds), num_requests=len(self._ends),
-            num_refused=self._ends.count(False), tpot_ms=_percentiles_ms(pace),
+            tokens_per_second=total / seconds,
+            rounds_per_second=num_rounds / seconds,
+            tokens_per_round=total / max(1, num_rounds),
+            num_requests=len(self._ends),
+            num_refused=self._ends.count(False),
+            tpot_ms=_percentiles_ms(pace),
             ttft_ms=_percentiles_ms([(at - began, 1) for at, began in firsts if at >= begin]),
             draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
-            hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)), busy=busy,
-        )  # fmt: skip
+            hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
+            busy=busy,
+        )
 
 
 def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
@@ -450,8 +470,9 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),
         draft=_stepped(spec.draft_ms, spec.draft_branches),
-        target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
-    )  # fmt: skip
+        target_max_num_seqs=target_seats,
+        max_num_seqs=draft_seats,
+    )
     k = len(survival)
     way = Option(rule=Rule.TOKEN, num_draft_tokens=k, proposed_per_round=k, steps_per_round=k)
     return Pair(times, way, survival, f"{EMULATED}{text}")
@@ -502,9 +523,11 @@ def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
 
 
 def smallest(
-    scenario: Scenario, tpot_ms: float, free: Sequence[Role],
+    scenario: Scenario,
+    tpot_ms: float,
+    free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
-) -> Fleet | None:  # fmt: skip
+) -> Fleet | None:
     """The smallest fleet that meets `tpot_ms`; None if no fleet does. The search minimises the
     number of targets, then of drafts, then of coordinators, each within `TOLERANCE`. Roles that are
     not `free` keep the scenario's numbers."""

@@ -25,8 +25,14 @@ from outrider.limits import PASSWORD_BYTES_MAX
 
 DEFAULT_KEY_PREFIX = "outrider:"
 _SETTINGS = (
-    "url", "username", "password", "password_file", "ca_file", "sentinel_password", "key_prefix",
-)  # fmt: skip
+    "url",
+    "username",
+    "password",
+    "password_file",
+    "ca_file",
+    "sentinel_password",
+    "key_prefix",
+)
 
 
 @checked("redis_", _SETTINGS)
@@ -73,8 +79,9 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
     if "password=" in url.lower():
         raise SettingError("redis_url", "has a password among its options; use redis_password_file")
     found = {
-        "password": password or address.password, "sentinel_password": address.sentinel_password
-    }  # fmt: skip
+        "password": password or address.password,
+        "sentinel_password": address.sentinel_password,
+    }
     secrets = {kind: secret for kind, secret in found.items() if secret}
     changes: dict[str, Any] = dict.fromkeys(secrets, "")
     changes |= {f"asks_for_{kind}": True for kind in secrets}

@@ -120,16 +120,19 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     url = address.url
     options: dict[str, Any] = dict.fromkeys(("timeout", "socket_connect_timeout", "socket_timeout"))
     options |= {
-        "max_connections": limits.REDIS_CONNECTIONS_MAX, "retry": Retry(NoBackoff(), 0),
+        "max_connections": limits.REDIS_CONNECTIONS_MAX,
+        "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-    }  # fmt: skip
+    }
     if address.ca_file and not url.startswith(("rediss://", "rediss+sentinel://")):
         raise errors.SettingError(
             "redis_ca_file", "needs a Redis URL that begins with rediss:// or rediss+sentinel://"
         )
     given = {
-        "username": address.username, "password": address.password, "ssl_ca_certs": address.ca_file
-    }  # fmt: skip
+        "username": address.username,
+        "password": address.password,
+        "ssl_ca_certs": address.ca_file,
+    }
     options |= {name: text for name, text in given.items() if text}
     try:
         if url.startswith(SCHEMES):
@@ -259,9 +262,12 @@ def _sentinel_client(
     addresses = [_host_and_port(one) for one in hosts.split(",")]
     sentinel: Any = Sentinel(addresses, sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(
-        unquote(service), redis_class=_Client, connection_pool_class=_Pool, db=int(db or 0),
+        unquote(service),
+        redis_class=_Client,
+        connection_pool_class=_Pool,
+        db=int(db or 0),
         **options,
-    )  # fmt: skip
+    )
     return client
 
 

@@ -117,9 +117,13 @@ class EmbeddedRedis:
                 self._socket.unlink(missing_ok=True)
                 self._supervisor = subprocess.Popen(
                     ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options()],
-                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[lock.fileno()], start_new_session=True, env=_environment(),
-                )  # fmt: skip
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,
+                    env=_environment(),
+                )
         except BlockingIOError:
             raise ConfigError(
                 f"another Redis server keeps its data in {self._directory}; stop that server, or "
@@ -151,20 +155,40 @@ class EmbeddedRedis:
 
     def _options(self) -> list[str]:
         return [
-            "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
-            "--dir", str(self._directory), "--logfile", str(self._directory / _LOG_NAME),
-            "--loglevel", "warning", "--daemonize", "no",
-            "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
-            "--maxmemory", str(limits.EMBEDDED_REDIS_BYTES_MAX),
-            "--maxmemory-policy", "noeviction",
-        ]  # fmt: skip
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self._socket),
+            "--unixsocketperm",
+            "700",
+            "--dir",
+            str(self._directory),
+            "--logfile",
+            str(self._directory / _LOG_NAME),
+            "--loglevel",
+            "warning",
+            "--daemonize",
+            "no",
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "everysec",
+            "--save",
+            "",
+            "--maxmemory",
+            str(limits.EMBEDDED_REDIS_BYTES_MAX),
+            "--maxmemory-policy",
+            "noeviction",
+        ]
 
     def _wait_until_it_answers(self) -> int:
         give_up_at = time.monotonic() + limits.EMBEDDED_REDIS_START_MS_MAX / 1000
         with redis.Redis(
-            unix_socket_path=str(self._socket), retry=Retry(NoBackoff(), 0), protocol=2,
+            unix_socket_path=str(self._socket),
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
             socket_timeout=limits.REDIS_TIMEOUT_MS / 1000,
-        ) as client:  # fmt: skip
+        ) as client:
             while self.running and time.monotonic() < give_up_at:
                 try:
                     return int(client.info("server")["process_id"])

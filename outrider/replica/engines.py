@@ -74,13 +74,18 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     trying = refusing(f"model {config.model}:", quantization) if quantization else nullcontext()
     with with_setting_keys(type(config)), trying:
         engine = PagedEngine(
-            module, info, max_num_seqs=config.max_num_seqs,
+            module,
+            info,
+            max_num_seqs=config.max_num_seqs,
             kv_cache_memory_bytes=_kv_cache_bytes(config, device),
             contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
-            deterministic=config.deterministic, backend=backend,
+            deterministic=config.deterministic,
+            backend=backend,
             least=int if ranks is None else partial(least, ranks, device=device),
-            drafts_apart=shows_features, kernels=kernels, draft_layer=layer,
-        )  # fmt: skip
+            drafts_apart=shows_features,
+            kernels=kernels,
+            draft_layer=layer,
+        )
         return _tried(engine, config)
 
 
@@ -131,15 +136,20 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
         from outrider.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(
-            Path(config.directory), max_num_seqs=config.max_num_seqs,
+            Path(config.directory),
+            max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched_tokens(config),
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization, num_gpus=config.num_gpus,
-            ranks=ranks, deterministic=config.deterministic, enforce_eager=config.enforce_eager,
-            draft_layer=layer, draft_check=layer_check,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            num_gpus=config.num_gpus,
+            ranks=ranks,
+            deterministic=config.deterministic,
+            enforce_eager=config.enforce_eager,
+            draft_layer=layer,
+            draft_check=layer_check,
             draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
             **load_options(config, num_threads),
-        )  # fmt: skip
+        )
         return _tried(engine, config)
 
 
@@ -202,10 +212,13 @@ def _load(
 def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[str, Any]:
     """Returns the `LoadOptions` of a replica's model."""
     return {
-        "name": config.model, "dtype": config.dtype, "device": config.device,
-        "trust_remote_code": config.trust_remote_code, "num_threads": num_threads,
+        "name": config.model,
+        "dtype": config.dtype,
+        "device": config.device,
+        "trust_remote_code": config.trust_remote_code,
+        "num_threads": num_threads,
         "max_model_len": config.max_model_len or None,
-    }  # fmt: skip
+    }
 
 
 def _layer_of_target(

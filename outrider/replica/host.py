@@ -163,9 +163,10 @@ class ReplicaHost(place.PlacedActor):
         address = addresses.advertised(config.host, server.address)
         await self._announce(service, address, config)
         self._engagement = Engagement(
-            address=address, member=config.membership,
+            address=address,
+            member=config.membership,
             num_ranks=1 if self.leadership is None else self.leadership.rendezvous.num_ranks,
-        )  # fmt: skip
+        )
         return address
 
     async def _announce(self, service: SteppedService, address: str, config: ReplicaConfig) -> None:
@@ -178,11 +179,19 @@ class ReplicaHost(place.PlacedActor):
         def record() -> ReplicaRecord:
             runs = service.description
             return ReplicaRecord(
-                role=config.role, name=member.name, address=address, host=socket.gethostname(),
-                pid=os.getpid(), model=runs.model, weights=runs.weights, device=config.device,
-                leaving=self._engagement.leaving, load=len(service.sessions),
-                trial_share=member.trial_share, figures=service.figures,
-            )  # fmt: skip
+                role=config.role,
+                name=member.name,
+                address=address,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                model=runs.model,
+                weights=runs.weights,
+                device=config.device,
+                leaving=self._engagement.leaving,
+                load=len(service.sessions),
+                trial_share=member.trial_share,
+                figures=service.figures,
+            )
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._open.push_async_callback(registry.close)

@@ -49,9 +49,13 @@ class RankLeader:
 
 
 def _load_share(
-    config: ReplicaConfig, num_threads: int, rendezvous: Rendezvous, rank: int, timeout_s: float,
+    config: ReplicaConfig,
+    num_threads: int,
+    rendezvous: Rendezvous,
+    rank: int,
+    timeout_s: float,
     store_socket: socket.socket | None = None,
-) -> tuple[Engine, RankGroup]:  # fmt: skip
+) -> tuple[Engine, RankGroup]:
     """Joins the other ranks, and loads this rank's share on the rank's device. Returns once all
     ranks have loaded the same model with the same number of pages."""
     from outrider.engine.tensor_parallel.group import RankGroup
@@ -59,9 +63,13 @@ def _load_share(
 
     config = replace(config, device=str(resolve_device(config.device, rank)))
     group = RankGroup(
-        rendezvous, rank, use_device(device=config.device), timeout_s,
-        in_order=config.deterministic, store_socket=store_socket,
-    )  # fmt: skip
+        rendezvous,
+        rank,
+        use_device(device=config.device),
+        timeout_s,
+        in_order=config.deterministic,
+        store_socket=store_socket,
+    )
     try:
         engine = build_engine(config, num_threads, group)
         group.wait_for_all(f"{engine.info!r} {engine.page_counts().num_pages}")
@@ -87,9 +95,13 @@ def engine_of_a_replica(
     from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
 
     engine, group = _load_share(
-        config, num_threads, leadership.rendezvous, rank=0, timeout_s=leadership.timeout_s,
+        config,
+        num_threads,
+        leadership.rendezvous,
+        rank=0,
+        timeout_s=leadership.timeout_s,
         store_socket=leadership.store_socket,
-    )  # fmt: skip
+    )
     return ParallelEngine(engine, group.links.send_frame, group.close, config.max_num_seqs)
 
 
@@ -108,9 +120,14 @@ class RankHost(PlacedActor):
         self._group: RankGroup | None = None
 
     async def start(
-        self, config: ReplicaConfig, rendezvous: Rendezvous, rank: int, num_neighbours: int,
-        timeout_s: float, log_directory: str,
-    ) -> None:  # fmt: skip
+        self,
+        config: ReplicaConfig,
+        rendezvous: Rendezvous,
+        rank: int,
+        num_neighbours: int,
+        timeout_s: float,
+        log_directory: str,
+    ) -> None:
         """Joins the other ranks, loads this rank's share, and begins to follow the leader. This
         machine has `num_neighbours` ranks of the model. Raises `ConfigError` if the model cannot be
         loaded, and `Unavailable` if the leader does not answer within `timeout_s`."""

@@ -84,9 +84,12 @@ class SteppedService(ReplicaService):
     A role that does more than queue items overrides `submit` and `_forget`."""
 
     def __init__(
-        self, worker: StepWorker, executor: StepExecutor, description: ReplicaDescription,
+        self,
+        worker: StepWorker,
+        executor: StepExecutor,
+        description: ReplicaDescription,
         seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is
         the expected duration of a step with this number of tokens and sessions. If it is above 0,
         the step may wait for sessions whose next items are expected soon. An item with a new
@@ -412,9 +415,12 @@ class SteppedService(ReplicaService):
             self._task.cancel()
 
     def _on_executor(
-        self, leaving: Mapping[str, bool], batch: Sequence[StepRequest], steps: list[_Step],
+        self,
+        leaving: Mapping[str, bool],
+        batch: Sequence[StepRequest],
+        steps: list[_Step],
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
         nothing else waits, runs a second step with these items. A quick step takes only 1.3 ms,
         so a call of the executor for each step would cost too much."""
@@ -543,9 +549,12 @@ class StepLoad:
         began = [max(0.0, start - work.arrived_at) for work in works if work.started_at == start]
         places = min(1.0, len(works) / self._max_batch)
         amounts = {
-            "steps": 1.0, "seconds": end - start, "places": places,
-            "began": len(began), "waited": sum(began),
-        }  # fmt: skip
+            "steps": 1.0,
+            "seconds": end - start,
+            "places": places,
+            "began": len(began),
+            "waited": sum(began),
+        }
         self._sums.add(end, amounts)
 
     def figures(self, now: float, step_figures: StepFigures) -> Figures:
@@ -580,12 +589,20 @@ def describe_model(
 ) -> ReplicaDescription:
     """Describes a replica that runs a model, with at most `max_num_seqs` sessions in a step."""
     return ReplicaDescription(
-        model=info.name, weights_fingerprint=info.weights_fingerprint,
-        tokenizer_fingerprint=info.tokenizer_fingerprint, vocab_size=info.vocab_size,
-        dtype=info.dtype, max_model_len=info.max_model_len, eos_token_ids=info.eos_token_ids,
-        max_num_seqs=max_num_seqs, step_costs=costs, numerics=info.numerics, features=info.features,
-        dtype_note=info.dtype_note, row_coupling=info.row_coupling,
-    )  # fmt: skip
+        model=info.name,
+        weights_fingerprint=info.weights_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        max_num_seqs=max_num_seqs,
+        step_costs=costs,
+        numerics=info.numerics,
+        features=info.features,
+        dtype_note=info.dtype_note,
+        row_coupling=info.row_coupling,
+    )
 
 
 _RELEASED = 2**64  # noted as a released session's newest round; larger than every round

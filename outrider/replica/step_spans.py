@@ -105,9 +105,12 @@ class ObservedSteps:
         ).end(start_ns)
         attributes |= {"outrider.step_items": num_items, "outrider.answer": _kind(answer)}
         self._tracer.start_span(
-            self._name, context=context, kind=SpanKind.SERVER, attributes=attributes,
+            self._name,
+            context=context,
+            kind=SpanKind.SERVER,
+            attributes=attributes,
             start_time=start_ns,
-        ).end(end_ns)  # fmt: skip
+        ).end(end_ns)
 
 
 def _kind(answer: Any) -> str:

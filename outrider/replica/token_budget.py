@@ -188,9 +188,12 @@ class TokenBudget:
         if self._costs is not None:
             attention_s = self._costs.attention_seconds(num_tokens, demand.context)
         return _Load(
-            load.rows + num_tokens, load.sessions + 1, load.attention_s + attention_s,
-            load.has_prefix or not demand.is_round, load.later_s,
-        )  # fmt: skip
+            load.rows + num_tokens,
+            load.sessions + 1,
+            load.attention_s + attention_s,
+            load.has_prefix or not demand.is_round,
+            load.later_s,
+        )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
         self._last = load

@@ -352,8 +352,12 @@ def draft_request(
     this `digest`. `token_ids` are the tokens that the drafter needs. `fields` adds or replaces
     fields of the request."""
     known: dict[str, Any] = {
-        "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
-        "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,
+        "session_id": head.session_id,
+        "tenant": head.tenant,
+        "token_ids": token_ids,
+        "prompt_length": head.prompt_length,
+        "sampling": sampling,
+        "rule": head.rule,
         "noise": RoundNoise(head.seed, head.rule, length, digest),
-    }  # fmt: skip
+    }
     return DraftRequest(**known | fields)

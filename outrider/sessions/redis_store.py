@@ -103,15 +103,30 @@ class RedisStore(store.SessionStore):
             await self._share(text)
             shared = "shared", text.digest
         opened = (
-            session.tenant, session.seed, session.rule, session.parameters, session.prompt_length
-        )  # fmt: skip
+            session.tenant,
+            session.seed,
+            session.rule,
+            session.parameters,
+            session.prompt_length,
+        )
         answer = await self._run(
-            _OPEN, session.session_id, self.session_ttl_ms,
+            _OPEN,
+            session.session_id,
+            self.session_ttl_ms,
             encode_tokens(session.token_ids),
-            "epoch", session.epoch, "owner", session.owner,
-            "state", "running", "finish_reason", "",
-            "opened", _OPENED.dump_json(opened), *_progress(session), *shared,
-        )  # fmt: skip
+            "epoch",
+            session.epoch,
+            "owner",
+            session.owner,
+            "state",
+            "running",
+            "finish_reason",
+            "",
+            "opened",
+            _OPENED.dump_json(opened),
+            *_progress(session),
+            *shared,
+        )
         if answer == 0:
             raise errors.InvariantError(f"another session has the id {session.session_id}")
 
@@ -119,9 +134,15 @@ class RedisStore(store.SessionStore):
         calls: list[Call] = []
         for one in appends:
             arguments = (
-                one.epoch, one.owner, self.session_ttl_ms, one.expected_length,
-                encode_tokens(one.token_ids), one.logprobs, int(one.more_follow), *_progress(one),
-            )  # fmt: skip
+                one.epoch,
+                one.owner,
+                self.session_ttl_ms,
+                one.expected_length,
+                encode_tokens(one.token_ids),
+                one.logprobs,
+                int(one.more_follow),
+                *_progress(one),
+            )
             calls.append((self._keys(one.session_id), arguments))
         answers = await self._scripts.run_all(_APPEND, calls)
         return [
@@ -156,9 +177,12 @@ class RedisStore(store.SessionStore):
         await self._write(_RELEASE, session_id, epoch, owner, store.released(owner))
 
     async def take_over(
-        self, seen: store.SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None,
+        self,
+        seen: store.SessionRecord,
+        owner: str,
+        on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
-    ) -> store.SessionRecord:  # fmt: skip
+    ) -> store.SessionRecord:
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
             wanted = f"{_CANCEL}{session_id}" if cancels else session_id
@@ -183,11 +207,19 @@ class RedisStore(store.SessionStore):
 
     async def finish(self, finish: store.Finish) -> int:
         return await self._write(
-            _FINISH, finish.session_id, finish.epoch, finish.owner,
-            self.finished_ttl_ms, -1 if finish.length is None else finish.length,
-            "state", "finished", "finish_reason", finish.reason.value,
-            "counters", _COUNTERS.dump_json(finish.counters),
-        )  # fmt: skip
+            _FINISH,
+            finish.session_id,
+            finish.epoch,
+            finish.owner,
+            self.finished_ttl_ms,
+            -1 if finish.length is None else finish.length,
+            "state",
+            "finished",
+            "finish_reason",
+            finish.reason.value,
+            "counters",
+            _COUNTERS.dump_json(finish.counters),
+        )
 
     async def load(self, session_id: str) -> store.SessionRecord:
         for _ in range(limits.LOAD_TRIES_MAX):
@@ -304,10 +336,13 @@ _COUNTERS = TypeAdapter(store.Counters)
 
 def _progress(of: store.SessionRecord | store.Append) -> list[Field]:
     return [
-        b"prefix_digest", of.prefix_digest,
-        b"caches", _CACHES.serializer.to_json((of.draft, of.target)),
-        b"counters", _COUNTERS.serializer.to_json(of.counters),
-    ]  # fmt: skip
+        b"prefix_digest",
+        of.prefix_digest,
+        b"caches",
+        _CACHES.serializer.to_json((of.draft, of.target)),
+        b"counters",
+        _COUNTERS.serializer.to_json(of.counters),
+    ]
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
@@ -329,11 +364,23 @@ def decode_record(
         draft, target = _CACHES.validate_json(fields[b"caches"])
         reason = fields[b"finish_reason"].decode()
         record = store.SessionRecord(
-            session_id, tenant, fields[b"owner"].decode(), seed, rule, parameters, prompt_length,
-            token_ids, int(fields[b"prefix_digest"]), int(fields[b"epoch"]), draft, target,
-            _COUNTERS.validate_json(fields[b"counters"]), logprobs.decode(),
-            store.FinishReason(reason) if reason else None, shared,
-        )  # fmt: skip
+            session_id,
+            tenant,
+            fields[b"owner"].decode(),
+            seed,
+            rule,
+            parameters,
+            prompt_length,
+            token_ids,
+            int(fields[b"prefix_digest"]),
+            int(fields[b"epoch"]),
+            draft,
+            target,
+            _COUNTERS.validate_json(fields[b"counters"]),
+            logprobs.decode(),
+            store.FinishReason(reason) if reason else None,
+            shared,
+        )
     except (KeyError, ValueError, struct.error) as error:
         reason = f"session {session_id} is stored in an unknown form: {error}"
         raise errors.DataLoss(reason) from error

@@ -57,10 +57,14 @@ class Session:
         return self.error is None and self.num_uncommitted > 0
 
     def decide(
-        self, token_ids: Sequence[int], counters: store.Counters, *,
-        draft: store.CacheState | None = None, target: store.CacheState | None = None,
+        self,
+        token_ids: Sequence[int],
+        counters: store.Counters,
+        *,
+        draft: store.CacheState | None = None,
+        target: store.CacheState | None = None,
         logprobs: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Appends the tokens of one outcome. `counters` count the whole session. If `draft` or
         `target` is None, the session's earlier value stays. `logprobs` has one line for each token,
         or is empty in all calls."""
@@ -88,12 +92,18 @@ class Session:
         lines = self.logprobs[first_line : max(end - self.prompt_length, 0)]
         record = self.record
         return store.Append(
-            session_id=record.session_id, epoch=record.epoch, owner=record.owner,
-            expected_length=start, token_ids=tuple(self.tokens.ids[start:end]),
-            prefix_digest=self.tokens.digest(end), draft=self.draft, target=self.target,
-            counters=self.counters, logprobs="".join(line + "\n" for line in lines),
+            session_id=record.session_id,
+            epoch=record.epoch,
+            owner=record.owner,
+            expected_length=start,
+            token_ids=tuple(self.tokens.ids[start:end]),
+            prefix_digest=self.tokens.digest(end),
+            draft=self.draft,
+            target=self.target,
+            counters=self.counters,
+            logprobs="".join(line + "\n" for line in lines),
             more_follow=end < self.showable_length,
-        )  # fmt: skip
+        )
 
     def ending(self) -> store.Finish:
         """Returns the message that ends this session in the store."""
@@ -101,9 +111,13 @@ class Session:
         if self.finish_reason is None:
             raise InvariantError(f"session {record.session_id} ends without a reason")
         return store.Finish(
-            session_id=record.session_id, epoch=record.epoch, owner=record.owner,
-            length=self.length, reason=self.finish_reason, counters=self.counters,
-        )  # fmt: skip
+            session_id=record.session_id,
+            epoch=record.epoch,
+            owner=record.owner,
+            length=self.length,
+            reason=self.finish_reason,
+            counters=self.counters,
+        )
 
     def acknowledge(self, stored_length: int) -> None:
         """Records that the store holds `stored_length` tokens. If the store has lost tokens, this
@@ -132,8 +146,10 @@ class Session:
         """Raises `InvariantError` if an inequality of the module's docstring does not hold."""
         check(self.epoch >= store.FIRST_EPOCH, f"epoch {self.epoch}")
         prompt, stored, showable = (
-            self.prompt_length, self.acknowledged_length, self.showable_length
-        )  # fmt: skip
+            self.prompt_length,
+            self.acknowledged_length,
+            self.showable_length,
+        )
         check(
             0 < prompt <= showable <= self.length and 0 <= stored <= showable,
             f"prompt {prompt}, stored {stored}, showable {showable}, all {self.length}",

@@ -134,14 +134,29 @@ class SessionRecord:
 
     @classmethod
     def new(
-        cls, session_id: str, tenant: str, owner: str, seed: int, rule: Rule, parameters: str,
-        prompt_ids: tuple[int, ...], shared: Shared | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        session_id: str,
+        tenant: str,
+        owner: str,
+        seed: int,
+        rule: Rule,
+        parameters: str,
+        prompt_ids: tuple[int, ...],
+        shared: Shared | None = None,
+    ) -> Self:
         """Returns the record of a new session."""
         return cls(
-            session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,
-            TokenSequence(prompt_ids).digest(), shared=shared,
-        )  # fmt: skip
+            session_id,
+            tenant,
+            owner,
+            seed,
+            rule,
+            parameters,
+            len(prompt_ids),
+            prompt_ids,
+            TokenSequence(prompt_ids).digest(),
+            shared=shared,
+        )
 
 
 def released(owner: str) -> str:
@@ -202,9 +217,12 @@ class SessionStore(Protocol):
         released already."""
 
     async def take_over(
-        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None,
+        self,
+        seen: SessionRecord,
+        owner: str,
+        on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
-    ) -> SessionRecord:  # fmt: skip
+    ) -> SessionRecord:
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
         returned. Returns a finished session unchanged. Raises `NotFound` or `DataLoss`, and raises
         `Unavailable` if the session's epoch or owner has changed since `load`. While the lease of

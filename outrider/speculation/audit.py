@@ -26,9 +26,11 @@ _P_MIN = 1e-300  # replaces p = 0 in a division 0 / p
 
 
 def audit(
-    logits: Tensor, token_ids: Sequence[int], params: SamplingParams,
+    logits: Tensor,
+    token_ids: Sequence[int],
+    params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
-) -> AuditSums:  # fmt: skip
+) -> AuditSums:
     """Compares token i with row i of `logits` [N, V], which are on the CPU. Raises `InvariantError`
     for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
@@ -43,9 +45,11 @@ def audit(
         is_tie = largest - found <= NEAR_TIE * largest.abs().clamp(min=1.0)
         is_impossible = found == -torch.inf
         return AuditSums(
-            num, num - len(inside) + int((is_other & is_impossible).sum()),
-            int((is_other & ~is_impossible & ~is_tie).sum()), int((is_other & is_tie).sum()),
-        )  # fmt: skip
+            num,
+            num - len(inside) + int((is_other & is_impossible).sum()),
+            int((is_other & ~is_impossible & ~is_tie).sum()),
+            int((is_other & is_tie).sum()),
+        )
     at = torch.zeros(num, dtype=torch.float64)
     at[inside] = p[inside, chosen]
     possible = at > 0
@@ -54,7 +58,9 @@ def audit(
     terms.square_().div_(p.clamp_(min=_P_MIN))  # p log^2 p
     variance = (terms.sum(dim=1) - entropy.square()).clamp(min=0.0)
     return AuditSums(
-        num_tokens=num, num_impossible=num - int(possible.sum()),
-        surprise=float(-at[possible].log().sum()), entropy=float(entropy[possible].sum()),
+        num_tokens=num,
+        num_impossible=num - int(possible.sum()),
+        surprise=float(-at[possible].log().sum()),
+        entropy=float(entropy[possible].sum()),
         variance=float(variance[possible].sum()),
-    )  # fmt: skip
+    )

@@ -74,9 +74,13 @@ def judge_by_kernels(
 
 
 def send_rows(
-    logits: Tensor, transforms: Sequence[Transforms], sizes: IntArray, drafted: IntArray | int,
-    extra: IntArray, vocabulary: DraftVocabulary | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    transforms: Sequence[Transforms],
+    sizes: IntArray,
+    drafted: IntArray | int,
+    extra: IntArray,
+    vocabulary: DraftVocabulary | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sends the kernels' arguments to the device. `logits` are [R, V], or [R, N] for a `vocabulary`
     of N tokens, in float32 or narrower. Each session has an entry in `transforms`, and its number
     of rows in `sizes`. `drafted` has the draft token after each row, or -1. `extra` [R, E] has
@@ -122,9 +126,15 @@ def send_rows(
 
         changed = torch.empty_like(logits, dtype=torch.float32)
         change_rows[(num_rows,)](
-            changed, logits, logits.stride(0), sent, width,
-            BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
-        )  # fmt: skip
+            changed,
+            logits,
+            logits.stride(0),
+            sent,
+            width,
+            BLOCK=_BLOCK,
+            ENTRIES=_ENTRIES,
+            num_warps=_WARPS,
+        )
         logits = changed
     num_own = num_rows * num_words(ROW)
     words, others = torch.split(sent[:num_bytes].view(torch.int64), [num_own, extra.size])
@@ -136,9 +146,15 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
     num_rows, width = logits.shape
     weigh_rows[(num_rows,)](
-        weights, found, logits, logits.stride(0), words, width,
-        BLOCK=_BLOCK, num_warps=_WEIGHING_WARPS,
-    )  # fmt: skip
+        weights,
+        found,
+        logits,
+        logits.stride(0),
+        words,
+        width,
+        BLOCK=_BLOCK,
+        num_warps=_WEIGHING_WARPS,
+    )
 
 
 def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
@@ -148,10 +164,17 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
     row_waits = 1 << (-(-width // BLOCK) - 1).bit_length()
     races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=weights.device)
     settle_rows[(num_rows,)](
-        weights, found, words, sent.view(torch.uint8), races, width,
-        ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
-        ROW_WAITS=row_waits, num_warps=_WARPS,
-    )  # fmt: skip
+        weights,
+        found,
+        words,
+        sent.view(torch.uint8),
+        races,
+        width,
+        ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX,
+        WAITS=min(_WAITS, row_waits),
+        ROW_WAITS=row_waits,
+        num_warps=_WARPS,
+    )
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from outrider.speculation.cuda_verdicts import (
     send_rows,
     settle,
     weigh,
-)  # fmt: skip
+)
 from outrider.speculation.gumbel_max import (
     IntArray,
     RealArray,
@@ -80,10 +80,13 @@ class LikelyTokens:
 
 
 def draw_from_logits(
-    logits: Tensor, params: Sequence[SamplingParams], noises: Sequence[RoundNoise],
-    indices: Sequence[int], histories: Sequence[TokenHistory] = (),
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    histories: Sequence[TokenHistory] = (),
     vocabulary: DraftVocabulary | None = None,
-) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:  # fmt: skip
+) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
     """Draws the next token for each of B sessions. Session b draws token `indices[b]` of its
     round (the first is token 0) from row b of `logits`: [B, V], or [B, N] for a `vocabulary` of N
     tokens. All other arguments and results have the target's ids. Only penalties need `histories`.

@@ -105,9 +105,11 @@ def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def adjusted_logits(
-    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY,
+    logits: Tensor,
+    params: SamplingParams,
+    history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Applies bias and penalties to `logits`, which are [R, V], or [1, N] with a `vocabulary` of N
     tokens. Returns a copy on the CPU, in float64 if `logits` are float64, else in float32. Without
     bias and penalties, returns `logits` itself.
@@ -168,9 +170,11 @@ def _bias_arrays(
 
 
 def changed_tokens(
-    params: SamplingParams, history: TokenHistory, width: int,
+    params: SamplingParams,
+    history: TokenHistory,
+    width: int,
     vocabulary: DraftVocabulary | None = None,
-) -> npt.NDArray[np.int64]:  # fmt: skip
+) -> npt.NDArray[np.int64]:
     """A table [E, 3] of the tokens that have a bias or occur in the prompt, the output or the draft
     tokens. Leaves out tokens without a column in the logits, which have `width` columns. A row of
     the table has the token's column, the bits of its bias as a float64, and 2 n + m. Here n is the

@@ -14,9 +14,27 @@ from outrider.telemetry.observer import AuditOutcome, Side
 
 PREFIX = "outrider."
 SECONDS = (
-    0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
-    60, 120, 300,
-)  # fmt: skip
+    0.0005,
+    0.001,
+    0.002,
+    0.004,
+    0.008,
+    0.015,
+    0.03,
+    0.06,
+    0.125,
+    0.25,
+    0.5,
+    1,
+    2,
+    4,
+    8,
+    15,
+    30,
+    60,
+    120,
+    300,
+)
 """Upper bounds of the buckets of time histograms."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
 """Parts of a round's time. draft: the wait for a proposal. wire, queue, verify: the three parts of
@@ -36,31 +54,39 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was ready when the round began.",),
-    "look_ahead_misses":
-        ("Rounds whose proposal was not ready, although the draft had looked ahead.",),
+    "look_ahead_misses": (
+        "Rounds whose proposal was not ready, although the draft had looked ahead.",
+    ),
     "fallback_rounds": ("Rounds in which a draft was asked, but did not answer in time.",),
     "request_success": (
-        "Requests that ended without an error.", "finished_reason",
+        "Requests that ended without an error.",
+        "finished_reason",
         tuple(reason.value for reason in FinishReason),
     ),
     "request_failure": ("Requests that ended with an error.", "error_type"),
     "resyncs": ("Answers of replicas that lacked a part of the prefix.", "side", _SIDES),
     "session_moves": ("Sessions that moved to another replica.", "side", _SIDES),
     "audits": (
-        "Sessions chosen for an audit, by the audit's outcome.", "outcome", get_args(AuditOutcome),
+        "Sessions chosen for an audit, by the audit's outcome.",
+        "outcome",
+        get_args(AuditOutcome),
     ),
     "audit_tokens": ("Tokens audited.", "rule", _RULES),
-    "audit_impossible_tokens":
-        ("Audited tokens to which the target gives probability 0.", "rule", _RULES),
+    "audit_impossible_tokens": (
+        "Audited tokens to which the target gives probability 0.",
+        "rule",
+        _RULES,
+    ),
     "audit_unlikely_tokens": (
-        "Audited greedy tokens that are neither the likeliest token nor a near tie.", "rule",
+        "Audited greedy tokens that are neither the likeliest token nor a near tie.",
+        "rule",
         _GREEDY,
     ),
     "audit_near_ties": ("Audited greedy tokens that are a near tie.", "rule", _GREEDY),
     "audit_surprise_nats": ("Sum of -log p of audited tokens, except greedy ones.", "rule", _RULES),
     "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
-}  # fmt: skip
+}
 """Counters of a coordinator. Name -> description, label, and label values that are exported from
 the start. The increases of the audit counters over a period yield the mean drift per token,
 (surprise - entropy) / tokens, and the drift's z value, (surprise - entropy) / sqrt(variance)."""
@@ -68,44 +94,57 @@ CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
 AUDIT_COUNTERS = {
-    "audit_tokens": "num_tokens", "audit_impossible_tokens": "num_impossible",
-    "audit_unlikely_tokens": "num_unlikely", "audit_near_ties": "num_near_ties",
-    "audit_surprise_nats": "surprise", "audit_entropy_nats": "entropy",
+    "audit_tokens": "num_tokens",
+    "audit_impossible_tokens": "num_impossible",
+    "audit_unlikely_tokens": "num_unlikely",
+    "audit_near_ties": "num_near_ties",
+    "audit_surprise_nats": "surprise",
+    "audit_entropy_nats": "entropy",
     "audit_variance_nats2": "variance",
-}  # fmt: skip
+}
 """Counter -> field of `AuditSums`."""
 REQUEST_TIMES = {
     **{f"{PREFIX}round_{phase}_seconds": f"Time of a round's phase {phase}." for phase in PHASES},
     "outrider.request_queue_time_seconds": "From arrival to the start of the first target step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
-    "outrider.inter_token_latency_seconds":
-        "Time between two events with tokens, divided by the second event's number of tokens.",
-    "outrider.e2e_request_latency_seconds":
-        "From arrival to the last event, for requests that got a last event.",
+    "outrider.inter_token_latency_seconds": (
+        "Time between two events with tokens, divided by the second event's number of tokens."
+    ),
+    "outrider.e2e_request_latency_seconds": (
+        "From arrival to the last event, for requests that got a last event."
+    ),
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",
     "gen_ai.server.time_per_output_token": "Mean time of a token after the first.",
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
-}  # fmt: skip
+}
 """Histograms of a coordinator. Full name -> description."""
 READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
-    "target_available":
-        ("1 if a target answers; 0 if none answers, so that sessions make no progress.",),
-    "store_available":
-        ("1 if the session store answers; 0 if it does not answer, so that sessions pause.",),
-    "replicas_wanted":
-        ("Replicas that the deployment should have; the same at every coordinator.", "role"),
+    "target_available": (
+        "1 if a target answers; 0 if none answers, so that sessions make no progress.",
+    ),
+    "store_available": (
+        "1 if the session store answers; 0 if it does not answer, so that sessions pause.",
+    ),
+    "replicas_wanted": (
+        "Replicas that the deployment should have; the same at every coordinator.",
+        "role",
+    ),
     "replicas_present": (
-        "Announced replicas, neither leaving nor on trial; same at every coordinator.", "role",
+        "Announced replicas, neither leaving nor on trial; same at every coordinator.",
+        "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),
     "refusals": ("Requests refused because of a limit, by the limit's name.", "limit", True),
-    "stale_answers":
-        ("Proposals and verdicts that came after their round or session was over.", "side", True),
-}  # fmt: skip
+    "stale_answers": (
+        "Proposals and verdicts that came after their round or session was over.",
+        "side",
+        True,
+    ),
+}
 """Values read from a coordinator. Name -> description, label, whether the value only grows."""
 
 
@@ -163,9 +202,13 @@ class SpeculationCounters:
 
 
 def watch(
-    meter: Meter, name: str, read: Callable[[], Mapping[Any, float]], about: str,
-    label: str | tuple[str, ...] = "", grows: bool = False,
-) -> None:  # fmt: skip
+    meter: Meter,
+    name: str,
+    read: Callable[[], Mapping[Any, float]],
+    about: str,
+    label: str | tuple[str, ...] = "",
+    grows: bool = False,
+) -> None:
     """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge. The
     keys are label values, or tuples of them if `label` is a tuple. Any thread may call `read`."""
 

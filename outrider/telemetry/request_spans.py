@@ -42,9 +42,7 @@ from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 TRACED_ROUNDS = 2
 """If `trace_every_rounds` is above 0, this many rounds at the start of a request have spans."""
-_TOTALS = (
-    "num_rounds", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length"
-)  # fmt: skip
+_TOTALS = ("num_rounds", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length")
 
 
 class ObservedRequests(Observation):
@@ -89,9 +87,10 @@ class ObservedRequest(RequestObserver):
         is_chat = isinstance(next(iter(request.prompt), None), ChatMessage)
         operation, sampling = "chat" if is_chat else "text_completion", request.sampling
         self._genai = {
-            "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
-        }  # fmt: skip
+        }
         asked = {
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
@@ -102,9 +101,12 @@ class ObservedRequest(RequestObserver):
         }
         # Without an explicit context, the span would be a child of the current span.
         self._span = shared.tracer.start_span(
-            f"{operation} {model}", context=Context() if caller is None else caller,
-            kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
-        )  # fmt: skip
+            f"{operation} {model}",
+            context=Context() if caller is None else caller,
+            kind=SpanKind.SERVER,
+            attributes=self._genai,
+            start_time=self._arrived_ns,
+        )
         self._span.set_attributes({key: one for key, one in asked.items() if one is not None})
         self._quiet = write_traceparent(self._span, sampled=False)
         self.trace_id = self._quiet[3:35]
@@ -124,9 +126,12 @@ class ObservedRequest(RequestObserver):
         self._ended = False
 
     def _child(
-        self, parent: Span, name: str, start_ns: int | None = None,
+        self,
+        parent: Span,
+        name: str,
+        start_ns: int | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
-    ) -> Span:  # fmt: skip
+    ) -> Span:
         context, start = set_span_in_context(parent, Context()), self._shared.tracer.start_span
         return start(f"outrider.{name}", context, kind, start_time=start_ns)
 
@@ -139,14 +144,16 @@ class ObservedRequest(RequestObserver):
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
         self._open_s = time.monotonic() - self._arrived
         self.count("prompt_tokens", amount=num_prompt_tokens)
-        self._span.set_attributes({
-            "gen_ai.response.id": session_id,
-            "gen_ai.response.model": self._genai["gen_ai.request.model"],
-            "gen_ai.conversation.id": session_id,
-            # A number in an attribute is a signed 64-bit integer, so a larger seed becomes a text.
-            "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
-            "gen_ai.usage.input_tokens": num_prompt_tokens,
-        })  # fmt: skip
+        self._span.set_attributes(
+            {
+                "gen_ai.response.id": session_id,
+                "gen_ai.response.model": self._genai["gen_ai.request.model"],
+                "gen_ai.conversation.id": session_id,
+                # A number in an attribute is a signed 64-bit integer. A larger seed becomes a text.
+                "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
+                "gen_ai.usage.input_tokens": num_prompt_tokens,
+            }
+        )
         self._child(self._span, "open", self._arrived_ns).end()
 
     def round_began(self, index: int) -> None:
@@ -187,9 +194,11 @@ class ObservedRequest(RequestObserver):
             self._shared.speculation.add(length, len(proposal), num_accepted)
         if (span := self._rounds.get(self._index)) is not None:
             _describe(
-                span, num_draft_tokens=len(proposal), num_accepted_draft_tokens=num_accepted,
+                span,
+                num_draft_tokens=len(proposal),
+                num_accepted_draft_tokens=num_accepted,
                 num_tokens=num_tokens,
-            )  # fmt: skip
+            )
 
     def shown(self, decided_s: Mapping[int, float], num_tokens: int) -> None:
         """The tokens of some rounds go to the client in one event. `decided_s` maps the index of
@@ -219,10 +228,12 @@ class ObservedRequest(RequestObserver):
         if self._first_token_at is not None and num_tokens > 1:
             each = (now - self._first_token_at) / (num_tokens - 1)
             self._record("gen_ai.server.time_per_output_token", each, self._genai)
-        self._span.set_attributes({
-            "gen_ai.usage.output_tokens": num_tokens,
-            "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
-        })  # fmt: skip
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.output_tokens": num_tokens,
+                "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
+            }
+        )
         _describe(self._span, **{name: getattr(metrics, name) for name in _TOTALS})
         self._end(event.finish_reason)
 

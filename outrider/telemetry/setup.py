@@ -110,15 +110,22 @@ class Exports:
     """A process's tracer and meter, and their exporters."""
 
     def __init__(
-        self, role: str, span_processor: SpanProcessor | None, readers: list[MetricReader],
+        self,
+        role: str,
+        span_processor: SpanProcessor | None,
+        readers: list[MetricReader],
         scrape: Scrape | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scrape = scrape
         own_version = version("outrider")
-        resource = Resource.create({
-            "service.name": f"outrider-{role}", "service.namespace": "outrider",
-            "service.version": own_version, "host.name": socket.gethostname(),
-        })  # fmt: skip
+        resource = Resource.create(
+            {
+                "service.name": f"outrider-{role}",
+                "service.namespace": "outrider",
+                "service.version": own_version,
+                "host.name": socket.gethostname(),
+            }
+        )
         self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
         self.meter: Meter = self._meters.get_meter(SCOPE, own_version)
         self._tracers: TracerProvider | None = None
@@ -146,9 +153,14 @@ class Exports:
 
 
 def start_exports(
-    telemetry: str, role: Role, host: str, slot: int = 0, *, scraped: bool = False,
+    telemetry: str,
+    role: Role,
+    host: str,
+    slot: int = 0,
+    *,
+    scraped: bool = False,
     vllm_model: str | None = None,
-) -> Exports | None:  # fmt: skip
+) -> Exports | None:
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
     Serves Prometheus on `host`, at the port `Destination.port(role, slot)`. If `scraped`, creates
     `Exports.scrape` even without a port. With `vllm_model`, exports `VLLM_COUNTERS` also under

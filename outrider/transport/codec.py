@@ -346,11 +346,8 @@ OWN_CODECS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], An
     ),
     "Features": (None, _features_from_proto),
     "PositionLogprobs": (_logprobs_to_proto, _logprobs_from_proto),
-    "Constraint": (
-        None,
-        lambda message, path: Constraint.read(message.kind, message.text, path),
-    ),
-}  # fmt: skip
+    "Constraint": (None, lambda message, path: Constraint.read(message.kind, message.text, path)),
+}
 """Encoder (None = `fields_to_proto`) and decoder of messages, by the message's name."""
 VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
 """Python type of each enum, and of each nested message that is not in `OWN_CODECS`, by name."""
@@ -410,8 +407,11 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
 
 
 _ANSWERS: Mapping[str, Any] = {
-    "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
-}  # fmt: skip
+    "verdict": VerdictReply,
+    "proposal": ProposalReply,
+    "resync": Resync,
+    "refused": Refused,
+}
 _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 
 

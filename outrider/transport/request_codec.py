@@ -49,8 +49,11 @@ VALUES.update(
     }
 )
 _EVENTS: dict[str, Any] = {
-    "started": Started, "tokens": Tokens, "round": RoundReport, "finished": Finished
-}  # fmt: skip
+    "started": Started,
+    "tokens": Tokens,
+    "round": RoundReport,
+    "finished": Finished,
+}
 _EVENT_FIELDS = {
     kind: (name, type(getattr(pb.GenerateEvent(), name))) for name, kind in _EVENTS.items()
 }

@@ -103,11 +103,12 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             served.append(Service(_REFLECTION, reflection.ReflectionServicer(names)))
         self._methods = {
             f"/{service.descriptor.full_name}/{method.name}": (
-                method, _method(service.servicer, method.name)
+                method,
+                _method(service.servicer, method.name),
             )
             for service in served
             for method in service.descriptor.methods
-        }  # fmt: skip
+        }
         self._server = grpc.aio.server(
             handlers=(weakref.proxy(self),),  # A reference cycle would keep a stopped server alive.
             options=server_options(

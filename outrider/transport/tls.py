@@ -140,9 +140,13 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
 
 
 def _make(
-    directory: Path, name: str, now: datetime.datetime, days: int, issuer: x509.Name | None = None,
+    directory: Path,
+    name: str,
+    now: datetime.datetime,
+    days: int,
+    issuer: x509.Name | None = None,
     signer: Any = None,
-) -> None:  # fmt: skip
+) -> None:
     """Makes a key and a certificate. The certificate of a role is signed with `signer`, the key of
     the `issuer`. Without an `issuer`, makes a self-signed certificate of an authority."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -201,9 +205,11 @@ def server_credentials(
 
 
 def caller_trust(
-    authority: Path | None = None, certificate: Path | None = None, key: Path | None = None,
+    authority: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
     server_name: str = "",
-) -> Trust:  # fmt: skip
+) -> Trust:
     """TLS of a user's channel. `authority` must have signed the server's certificate; None = gRPC's
     own list of authorities. The channel shows `certificate` to servers that ask for a certificate.
     Raises `ConfigError` for missing or invalid files."""

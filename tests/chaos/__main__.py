@@ -77,25 +77,36 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     hung = [role for kind, role in KINDS if kind == "hang" and (is_full or (kind, role) in only)]
     return {
         "missed": missed_in_hangs(faults, hung) + (missed(faults) if is_full else []),
-        "seconds": round(seconds), "peak_requests_per_second": round(peak, 2),
-        **load.report(), **faults,
-    }  # fmt: skip
+        "seconds": round(seconds),
+        "peak_requests_per_second": round(peak, 2),
+        **load.report(),
+        **faults,
+    }
 
 
 def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:
     engines = {"engine": EMULATED, "draft_model": "emulated"}
     if arguments.real:
         engines = {
-            "model": "demo", "draft_model": "hybrid:suffix,demo-drafter",
-            "dtype": "float32", "draft_dtype": "float32",
-        }  # fmt: skip
+            "model": "demo",
+            "draft_model": "hybrid:suffix,demo-drafter",
+            "dtype": "float32",
+            "draft_dtype": "float32",
+        }
     settings = engines | {
-        "address": machines.address, "redis_url": machines.redis.url,
+        "address": machines.address,
+        "redis_url": machines.redis.url,
         "redis_wait_replicas": 1,  # All replicas, so no single fault loses tokens.
-        "grpc_port": 0, "port": 0, "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,
-        "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
+        "grpc_port": 0,
+        "port": 0,
+        "num_targets": 2,
+        "num_drafts": 2,
+        "num_coordinators": 2,
+        "target_num_cpus": 0.2,
+        "draft_num_cpus": 0.1,
+        "coordinator_num_cpus": 0.1,
         "stop_timeout_s": 5,
-    }  # fmt: skip
+    }
     return load_config(settings, {})
 
 

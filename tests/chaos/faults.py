@@ -53,9 +53,11 @@ KILLS: Final = (*(("kill", role) for role in (*ROLES, GATEWAY, RECONCILER, REDIS
 STOPS: Final = (*(("stop", role) for role in (*ROLES, GATEWAY, REDIS)),)
 HANGS: Final = (*(("hang", role) for role in ROLES),)
 OTHERS: Final = (
-    *HANGS, ("lose", NODE), ("lose", HEAD),
+    *HANGS,
+    ("lose", NODE),
+    ("lose", HEAD),
     *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
-)  # fmt: skip
+)
 PAIR: Final = "pair"
 PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
 """By name, processes that are killed at the same moment. Requests may fail then, and are counted
@@ -182,9 +184,10 @@ class Adversary:
             if not is_whole(overview):
                 return []
             return [
-                index for index in range(NUM_NODES)
+                index
+                for index in range(NUM_NODES)
                 if self._roles_without(index, serving) == set(ROLES)
-            ]  # fmt: skip
+            ]
         if role in PAIRS:
             return [0] if all(self._victims(one) for one in PAIRS[role]) else []
         if role == HEAD:  # Without a head no replica can be started.
@@ -307,16 +310,18 @@ class Adversary:
             ),
             "gaps": {
                 f"{kind} {role}": {
-                    "num_faults": counts[kind, role], "num_touched": len(gaps),
+                    "num_faults": counts[kind, role],
+                    "num_touched": len(gaps),
                     "p50_s": round(np.percentile(gaps, 50), 3),
                     "p99_s": round(np.percentile(gaps, 99), 3),
                     "added_p99_s": round(np.percentile(gaps, 99) - usual_s, 3),
                 }
-                for (kind, role), gaps in sorted(self.gaps.items()) if gaps
+                for (kind, role), gaps in sorted(self.gaps.items())
+                if gaps
             },
             "hangs": self._hangs(),
             "faults": [asdict(fault) for fault in self.faults],
-        }  # fmt: skip
+        }
 
 
 def missed_in_hangs(report: Mapping[str, Any], expected: Sequence[str]) -> list[str]:
@@ -338,9 +343,10 @@ def missed_in_hangs(report: Mapping[str, Any], expected: Sequence[str]) -> list[
 def missed(report: Mapping[str, Any]) -> list[str]:
     """The other goals that were missed. A goal that was not measured counts as missed."""
     found = [
-        fault for fault, added_s_max in ADDED_S_MAX.items()
+        fault
+        for fault, added_s_max in ADDED_S_MAX.items()
         if fault not in report["gaps"] or report["gaps"][fault]["added_p99_s"] > added_s_max
-    ]  # fmt: skip
+    ]
     if report["num_kills_and_stops"] < KILLS_AND_STOPS_MIN:
         found.append("kills and stops")
     return found

@@ -78,20 +78,31 @@ class Question:
     def request(self) -> GenerateRequest:
         sampling = SamplingParams(**self.shape.sampling)
         return GenerateRequest(
-            tuple(self.prompt), max_tokens=self.max_tokens, seed=self.seed, sampling=sampling,
-            rule=None if sampling.temperature == 0 else Rule.COUPLED, ignore_eos=True,
-            logprobs=self.shape.logprobs, num_draft_tokens=self.shape.num_draft_tokens,
-        )  # fmt: skip
+            tuple(self.prompt),
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            sampling=sampling,
+            rule=None if sampling.temperature == 0 else Rule.COUPLED,
+            ignore_eos=True,
+            logprobs=self.shape.logprobs,
+            num_draft_tokens=self.shape.num_draft_tokens,
+        )
 
     def body(self) -> dict[str, Any]:
         speculation: dict[str, Any] = {"num_draft_tokens": self.shape.num_draft_tokens}
         if self.shape.sampling.get("temperature") != 0:
             speculation["rule"] = "coupled"
         return {
-            "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed, "stream": True,
-            "ignore_eos": True, "return_token_ids": True, "logprobs": self.shape.logprobs,
-            "speculation": speculation, **self.shape.sampling,
-        }  # fmt: skip
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": self.shape.logprobs,
+            "speculation": speculation,
+            **self.shape.sampling,
+        }
 
 
 @dataclass
@@ -178,14 +189,16 @@ class Load:
         paired = [one for one in self.asked if one.pair]
         errors = [one.error for one in self.asked if one.error and not one.pair]
         return {
-            "num_requests": len(self.asked), "num_during_pairs": len(paired),
+            "num_requests": len(self.asked),
+            "num_during_pairs": len(paired),
             "num_http_requests": sum(one.is_by_http for one in self.asked),
             "num_failed_during_pairs": sum(bool(one.error) for one in paired),
             "errors_during_pairs": sorted({one.error for one in paired if one.error})[:20],
-            "num_failed": len(errors), "num_wrong": sum(one.is_wrong for one in self.asked),
+            "num_failed": len(errors),
+            "num_wrong": sum(one.is_wrong for one in self.asked),
             "num_stuck": sum(one.ended is None for one in self.asked),
             "errors": sorted(set(errors))[:20],
-        }  # fmt: skip
+        }
 
     async def _ask(self, seed: int) -> None:
         loop = asyncio.get_running_loop()

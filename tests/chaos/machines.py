@@ -83,11 +83,12 @@ class Machines:
             initialize_head=True,
             shutdown_at_exit=False,  # Needs the main thread; `__aexit__` ends it.
             head_node_args={
-                "num_cpus": 0, "include_dashboard": False,
+                "num_cpus": 0,
+                "include_dashboard": False,
                 "gcs_server_port": free_port(),  # The same after a restart.
                 "object_store_memory": OBJECT_STORE_BYTES,
             },
-        )  # fmt: skip
+        )
         for _ in range(NUM_NODES):
             self._add_node()
 

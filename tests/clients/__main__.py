@@ -43,8 +43,9 @@ def main() -> int:
         given, num = (arguments.environments, record, Path(directory)), arguments.requests
         checks: dict[tuple[str, ...], Callable[[], tuple[list[str], str]]] = {
             (tool, endpoint): partial(_check_tool, tool, Asked(endpoint, num), *given)
-            for tool in READERS for endpoint in ENDPOINTS
-        }  # fmt: skip
+            for tool in READERS
+            for endpoint in ENDPOINTS
+        }
         checks |= {(HARNESS,): partial(_check_harness, *given)}
         checks |= {(AGENT,): partial(_check_agent, *given)}
         are_right = [
@@ -138,9 +139,14 @@ def _run(
     processes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
-            words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=printed,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            words,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         code = -signal.SIGKILL
         try:
             with suppress(subprocess.TimeoutExpired):

@@ -23,12 +23,14 @@ async def main(url: str, model: str) -> int:
     agents.set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     agent = agents.Agent(
-        name="forecaster", instructions="Answer in one short sentence.", tools=[weather],
+        name="forecaster",
+        instructions="Answer in one short sentence.",
+        tools=[weather],
         model=agents.OpenAIChatCompletionsModel(model=model, openai_client=client),
         model_settings=agents.ModelSettings(
             tool_choice="required", parallel_tool_calls=False, temperature=0.0, max_tokens=64
         ),
-    )  # fmt: skip
+    )
     whole = await agents.Runner.run(agent, QUESTION, max_turns=4)
     streamed = agents.Runner.run_streamed(agent, QUESTION, max_turns=4)
     async for _ in streamed.stream_events():

@@ -27,12 +27,23 @@ def commands(record: Mapping[str, Any], out: Path) -> dict[str, list[str]]:
     }
     return {
         name: [
-            "run", "--model", model, "--model_args", *given, "--batch_size", "4",
-            "--tasks", "outrider_facts,outrider_notes", "--include_path", str(TASKS),
-            "--log_samples", "--output_path", str(out / name),
+            "run",
+            "--model",
+            model,
+            "--model_args",
+            *given,
+            "--batch_size",
+            "4",
+            "--tasks",
+            "outrider_facts,outrider_notes",
+            "--include_path",
+            str(TASKS),
+            "--log_samples",
+            "--output_path",
+            str(out / name),
         ]
         for name, (model, *given) in models.items()
-    }  # fmt: skip
+    }
 
 
 def compared(out: Path) -> tuple[list[str], str]:

@@ -70,22 +70,49 @@ def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) ->
         data = f"prompt_tokens={asked.input_tokens},output_tokens={asked.output_tokens}"
         return [
             "run",
-            "--backend", f"kind=openai_http,target={url},model={model},request_format={route}",
-            "--profile", f"kind=concurrent,streams={STREAMS}",
-            "--constraint", f"kind=max_requests,count={asked.requests}",
-            "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
-            "--data", f"kind=synthetic_text,{data}",
-            "--output", f"kind=json,path={out / 'report.json'}", "--disable-console",
-        ]  # fmt: skip
+            "--backend",
+            f"kind=openai_http,target={url},model={model},request_format={route}",
+            "--profile",
+            f"kind=concurrent,streams={STREAMS}",
+            "--constraint",
+            f"kind=max_requests,count={asked.requests}",
+            "--tokenizer",
+            f"kind=huggingface_auto,model={tokenizer}",
+            "--data",
+            f"kind=synthetic_text,{data}",
+            "--output",
+            f"kind=json,path={out / 'report.json'}",
+            "--disable-console",
+        ]
     return [
-        "profile", "--model", model, "--url", url, "--endpoint-type", asked.endpoint, "--streaming",
-        "--extra-inputs", "ignore_eos:true", "--tokenizer", tokenizer,
-        "--concurrency", str(STREAMS), "--request-count", str(asked.requests),
-        "--prompt-input-tokens-mean", str(asked.input_tokens),
-        "--prompt-output-tokens-mean", str(asked.output_tokens),
-        "--random-seed", "1", "--ui-type", "none", "--no-gpu-telemetry",
-        "--output-artifact-dir", str(out),
-    ]  # fmt: skip
+        "profile",
+        "--model",
+        model,
+        "--url",
+        url,
+        "--endpoint-type",
+        asked.endpoint,
+        "--streaming",
+        "--extra-inputs",
+        "ignore_eos:true",
+        "--tokenizer",
+        tokenizer,
+        "--concurrency",
+        str(STREAMS),
+        "--request-count",
+        str(asked.requests),
+        "--prompt-input-tokens-mean",
+        str(asked.input_tokens),
+        "--prompt-output-tokens-mean",
+        str(asked.output_tokens),
+        "--random-seed",
+        "1",
+        "--ui-type",
+        "none",
+        "--no-gpu-telemetry",
+        "--output-artifact-dir",
+        str(out),
+    ]
 
 
 def environment_of(tool: str, home: Path) -> dict[str, str]:
@@ -105,13 +132,14 @@ def from_guidellm(out: Path) -> Outcome:
     steps = sum(told["num_spec_steps"] for told in spoken)
     accepted = sum(told["num_accepted_draft_tokens"] for told in spoken)
     return Outcome(
-        completed=totals["successful"], failed=totals["errored"] + totals["incomplete"],
+        completed=totals["successful"],
+        failed=totals["errored"] + totals["incomplete"],
         input_tokens=[request["input_metrics"]["text_tokens"] for request in requests],
         output_tokens=[request["output_metrics"]["text_tokens"] for request in requests],
         chunks=[request["info"]["timings"]["token_iterations"] for request in requests],
         ttft_ms=[request["time_to_first_token_ms"] for request in requests],
         accepted=1 + accepted / steps if steps else None,
-    )  # fmt: skip
+    )
 
 
 def from_aiperf(out: Path) -> Outcome:
@@ -136,5 +164,6 @@ def from_aiperf(out: Path) -> Outcome:
 
 
 READERS: Final[dict[str, Callable[[Path], Outcome]]] = {
-    "guidellm": from_guidellm, "aiperf": from_aiperf,
-}  # fmt: skip
+    "guidellm": from_guidellm,
+    "aiperf": from_aiperf,
+}

@@ -33,19 +33,27 @@ NUM_STEPS = 12
 def train(directory: str, verifier: str, inputs: str) -> None:
     target = AutoConfig.from_pretrained(verifier)
     layer = Qwen3Config(
-        vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer, draft_vocab_size=DRAFT_VOCAB, norm_before_residual=True,
+        transformer_layer_config=layer,
+        draft_vocab_size=DRAFT_VOCAB,
+        norm_before_residual=True,
         eagle_aux_hidden_state_layer_ids=[1, 2, 4],
         speculators_config=SpeculatorsConfig(
-            algorithm="eagle3", default_proposal_method="greedy",
+            algorithm="eagle3",
+            default_proposal_method="greedy",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
             verifier=VerifierConfig.from_pretrained(verifier),
         ),
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = Eagle3DraftModel(config)
     token_ids = torch.randperm(target.vocab_size)[:DRAFT_VOCAB].sort().values
@@ -60,10 +68,13 @@ def train(directory: str, verifier: str, inputs: str) -> None:
     losses = []
     for _ in range(NUM_STEPS):
         _, loss, _ = model(
-            given["taps"], given["token_ids"], torch.zeros_like(given["token_ids"]),
-            verifier_last_hidden_states=given["last"], ttt_steps=3,
+            given["taps"],
+            given["token_ids"],
+            torch.zeros_like(given["token_ids"]),
+            verifier_last_hidden_states=given["last"],
+            ttt_steps=3,
             loss_config=resolve_loss_config("kl_div", "eager"),
-        )  # fmt: skip
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,9 +99,12 @@ class Recorded:
         self.logits.clear()
         places = torch.arange(len(token_ids))[None]
         self.model(
-            taps[None], token_ids[None], torch.zeros_like(places), position_ids=places,
+            taps[None],
+            token_ids[None],
+            torch.zeros_like(places),
+            position_ids=places,
             ttt_steps=num_depths,
-        )  # fmt: skip
+        )
 
     def draft(self, taps: Tensor, token_ids: Tensor, num_depths: int) -> Tensor:
         """The chain behind the last of these pairs."""

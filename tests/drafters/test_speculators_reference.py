@@ -51,16 +51,24 @@ def random_head(target: Any, token_ids: list[int], **changes: Any) -> Eagle3Head
     """A random head of the target's width, the only width that the library supports."""
     sizes = target.config
     layer = {
-        "vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size,
-        "intermediate_size": 3 * sizes.hidden_size, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 3 * sizes.hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
         "max_position_embeddings": 64,
-    } | changes.pop("layer", {})  # fmt: skip
+    } | changes.pop("layer", {})
     num_layers = sizes.num_hidden_layers
     config = Eagle3Config(
-        layer=LlamaConfig(**layer), draft_vocab_size=len(token_ids),
-        layer_ids=(2, num_layers // 2, num_layers - 3), target_width=sizes.hidden_size, **changes,
-    )  # fmt: skip
+        layer=LlamaConfig(**layer),
+        draft_vocab_size=len(token_ids),
+        layer_ids=(2, num_layers // 2, num_layers - 3),
+        target_width=sizes.hidden_size,
+        **changes,
+    )
     torch.manual_seed(1)
     head = Eagle3Head(config).requires_grad_(False).eval()
     for parameter in head.parameters():
@@ -71,9 +79,13 @@ def random_head(target: Any, token_ids: list[int], **changes: Any) -> Eagle3Head
 
 def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) -> None:
     save_speculators(
-        directory, head, token_ids, target_name=str(target), num_draft_tokens=NUM_DEPTHS,
+        directory,
+        head,
+        token_ids,
+        target_name=str(target),
+        num_draft_tokens=NUM_DEPTHS,
         architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+    )
 
 
 def greedy_draft(
@@ -155,14 +167,21 @@ def random_texts(target: Any, num_texts: int, num_pairs: int) -> Tensor:
         {"norm_before_residual": True, "norm_output": True},
         {"fc_norm": True, "layer": {"attention_bias": True, "hidden_act": "gelu"}},
         {"norm_before_fc": True, "qk_norm": True},
-        {"layer": {"rope_scaling": {
-            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }}},
+        {
+            "layer": {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            }
+        },
         {"layer": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
     ],
     ids=["plain", "normed", "fc-norm", "before-fc", "llama3", "yarn"],
-)  # fmt: skip
+)
 def test_heads_of_ours_do_the_same_there(
     changes: dict[str, Any], tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -202,9 +221,11 @@ def test_an_mtp_layer_does_the_same_there(tmp_path: Path) -> None:
     [text] = random_texts(made.target, 1, NUM_PAIRS)
     features, prefixes = made.features(text[:-1]), [*range(2, 10), 64, 65, NUM_PAIRS]
     given = {
-        "features": features, "token_ids": text[1:].contiguous(),
-        "prefixes": torch.tensor(prefixes), "num_depths": torch.tensor(NUM_DEPTHS),
-    }  # fmt: skip
+        "features": features,
+        "token_ids": text[1:].contiguous(),
+        "prefixes": torch.tensor(prefixes),
+        "num_depths": torch.tensor(NUM_DEPTHS),
+    }
     save_file(given, str(tmp_path / "inputs"))
     reference("mtp", tmp_path, tmp_path / "inputs", tmp_path / "outputs")
     expected = load_file(str(tmp_path / "outputs"))

@@ -21,10 +21,14 @@ GREEDY_BELOW = 1e-5
 
 
 def sampled_law(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int] = (),
-    output: Sequence[int] = (), *, eos: Collection[int] = (),
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    *,
+    eos: Collection[int] = (),
     allowed: Collection[int] | None = None,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """The probability of each next token, by these steps in this order:
 
     - forbidden tokens, and EOS and stop tokens before `min_tokens` tokens, get -inf
@@ -71,9 +75,13 @@ def no_mask(prefix: tuple[int, ...]) -> None:
 
 
 def completion_law(
-    module: Any, prompt: Sequence[int], length: int, params: SamplingParams,
-    mask: Callable[[tuple[int, ...]], Collection[int] | None] = no_mask, eos: Sequence[int] = (),
-) -> dict[tuple[int, ...], float]:  # fmt: skip
+    module: Any,
+    prompt: Sequence[int],
+    length: int,
+    params: SamplingParams,
+    mask: Callable[[tuple[int, ...]], Collection[int] | None] = no_mask,
+    eos: Sequence[int] = (),
+) -> dict[tuple[int, ...], float]:
     """Probability of every completion of `length` tokens: the model's dense forward pass over every
     prefix, then sampling. `mask` has the tokens that may follow a prefix. After its end, a
     completion goes on with the first of `eos`."""

@@ -22,17 +22,24 @@ from tests.fuzz.valid import STREAMS, VALID
 CALL_S: Final = 30.0
 """Within this time, every call must end by itself, or its caller ends it."""
 _PATIENT: Final[list[tuple[str, int]]] = [
-    ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1),
-    ("grpc.max_metadata_size", 2**20), ("grpc.enable_retries", 0),
-]  # fmt: skip
-_WRONG: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE,
-                 grpc.StatusCode.DATA_LOSS)  # fmt: skip
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_metadata_size", 2**20),
+    ("grpc.enable_retries", 0),
+]
+_WRONG: Final = (
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+)
 _WRONG_CODES: Final = frozenset(status.value[0] for status in _WRONG)
 Ending = Literal["closed", "cancelled", "left open"]
 _SERVICES: Final = (
     (coordinator_pb2, "Coordinator", ("coordinator", "locked_coordinator")),
-    (target_pb2, "Target", ("target",)), (draft_pb2, "Draft", ("draft",)),
-)  # fmt: skip
+    (target_pb2, "Target", ("target",)),
+    (draft_pb2, "Draft", ("draft",)),
+)
 METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
     (method, place)
     for module, name, places in _SERVICES
@@ -45,10 +52,14 @@ METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
 ]
 """Every method, and the servers that have it."""
 _METADATA: Final[tuple[tuple[tuple[str, Any], ...], ...]] = (
-    *((),) * 8, (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
-    (("traceparent", "x" * 300),), (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
-    (("x-large", "x" * 15_000),), (("x-huge", "x" * 100_000),), (("x-bytes-bin", b"\xff\0\xfe"),),
-)  # fmt: skip
+    *((),) * 8,
+    (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
+    (("traceparent", "x" * 300),),
+    (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
+    (("x-large", "x" * 15_000),),
+    (("x-huge", "x" * 100_000),),
+    (("x-bytes-bin", b"\xff\0\xfe"),),
+)
 _ENDLESS: Final = "Watch"
 """A method that runs until its caller leaves."""
 
@@ -82,13 +93,15 @@ def calls(draw: st.DrawFn, *, raw: bool) -> Call:
     if raw:
         frames = [draw(broken(st.just(data)) | BYTES) for data in frames] or [draw(BYTES)]
     return Call(
-        method=method, place=place, frames=frames,
+        method=method,
+        place=place,
+        frames=frames,
         key=draw(st.sampled_from(("fuzzer",) * 6 + ("", "wrong"))),
         ending=draw(st.sampled_from(("closed", "closed", "closed", "cancelled", "left open"))),
         num_replies=draw(st.sampled_from((0, 1, 3, 20, 10_000))),
         metadata=draw(st.sampled_from(_METADATA)),
         path=draw(st.sampled_from(("",) * 30 + ("/outrider.v1.Coordinator/Nothing", "/x/y"))),
-    )  # fmt: skip
+    )
 
 
 class GrpcFeed:

@@ -38,38 +38,68 @@ def _numbered(number: int, value: Any) -> Json:
 
 
 _KINDS: Final[dict[str, st.SearchStrategy[Any]]] = {
-    "string": TEXTS, "integer": INTS, "number": FLOATS | INTS, "boolean": st.booleans(),
+    "string": TEXTS,
+    "integer": INTS,
+    "number": FLOATS | INTS,
+    "boolean": st.booleans(),
     "null": st.none(),
     "object": st.dictionaries(TEXTS, _ANYTHING, max_size=4)
     | st.builds(_numbered, st.sampled_from((*LENGTHS, 100_000)), _ANYTHING),
-}  # fmt: skip
+}
 _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
-    "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4}, "ResumeBody": {},
-    "ResponsesBody": {"input": "hi", "max_output_tokens": 4}, "TokenizeBody": {"prompt": "hi"},
+    "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
+    "ResumeBody": {},
+    "ResponsesBody": {"input": "hi", "max_output_tokens": 4},
+    "TokenizeBody": {"prompt": "hi"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
-}  # fmt: skip
+}
 """Valid bodies, by the name of their schema."""
 _TOOL: Final = {"type": "function", "function": {"name": "f"}}
 _TOOLS: Final = [{"tools": [_TOOL], "tool_choice": one} for one in ("auto", "required", _TOOL)]
 _TEXT_BODIES: Final = (
-    b"", b"null", b"[]", b"{", b'{"prompt": "\\ud800"}', b"\xff\xfe{}", b"\xef\xbb\xbf{}",
-    b'{"prompt":"a","prompt":"b","max_tokens":2}', b'{"prompt":' + b"[" * 100_000,
-    b'{"prompt":[1],"seed":' + b"9" * 5000 + b"}", b'{"prompt":[1],"temperature":1e999}',
-    b'{"prompt":[NaN,Infinity]}', b'{"a":' * 2000 + b"1" + b"}" * 2000, b"\0" * 100,
-    b'{"prompt":[1],"max_tokens":4,"' + b"k" * 70_000 + b'":1}', b"prompt=a&max_tokens=4",
-)  # fmt: skip
+    b"",
+    b"null",
+    b"[]",
+    b"{",
+    b'{"prompt": "\\ud800"}',
+    b"\xff\xfe{}",
+    b"\xef\xbb\xbf{}",
+    b'{"prompt":"a","prompt":"b","max_tokens":2}',
+    b'{"prompt":' + b"[" * 100_000,
+    b'{"prompt":[1],"seed":' + b"9" * 5000 + b"}",
+    b'{"prompt":[1],"temperature":1e999}',
+    b'{"prompt":[NaN,Infinity]}',
+    b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    b"\0" * 100,
+    b'{"prompt":[1],"max_tokens":4,"' + b"k" * 70_000 + b'":1}',
+    b"prompt=a&max_tokens=4",
+)
 _HEADERS: Final[tuple[tuple[str, str], ...]] = (
-    ("content-type", "text/plain"), ("content-type", "application/json; charset=utf-16"),
-    ("content-type", "multipart/form-data"), ("content-type", "application/x-www-form-urlencoded"),
-    ("content-encoding", "gzip"), ("accept", "text/event-stream"), ("accept", "x" * 1000),
-    ("accept-encoding", "*;q=x"), ("traceparent", "00-" + "z" * 52), ("traceparent", "x" * 300),
-    ("x-huge", "x" * 30_000), ("range", "bytes=0-0,1-2"), ("if-none-match", "*"),
-    ("x-forwarded-for", "1.2.3.4, ::1"), ("x-http-method-override", "DELETE"),
-    ("host", "elsewhere"), ("last-event-id", "1"), ("last-event-id", "3:2-1f-1+0-1-1"),
-    ("last-event-id", "1:0-0-1"), ("idempotency-key", "k"), ("idempotency-key", "l"),
-    ("idempotency-key", "x" * 129), ("idempotency-key", "\x7f"),
-)  # fmt: skip
+    ("content-type", "text/plain"),
+    ("content-type", "application/json; charset=utf-16"),
+    ("content-type", "multipart/form-data"),
+    ("content-type", "application/x-www-form-urlencoded"),
+    ("content-encoding", "gzip"),
+    ("accept", "text/event-stream"),
+    ("accept", "x" * 1000),
+    ("accept-encoding", "*;q=x"),
+    ("traceparent", "00-" + "z" * 52),
+    ("traceparent", "x" * 300),
+    ("x-huge", "x" * 30_000),
+    ("range", "bytes=0-0,1-2"),
+    ("if-none-match", "*"),
+    ("x-forwarded-for", "1.2.3.4, ::1"),
+    ("x-http-method-override", "DELETE"),
+    ("host", "elsewhere"),
+    ("last-event-id", "1"),
+    ("last-event-id", "3:2-1f-1+0-1-1"),
+    ("last-event-id", "1:0-0-1"),
+    ("idempotency-key", "k"),
+    ("idempotency-key", "l"),
+    ("idempotency-key", "x" * 129),
+    ("idempotency-key", "\x7f"),
+)
 
 
 _NEW_ID: Final = re.compile(r'"id":"((?:chat)?cmpl-[0-9a-f]{32})"')
@@ -164,8 +194,10 @@ class Document:
         kind = response.headers.get("content-type", "").partition(";")[0]
         status = response.status_code
         if status >= 400 and call.method != "HEAD":
-            schema = {"$ref": "#/components/schemas/ErrorBody",
-                      "components": self.whole["components"]}  # fmt: skip
+            schema = {
+                "$ref": "#/components/schemas/ErrorBody",
+                "components": self.whole["components"],
+            }
             if kind != "application/json":
                 return f"an error of type {kind!r}"
             errors = jsonschema.Draft202012Validator(schema).iter_errors(response.json())
@@ -210,12 +242,15 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
             headers = (("content-type", "application/json"),)
         more = draw(st.lists(st.sampled_from(_HEADERS), max_size=2))
         return HttpCall(
-            method=draw(st.sampled_from((method,) * 9 + _METHODS)), path=path + other,
-            route=route if not other else "", body=body, headers=headers + tuple(more),
+            method=draw(st.sampled_from((method,) * 9 + _METHODS)),
+            path=path + other,
+            route=route if not other else "",
+            body=body,
+            headers=headers + tuple(more),
             place=draw(st.sampled_from(("locked_http", "open_http", "gateway_http"))),
             key=draw(st.sampled_from(("fuzzer",) * 9 + ("", "wrong"))),
             num_lines=draw(st.sampled_from((10_000, 10_000, 0, 1, 3))),
-        )  # fmt: skip
+        )
 
     return request()
 
@@ -246,8 +281,11 @@ class HttpFeed:
             self._ledger.fail(again, f"the connection broke: {error!r}", call)
             return
         except (
-            httpx.InvalidURL, httpx.LocalProtocolError, httpx.ReadError, httpx.WriteError
-        ) as error:  # fmt: skip
+            httpx.InvalidURL,
+            httpx.LocalProtocolError,
+            httpx.ReadError,
+            httpx.WriteError,
+        ) as error:
             # The request was never sent, or was refused before its body was read.
             self._ledger.count("http", type(error).__name__)
             return

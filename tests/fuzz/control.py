@@ -25,8 +25,13 @@ _REQUESTS: Final = (
     ),
     GenerateRequest("A", max_tokens=12, seed=5, constraint=Constraint.of_regex("[a-z]{3,9}")),
 )
-_BODY: Final[dict[str, Any]] = {"prompt": [1, 2, 3], "max_tokens": 24, "seed": 11, "n": 2,
-                                "return_token_ids": True}  # fmt: skip
+_BODY: Final[dict[str, Any]] = {
+    "prompt": [1, 2, 3],
+    "max_tokens": 24,
+    "seed": 11,
+    "n": 2,
+    "return_token_ids": True,
+}
 
 
 class Control:

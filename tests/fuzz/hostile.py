@@ -12,26 +12,99 @@ from outrider import limits
 SESSION_IDS: Final = tuple(f"{number:032x}" for number in range(4))
 LENGTHS: Final = (9, 16, 17, 32, 33, 64, 65, 128, 129, 1024, 1025, 4097, 70_000)
 _INTS: Final = (
-    0, 1, -1, 2, 3, 15, 16, 17, 20, 21, 32, 33, 64, 65, 255, 256, 319, 320, 1023, 1024, 1025,
-    4096, 65_535, 65_536, 600_000, 600_001, 3_600_000, 3_600_001, 2**31 - 1, 2**31, 2**32 - 1,
-    2**63 - 1, 2**64 - 1, -(2**31), -(2**63),
-)  # fmt: skip
+    0,
+    1,
+    -1,
+    2,
+    3,
+    15,
+    16,
+    17,
+    20,
+    21,
+    32,
+    33,
+    64,
+    65,
+    255,
+    256,
+    319,
+    320,
+    1023,
+    1024,
+    1025,
+    4096,
+    65_535,
+    65_536,
+    600_000,
+    600_001,
+    3_600_000,
+    3_600_001,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**63 - 1,
+    2**64 - 1,
+    -(2**31),
+    -(2**63),
+)
 _FLOATS: Final = (
-    0.0, -0.0, 1.0, -1.0, 0.5, 1e-6, 1e-5, 2.0, 2.0000001, 10.0, 100.0, 100.1, -100.0, 5e-324,
-    1e-308, 1e308, float("nan"), float("inf"), float("-inf"),
-)  # fmt: skip
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    1e-6,
+    1e-5,
+    2.0,
+    2.0000001,
+    10.0,
+    100.0,
+    100.1,
+    -100.0,
+    5e-324,
+    1e-308,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+)
 _TEXTS: Final = (
-    "", "\0", " ", "model", "user", "system", "<|end|>", "../../etc/passwd", "a{{7*7}}{% raw %}",
-    "{{ ''.__class__.__mro__ }}", "%s%n", "$(id)", "'; FLUSHALL\r\n", "*1\r\n$8\r\nFLUSHALL\r\n",
-    "(a+)+$", "\u202e\ufeff\u0000", "\U0001f469\u200d\U0001f469", "é" * 200, "[" * 10_000,
-    "cos\nsystem\n(S'id'\ntR.", "0" * 32, "f" * 32, "F" * 32, "0" * 33, "a" * 257, "b" * 5000,
-    "c" * 300_000, *SESSION_IDS,
-)  # fmt: skip
+    "",
+    "\0",
+    " ",
+    "model",
+    "user",
+    "system",
+    "<|end|>",
+    "../../etc/passwd",
+    "a{{7*7}}{% raw %}",
+    "{{ ''.__class__.__mro__ }}",
+    "%s%n",
+    "$(id)",
+    "'; FLUSHALL\r\n",
+    "*1\r\n$8\r\nFLUSHALL\r\n",
+    "(a+)+$",
+    "\u202e\ufeff\u0000",
+    "\U0001f469\u200d\U0001f469",
+    "é" * 200,
+    "[" * 10_000,
+    "cos\nsystem\n(S'id'\ntR.",
+    "0" * 32,
+    "f" * 32,
+    "F" * 32,
+    "0" * 33,
+    "a" * 257,
+    "b" * 5000,
+    "c" * 300_000,
+    *SESSION_IDS,
+)
 _BOUNDS: Final = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1), FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}  # fmt: skip
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
 
 TEXTS: Final = st.sampled_from(_TEXTS) | st.text(max_size=20)
 INTS: Final = st.sampled_from(_INTS) | st.integers(-4, 40)
@@ -42,10 +115,12 @@ BYTES: Final = st.one_of(
     st.sampled_from(LENGTHS).map(lambda size: b"\x01" * size),
 )
 _KINDS: Final = {
-    FieldDescriptor.CPPTYPE_STRING: TEXTS, FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_STRING: TEXTS,
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
     FieldDescriptor.CPPTYPE_ENUM: st.integers(-1, 6) | st.just(2**31 - 1),
-    FieldDescriptor.CPPTYPE_DOUBLE: FLOATS, FieldDescriptor.CPPTYPE_FLOAT: FLOATS,
-}  # fmt: skip
+    FieldDescriptor.CPPTYPE_DOUBLE: FLOATS,
+    FieldDescriptor.CPPTYPE_FLOAT: FLOATS,
+}
 
 
 def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:

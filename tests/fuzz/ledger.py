@@ -58,9 +58,12 @@ class Ledger:
         """Feeds batches of inputs until the time is over. Each batch has its own seed. `feed` gets
         a command that repeats the input."""
         batch_of = hypothesis.settings(
-            max_examples=EXAMPLES, database=None, deadline=None, phases=(Phase.generate,),
+            max_examples=EXAMPLES,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate,),
             suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         for batch in itertools.count(self.first_batch):
             again = f"--seed {self.seed} --only {kind} --batch {batch}"
 

@@ -34,8 +34,10 @@ class Started:
             self._process = subprocess.Popen(
                 # Not a module: its own child processes would then import everything again.
                 [sys.executable, "-c", "from tests.fuzz.system import run; run()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
         told = self._line()
         self.addresses: dict[str, str] = told["addresses"]
         self.keys: dict[str, str] = told["keys"]

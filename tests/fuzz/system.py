@@ -36,9 +36,14 @@ UNTRACED: Final = CoordinatorConfig(trace_every_rounds=0)
 VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(
-    vocab_size=VOCAB_SIZE, support=VOCAB_SIZE,  # Every mask must leave some tokens.
-    verify_ms=0.5, draft_ms=0.2, max_model_len=MAX_MODEL_LEN, num_pages=512, eos=7,
-)  # fmt: skip
+    vocab_size=VOCAB_SIZE,
+    support=VOCAB_SIZE,  # Every mask must leave some tokens.
+    verify_ms=0.5,
+    draft_ms=0.2,
+    max_model_len=MAX_MODEL_LEN,
+    num_pages=512,
+    eos=7,
+)
 CALLERS: Final = (Caller("fuzzer", "fuzzer", concurrency=64), Caller("control", "control"))
 
 
@@ -53,17 +58,22 @@ async def main() -> None:
         assert exports.scrape is not None
         async with (
             emulated_stack(
-                directory / "redis", SPEC, text=TokenizerText(tokenizer, "toy"), max_sessions=256,
+                directory / "redis",
+                SPEC,
+                text=TokenizerText(tokenizer, "toy"),
+                max_sessions=256,
                 grammars=lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (SPEC.eos,))),
-                resume_grace_ms=500, length_control=True,
+                resume_grace_ms=500,
+                length_control=True,
                 observation=ObservedRequests(exports.tracer, exports.meter, UNTRACED),
             ) as stack,
             AsyncExitStack() as exits,
-        ):  # fmt: skip
+        ):
             addresses = {
-                "coordinator": stack.server.address, "target": stack.target_server.address,
+                "coordinator": stack.server.address,
+                "target": stack.target_server.address,
                 "draft": stack.draft_server.address,
-            }  # fmt: skip
+            }
             for place, gate in (("open", OPEN), ("locked", _gate(stack, directory, exits))):
                 options = HttpOptions(access=gate, metrics=exports.scrape.render)
                 await _serve(stack, place, options, addresses, exits)
@@ -106,10 +116,12 @@ def _figures(coordinator: CoordinatorService) -> dict[str, int]:
     gc.collect()  # Makes asyncio log unretrieved errors.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
-        "tasks": len(asyncio.all_tasks()), "files": len(os.listdir("/proc/self/fd")),
+        "tasks": len(asyncio.all_tasks()),
+        "files": len(os.listdir("/proc/self/fd")),
         "memory_mib": pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
-        "sessions": coordinator.num_running, "admitted": coordinator._num_admitted,
-    }  # fmt: skip
+        "sessions": coordinator.num_running,
+        "admitted": coordinator._num_admitted,
+    }
 
 
 def _tell(value: Any) -> None:

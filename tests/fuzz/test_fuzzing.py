@@ -18,10 +18,25 @@ CONTROL_S = "20"
 
 def test_nothing_that_is_sent_does_any_harm() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--seconds", "6", "--least", str(LEAST), "--seed", "1",
-         "--control-s", CONTROL_S],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tests.fuzz",
+            "--seconds",
+            "6",
+            "--least",
+            str(LEAST),
+            "--seed",
+            "1",
+            "--control-s",
+            CONTROL_S,
+        ],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
     last = LAST.fullmatch(found.stdout.splitlines()[-1])
     assert last is not None, found.stdout
     requests, http, grpc, frames, failed, control = map(int, last.groups())

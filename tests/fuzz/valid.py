@@ -15,10 +15,14 @@ from tests.fuzz.system import VOCAB_SIZE
 TOKENS: Final = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
 ROUNDS_MAX: Final = 5
 CONSTRAINTS: Final = (
-    ("regex", "[a-z ]+"), ("regex", "(a|b)*c"), ("regex", "[a-d]*a[a-d]{15}"),
-    ("choice", '["brown","brown fox"]'), ("json_object", ""), ("json_schema", '{"enum":[1,"a"]}'),
+    ("regex", "[a-z ]+"),
+    ("regex", "(a|b)*c"),
+    ("regex", "[a-d]*a[a-d]{15}"),
+    ("choice", '["brown","brown fox"]'),
+    ("json_object", ""),
+    ("json_schema", '{"enum":[1,"a"]}'),
     ("json_schema", '{"properties":{"a":{"type":"string","maxLength":3}}}'),
-)  # fmt: skip
+)
 """Constraints as kinds and texts. All of them compile."""
 
 
@@ -26,10 +30,11 @@ CONSTRAINTS: Final = (
 def sampling(draw: st.DrawFn) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(
         temperature=draw(st.sampled_from((0.0, 0.7, 1.0))),
-        top_p=draw(st.sampled_from((0.9, 1.0))), top_k=draw(st.sampled_from((-1, 4))),
+        top_p=draw(st.sampled_from((0.9, 1.0))),
+        top_k=draw(st.sampled_from((-1, 4))),
         repetition_penalty=draw(st.sampled_from((1.0, 1.3))),
         logit_bias=draw(st.sampled_from(({}, {3: -5.0, 319: 100.0}))),
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -78,11 +83,18 @@ def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) ->
     append = draw(TOKENS)
     held.extend(append)
     head = types_pb2.RoundHead(
-        session_id=session_id, tenant=draw(st.sampled_from(("", "fuzzer"))), epoch=1, round=number,
-        base_length=base, prefix_digest=digest, append=append,
+        session_id=session_id,
+        tenant=draw(st.sampled_from(("", "fuzzer"))),
+        epoch=1,
+        round=number,
+        base_length=base,
+        prefix_digest=digest,
+        append=append,
         prompt_length=draw(st.sampled_from((1, len(held)))),
-        rule=draw(st.sampled_from((1, 2, 3, 4))), seed=7, deadline_ms=2000,
-    )  # fmt: skip
+        rule=draw(st.sampled_from((1, 2, 3, 4))),
+        seed=7,
+        deadline_ms=2000,
+    )
     head.sampling_params.CopyFrom(draw(sampling()))
     if head.rule == types_pb2.RULE_GREEDY:
         head.sampling_params.temperature = 0.0

@@ -30,10 +30,18 @@ KEYS = 2**26
 def modules() -> tuple[Any, Any]:
     """A target, and a draft that mostly agrees with it: the target's weights with some noise."""
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=256, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, intermediate_size=512, max_position_embeddings=1_024,
-        eos_token_id=None, bos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        max_position_embeddings=1_024,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
     target, draft = (tiny_module(config).to("cuda") for _ in range(2))
     for module in (target, draft):
         for parameter in module.parameters():
@@ -71,9 +79,14 @@ def continued(module: Any, token_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 def asked(seed: int, sampling: SamplingParams, rule: Rule, num_draft: int) -> GenerateRequest:
     return GenerateRequest(
-        prompt(seed), sampling=sampling, rule=rule, max_tokens=NUM_TOKENS, ignore_eos=True,
-        seed=seed, num_draft_tokens=num_draft,
-    )  # fmt: skip
+        prompt(seed),
+        sampling=sampling,
+        rule=rule,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        seed=seed,
+        num_draft_tokens=num_draft,
+    )
 
 
 async def test_texts_are_those_of_the_library(modules: tuple[Any, Any], tmp_path: Path) -> None:

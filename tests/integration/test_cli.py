@@ -19,8 +19,10 @@ from tests.support.redis_servers import free_port
 from tests.support.shell import Shell
 
 pytestmark = [
-    pytest.mark.real_model, pytest.mark.timeout(600), pytest.mark.xdist_group("deployment"),
-]  # fmt: skip
+    pytest.mark.real_model,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployment"),
+]
 
 PROMPT = "The capital of France is"
 EMULATED = "emulated:vocab_size=100"

@@ -24,9 +24,15 @@ WAIT_S = 30.0
 
 async def start(*words: str, **variables: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "outrider.cli.main", *words,
-        stdin=PIPE, stdout=PIPE, stderr=PIPE, env={**os.environ, **variables},
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "outrider.cli.main",
+        *words,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        env={**os.environ, **variables},
+    )
 
 
 async def run(*words: str, given: bytes = b"", **variables: str) -> tuple[int | None, str, str]:
@@ -133,10 +139,19 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
         environment.pop("NO_COLOR", None)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "outrider.cli.main", "chat", "--server", stack.client.address,
-            *words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+            sys.executable,
+            "-m",
+            "outrider.cli.main",
+            "chat",
+            "--server",
+            stack.client.address,
+            *words,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(theirs)
         return cls(process, ours)
 
@@ -202,11 +217,13 @@ async def facts(code: int, *words: str) -> Any:
 
 async def test_a_deployment_is_described(slow: Stack) -> None:
     known = recorded.record(
-        grpc_address=slow.client.address, target_addresses=[slow.target_server.address],
+        grpc_address=slow.client.address,
+        target_addresses=[slow.target_server.address],
         draft_addresses=[slow.draft_server.address],
-        redis={"url": slow.redis.url, "key_prefix": "outrider:"}, ray_address="",
+        redis={"url": slow.redis.url, "key_prefix": "outrider:"},
+        ray_address="",
         settings={"max_num_seqs": 64},
-    )  # fmt: skip
+    )
     recorded.run_here(state_directory(os.environ), known)
     events = slow.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))
     await anext(events)

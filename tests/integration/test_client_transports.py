@@ -35,9 +35,10 @@ def without_times(completion: Completion) -> Completion:
 
 ANSWERED: list[dict[str, Any]] = [
     {"sampling": SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01)},
-    {"rule": Rule.BLOCK, "logprobs": 2}, {"prompt": "the quick brown", "stop": ("e",)},
+    {"rule": Rule.BLOCK, "logprobs": 2},
+    {"prompt": "the quick brown", "stop": ("e",)},
     {"prompt": (ChatMessage("user", "hello"),), "num_draft_tokens": 0},
-]  # fmt: skip
+]
 
 
 async def test_both_transports_give_the_same_answer(stack: Stack) -> None:

@@ -26,17 +26,26 @@ async def test_a_head_on_the_target_replaces_a_draft_under_load(tmp_path: Path) 
         save_tiny_model(tmp_path / name, seed=seed, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
     head = save_tiny_eagle3(tmp_path / "head", tmp_path / "target", range(VOCAB_SIZE))
     settings: dict[str, Any] = {
-        "model": str(tmp_path / "target"), "draft_model": str(tmp_path / "random"),
-        "device": "cpu", "dtype": "float32", "grpc_port": 0, "http": False,
-        "length_control": False, "target_num_threads": 1, "draft_num_threads": 1,
-    }  # fmt: skip
+        "model": str(tmp_path / "target"),
+        "draft_model": str(tmp_path / "random"),
+        "device": "cpu",
+        "dtype": "float32",
+        "grpc_port": 0,
+        "http": False,
+        "length_control": False,
+        "target_num_threads": 1,
+        "draft_num_threads": 1,
+    }
     requests = [
         GenerateRequest(
-            tuple(range(first, first + 20)), sampling=SamplingParams(temperature=0.0),
-            max_tokens=NUM_TOKENS, num_draft_tokens=4, ignore_eos=True,
+            tuple(range(first, first + 20)),
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=NUM_TOKENS,
+            num_draft_tokens=4,
+            ignore_eos=True,
         )
         for first in range(10, 14)
-    ]  # fmt: skip
+    ]
     async with Deployment(load_config(settings, {}), tmp_path / "state") as deployment:
         call = deployment.reconciler.call
         # The pause leaves CPU time for replicas that load at the same time.

@@ -28,10 +28,16 @@ from tests.chaos.load import Question, Shape, streamed
 from tests.support.loaded_deployment import CHANGE_S, under_load, until
 
 SETTINGS = {
-    "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1", "draft_model": "emulated",
-    "grpc_port": 0, "port": 0, "num_targets": 2, "num_coordinators": 2,
-    "target_num_cpus": 0.25, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
-}  # fmt: skip
+    "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
+    "draft_model": "emulated",
+    "grpc_port": 0,
+    "port": 0,
+    "num_targets": 2,
+    "num_coordinators": 2,
+    "target_num_cpus": 0.25,
+    "draft_num_cpus": 0.1,
+    "coordinator_num_cpus": 0.1,
+}
 PROMPT = tuple(range(10, 30))
 UNDER_WAY_S = 0.3
 """Tokens that were committed before the store stopped have reached the client by then."""
@@ -43,9 +49,10 @@ TRIAL_S = 10.0
 CALM_S = 77.0
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("deployment"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group("deployment"),
     pytest.mark.timeout(5 * CHANGE_S),
-]  # fmt: skip
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -61,11 +68,14 @@ async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 async def load(deployment: Deployment) -> AsyncIterator[None]:
     requests = [
         GenerateRequest(
-            tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
+            tuple(range(10 + seed, 40)),
+            max_tokens=NUM_TOKENS,
+            seed=seed,
+            rule=Rule.COUPLED,
             ignore_eos=True,
         )
         for seed in range(NUM_STREAMS)
-    ]  # fmt: skip
+    ]
     async with under_load(deployment, requests):
         yield
 

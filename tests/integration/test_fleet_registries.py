@@ -14,9 +14,16 @@ from outrider.registry.registry import LEASE_S, ReplicaRecord
 pytestmark = pytest.mark.xdist_group("redis")
 
 TARGET = ReplicaRecord(
-    role="target", name="target-1", address="127.0.0.1:1", host="h", pid=7, model="m", weights="w",
-    device="cpu", load=3,
-)  # fmt: skip
+    role="target",
+    name="target-1",
+    address="127.0.0.1:1",
+    host="h",
+    pid=7,
+    model="m",
+    weights="w",
+    device="cpu",
+    load=3,
+)
 
 
 def named(name: str) -> ReplicaRecord:

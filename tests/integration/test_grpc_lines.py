@@ -37,9 +37,15 @@ def line_of(document: str) -> str:
 
 async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
-        "bash", "-c", line, cwd=ROOT, env=dict(os.environ) | {"PATH": PATH} | environment,
-        stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
+        "bash",
+        "-c",
+        line,
+        cwd=ROOT,
+        env=dict(os.environ) | {"PATH": PATH} | environment,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
     async with asyncio.timeout(RUN_S):
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
@@ -78,9 +84,10 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
         server = await serve(exits, coordinator_api(stack.coordinator, access), options)
         line = line_of("docs/security.md")
         for name, value in (
-            ("HOST:50051", server.address), ("ca.pem", str(authority.file)),
+            ("HOST:50051", server.address),
+            ("ca.pem", str(authority.file)),
             ('France is"', 'France is", "max_tokens": 8'),
-        ):  # fmt: skip
+        ):
             assert line.count(name) == 1
             line = line.replace(name, value)
         check_answer(await answered(line, OUTRIDER_API_KEY=key), 8)

@@ -19,14 +19,31 @@ pytestmark = pytest.mark.xdist_group("redis")
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated"}
 CODE = {
-    "name": "x", "cluster_gpus": None,
+    "name": "x",
+    "cluster_gpus": None,
     "values": {"model": "/tmp/evil", "trust_remote_code": True, "engine": "transformers"},
-}  # fmt: skip
+}
 HOSTILE: list[bytes | str] = [
-    "", "-1", "+1", "1.5", " 3", "1e3", "nan", "0x10", "²", "٣", "9" * 5000, str(sys.maxsize),
-    b"\xff\xfe\x00", "true", "[]", "{", json.dumps(CODE), "[" * 100_000,
+    "",
+    "-1",
+    "+1",
+    "1.5",
+    " 3",
+    "1e3",
+    "nan",
+    "0x10",
+    "²",
+    "٣",
+    "9" * 5000,
+    str(sys.maxsize),
+    b"\xff\xfe\x00",
+    "true",
+    "[]",
+    "{",
+    json.dumps(CODE),
+    "[" * 100_000,
     json.dumps({"bounds": {"target": [0, 10**9]}, "calm_s": -1}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))

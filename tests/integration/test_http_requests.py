@@ -170,9 +170,11 @@ async def test_a_class_of_pydantic(constraining: AsyncOpenAI) -> None:
 
 
 CITY = {
-    "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "description": "now", "parameters": CITY}}
     for name in ("weather", "news")
@@ -195,9 +197,15 @@ async def test_tools_in_every_mode(
     """The stream has the same calls as the whole answer, and the conversation goes on with the
     calls' results. With `auto`, the grammar makes the random model call."""
     fields: Any = {
-        "model": "model", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3,
-        "max_tokens": 400, "parallel_tool_calls": choice == "auto", "extra_body": extra,
-    }  # fmt: skip
+        "model": "model",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "seed": 3,
+        "max_tokens": 400,
+        "parallel_tool_calls": choice == "auto",
+        "extra_body": extra,
+    }
     whole = (await constraining.chat.completions.create(**fields)).choices[0]
     assert (whole.message.content, whole.finish_reason) == (content, reason)
     calls: Any = whole.message.tool_calls or []
@@ -257,8 +265,11 @@ async def test_events_are_those_of_grpc(tmp_path: Path, prompt: str | list[int] 
     """With a seed the rule is coupled, so both answers have the same tokens. Rounds depend on how
     fast a draft was, so they are only compared with their own tokens."""
     body: dict[str, Any] = {
-        "temperature": 0.8, "seed": 5, "max_tokens": 40, "speculation": {"num_draft_tokens": 3},
-    }  # fmt: skip
+        "temperature": 0.8,
+        "seed": 5,
+        "max_tokens": 40,
+        "speculation": {"num_draft_tokens": 3},
+    }
     asked: Any = tuple(prompt) if isinstance(prompt, list) else prompt
     if prompt is None:
         asked = (ChatMessage("user", "hello"),)
@@ -297,8 +308,9 @@ async def test_events_are_those_of_grpc(tmp_path: Path, prompt: str | list[int] 
         assert event["num_accepted"] == accepted
         assert told["token_ids"][:accepted] == proposed[:accepted]
         assert told["origins"][accepted:] in (
-            [], ["bonus" if accepted == len(proposed) else "correction"]
-        )  # fmt: skip
+            [],
+            ["bonus" if accepted == len(proposed) else "correction"],
+        )
     metrics = finished["metrics"]
     assert [one["index"] for one in rounds] == list(range(metrics["num_rounds"]))
     assert sum(len(one["proposed_token_ids"]) for one in rounds) == metrics["num_draft_tokens"]

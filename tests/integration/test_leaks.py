@@ -45,8 +45,14 @@ SETTLED_S = 60.0
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
 """A third each ends by itself, is cancelled or left by its client, and disconnects."""
 EVERYTHING = {
-    SessionRun, Session, SessionRoute, SessionContext, TargetClient, DraftClient, StepRequest,
-}  # fmt: skip
+    SessionRun,
+    Session,
+    SessionRoute,
+    SessionContext,
+    TargetClient,
+    DraftClient,
+    StepRequest,
+}
 """Types whose objects exist only for running sessions."""
 
 
@@ -66,10 +72,11 @@ def plans(number: int, drawn: random.Random) -> list[Plan]:
         request = GenerateRequest(
             tuple(drawn.randrange(64) for _ in range(drawn.randint(1, 40))),
             max_tokens=LONGER * num_tokens if end == "cancelled" else num_tokens,
-            seed=drawn.randrange(2**32), rule=rule,
+            seed=drawn.randrange(2**32),
+            rule=rule,
             sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
             num_draft_tokens=drawn.choice((0, 2, 4, 6)),
-        )  # fmt: skip
+        )
         found.append(Plan(request, end, drawn.randrange(num_tokens)))
     return found
 
@@ -135,13 +142,14 @@ def descriptors(stack: Stack) -> int:
 def in_use(stack: Stack) -> dict[str, int]:
     gc.collect()
     found = {
-        "tasks": len(asyncio.all_tasks()), "file descriptors": descriptors(stack),
+        "tasks": len(asyncio.all_tasks()),
+        "file descriptors": descriptors(stack),
         "sessions of the coordinator": stack.coordinator.num_running,
         "admissions": stack.coordinator._num_admitted,
         "commits": len(stack.coordinator._committer.sessions),
         "background work": len(stack.coordinator._sessions._background),
         "runs that end": len(stack.coordinator._sessions._ending),
-    }  # fmt: skip
+    }
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
         offices: Any = pool.replicas.values()
         found[f"mailboxes of the {pool.role}"] = sum(len(one.routes) for one in offices)
@@ -157,9 +165,10 @@ def in_use(stack: Stack) -> dict[str, int]:
         found |= {
             f"sessions of the {role}": len(table),
             f"sessions that the {role} hears of": len(service.sessions),
-            f"sequences of the {role}": len(engine._pool._sequences), f"pages of the {role}": used,
+            f"sequences of the {role}": len(engine._pool._sequences),
+            f"pages of the {role}": used,
             f"items that wait for the {role}": len(service._queue.waiting),
-        }  # fmt: skip
+        }
     found["rounds that run ahead"] = len(stack.target._ahead)
     drafter: Any = stack.draft._worker
     found["rounds looked ahead of"] = len(drafter._look_ahead._rounds)
@@ -201,9 +210,12 @@ async def test_nothing_is_left_of_sessions_however_they_end(
     monkeypatch.setattr("outrider.transport.grpc_link.RELEASE_TIMEOUT_S", SETTLED_S)
     drawn = random.Random(number)
     async with emulated_stack(
-        tmp_path, SPEC, resume_grace_ms=int(GRACE_S * 1e3), length_control=True,
+        tmp_path,
+        SPEC,
+        resume_grace_ms=int(GRACE_S * 1e3),
+        length_control=True,
         lifetimes={"finished_ttl_ms": FINISHED_MS},
-    ) as stack:  # fmt: skip
+    ) as stack:
         idle = in_use(stack)  # Leftovers of earlier tests are not counted.
         clients = Clients(stack)
         await clients.play(plans(WARM_UP, drawn))

@@ -46,10 +46,14 @@ class Locked:
         self.stack, self.file = stack, file
         self.redis = RedisAddress(url=stack.redis.url, key_prefix="outrider:")
         callers = (
-            Caller("alice", "team"), Caller("bob", "team"), Caller("eve", "eve"),
-            Caller("root", "root", admin=True), Caller("two", "two", concurrency=2),
-            Caller("three", "two", concurrency=3), Caller("slow", "slow", requests_per_minute=3),
-        )  # fmt: skip
+            Caller("alice", "team"),
+            Caller("bob", "team"),
+            Caller("eve", "eve"),
+            Caller("root", "root", admin=True),
+            Caller("two", "two", concurrency=2),
+            Caller("three", "two", concurrency=3),
+            Caller("slow", "slow", requests_per_minute=3),
+        )
         self.keys = {caller.name: add_key(file, caller) for caller in callers}
         self.addresses: list[str] = []
         self.urls: list[str] = []
@@ -107,9 +111,11 @@ async def methods_of(channel: Any, key: str) -> list[str]:
 async def test_no_method_answers_without_a_key(locked: Locked) -> None:
     key, wrong = locked.keys["alice"], locked.keys["alice"][:-2] + "xx"
     refused: list[tuple[tuple[str, str], ...]] = [
-        (), (("authorization", f"Bearer {wrong}"),), (("authorization", key),),
+        (),
+        (("authorization", f"Bearer {wrong}"),),
+        (("authorization", key),),
         (("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")),
-    ]  # fmt: skip
+    ]
     address, bearer = locked.addresses[0], (("authorization", f"Bearer {key}"),)
     async with open_channel(address) as channel:
         methods = await methods_of(channel, key)
@@ -124,17 +130,20 @@ async def test_no_method_answers_without_a_key(locked: Locked) -> None:
         let_in = await code_of(address, PLAIN, path, bearer)
         assert let_in is not grpc.StatusCode.UNAUTHENTICATED, path
     for metadata, expected in (
-        ((), grpc.StatusCode.UNAUTHENTICATED), (bearer, grpc.StatusCode.UNIMPLEMENTED),
-    ):  # fmt: skip
+        ((), grpc.StatusCode.UNAUTHENTICATED),
+        (bearer, grpc.StatusCode.UNIMPLEMENTED),
+    ):
         assert await code_of(address, PLAIN, "/outrider.v1.Other/Nothing", metadata) is expected
     assert locked.stack.coordinator.num_running == 0
 
 
 async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
     async with (
-        locked.client("alice") as alice, locked.client("bob") as bob,
-        locked.client("eve") as eve, locked.client("root") as root,
-    ):  # fmt: skip
+        locked.client("alice") as alice,
+        locked.client("bob") as bob,
+        locked.client("eve") as eve,
+        locked.client("root") as root,
+    ):
         async with aclosing(alice.generate(LONG)) as events:
             started = await anext(events)
             await anext(events)
@@ -174,10 +183,12 @@ async def room(http: httpx.AsyncClient, n: int = 1) -> None:
 
 async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
     async with (
-        locked.http("three", 0) as first, locked.http("three", 1) as second,
-        locked.http("eve", 1) as other, locked.client("three") as grpc,
+        locked.http("three", 0) as first,
+        locked.http("three", 1) as second,
+        locked.http("eve", 1) as other,
+        locked.client("three") as grpc,
         locked.client("three", 1) as other_grpc,
-    ):  # fmt: skip
+    ):
         stream = first.stream("POST", "/v1/completions", json={**LONG_BODY, "n": 2, "stream": True})
         async with stream as response, aclosing(grpc.generate(LONG)) as events:
             assert response.status_code == 200
@@ -237,9 +248,10 @@ async def test_the_slots_of_a_dead_coordinator_are_free_again(
 
 async def test_as_many_begin_in_a_minute_as_the_key_allows(locked: Locked) -> None:
     async with (
-        locked.http("slow", 0) as first, locked.http("slow", 1) as second,
+        locked.http("slow", 0) as first,
+        locked.http("slow", 1) as second,
         locked.client("slow") as grpc,
-    ):  # fmt: skip
+    ):
         assert (await post(first, BODY, n=4)).status_code == 200
         assert (await post(second, BODY, stream=True)).status_code == 200
         session_id = (await grpc.complete(SHORT)).session_id

@@ -35,10 +35,25 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
     one.key = made.stdout.strip()
     assert one.run("certs", "tls").returncode == 0
     started = one.run(
-        "serve", "--detach", "--engine", ENGINE, "--draft-model", "ngram", "--grpc-port", "0",
-        "--api-key-file", "keys", "--api-key", GIVEN, "--internal-tls-dir", "tls",
-        "--ssl-certfile", str(one.certificate.file), "--ssl-keyfile", str(one.certificate.key_file),
-    )  # fmt: skip
+        "serve",
+        "--detach",
+        "--engine",
+        ENGINE,
+        "--draft-model",
+        "ngram",
+        "--grpc-port",
+        "0",
+        "--api-key-file",
+        "keys",
+        "--api-key",
+        GIVEN,
+        "--internal-tls-dir",
+        "tls",
+        "--ssl-certfile",
+        str(one.certificate.file),
+        "--ssl-keyfile",
+        str(one.certificate.key_file),
+    )
     assert started.returncode == 0, started.stderr
     assert "access  callers must send an API key and use TLS (cert" in started.stdout
     yield one

@@ -61,10 +61,12 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
 @pytest.mark.parametrize(
     ("kind", "save", "has_draft"),
     [
-        ("eagle3", save_tiny_eagle3, True), ("eagle3", save_tiny_eagle3, False),
-        ("", save_tiny_raw_eagle3, False), ("mtp", None, False),
+        ("eagle3", save_tiny_eagle3, True),
+        ("eagle3", save_tiny_eagle3, False),
+        ("", save_tiny_raw_eagle3, False),
+        ("mtp", None, False),
     ],
-)  # fmt: skip
+)
 async def test_it_writes_what_its_target_writes(
     tmp_path: Path, kind: str, save: Callable[..., Path] | None, has_draft: bool
 ) -> None:
@@ -80,11 +82,16 @@ async def test_it_writes_what_its_target_writes(
         heads = str(save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3)))
         named = f"{kind}:{heads}" if kind else heads
     settings = {
-        "model": str(target), "draft_model": f"hybrid:suffix,{named}", "device": "cpu",
-        "dtype": "float32", "length_control": False,
+        "model": str(target),
+        "draft_model": f"hybrid:suffix,{named}",
+        "device": "cpu",
+        "dtype": "float32",
+        "length_control": False,
         "eagle3_on": "draft" if has_draft else "target",
-        "num_draft_tokens": 2, "hybrid_min_score": 4.0, "hybrid_model_tokens": 2,
-    }  # fmt: skip
+        "num_draft_tokens": 2,
+        "hybrid_min_score": 4.0,
+        "hybrid_model_tokens": 2,
+    }
     module, _ = load_model(target)
     written = module.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False)
     request = GenerateRequest(

@@ -232,10 +232,13 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     pid = servers.replicas[0].pid
     os.kill(pid, signal.SIGSTOP)
     calls = (
-        lambda: store.append([append]), lambda: store.append([append]),
-        lambda: store.load(new.session_id), lambda: store.open(new_session("2" * 32)),
-        lambda: store.finish(end), lambda: store.take_over(seen, OWNERS[0]),
-    )  # fmt: skip
+        lambda: store.append([append]),
+        lambda: store.append([append]),
+        lambda: store.load(new.session_id),
+        lambda: store.open(new_session("2" * 32)),
+        lambda: store.finish(end),
+        lambda: store.take_over(seen, OWNERS[0]),
+    )
     try:
         for call in calls:
             began = time.monotonic()

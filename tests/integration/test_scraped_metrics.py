@@ -16,9 +16,16 @@ REQUEST = GenerateRequest(
     (3, 4, 5), sampling=SamplingParams(temperature=1.0), seed=7, max_tokens=60, num_draft_tokens=3
 )
 HISTOGRAMS = (
-    "time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time",
-    "round_draft", "round_wire", "round_queue", "round_verify", "round_commit",
-)  # fmt: skip
+    "time_to_first_token",
+    "inter_token_latency",
+    "e2e_request_latency",
+    "request_queue_time",
+    "round_draft",
+    "round_wire",
+    "round_queue",
+    "round_verify",
+    "round_commit",
+)
 
 
 async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
@@ -55,11 +62,13 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     drafted = sum(answer.metrics.num_draft_tokens for answer in answers)
     accepted = sum(answer.metrics.num_accepted_draft_tokens for answer in answers)
     for name, count in {
-        "prompt_tokens": 2 * len(REQUEST.prompt), "num_rounds": num_rounds,
-        "spec_decode_num_draft_tokens": drafted, "spec_decode_num_draft_tokens_per_pos": drafted,
+        "prompt_tokens": 2 * len(REQUEST.prompt),
+        "num_rounds": num_rounds,
+        "spec_decode_num_draft_tokens": drafted,
+        "spec_decode_num_draft_tokens_per_pos": drafted,
         "spec_decode_num_accepted_tokens": accepted,
         "spec_decode_num_accepted_tokens_per_pos": accepted,
-    }.items():  # fmt: skip
+    }.items():
         assert grown(f"outrider_{name}_total") == count, name
     # The draft looks ahead in every round with a proposal. Some proposals are ready in time.
     hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))

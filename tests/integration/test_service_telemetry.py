@@ -100,16 +100,20 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
     assert root.kind is SpanKind.SERVER
     metrics = answer.metrics
     for name, value in {
-        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "outrider",
-        "gen_ai.request.model": "model", "gen_ai.request.max_tokens": 24,
-        "gen_ai.request.seed": str(2**63), "gen_ai.request.stop_sequences": ("never said",),
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": "model",
+        "gen_ai.request.max_tokens": 24,
+        "gen_ai.request.seed": str(2**63),
+        "gen_ai.request.stop_sequences": ("never said",),
         "gen_ai.response.id": answer.session_id,
         "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
         "gen_ai.response.finish_reasons": ("length",),
-        "gen_ai.usage.input_tokens": answer.usage.prompt_tokens, "gen_ai.usage.output_tokens": 24,
+        "gen_ai.usage.input_tokens": answer.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": 24,
         "outrider.num_rounds": metrics.num_rounds,
         "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-    }.items():  # fmt: skip
+    }.items():
         assert found[name] == value, name
     durations = memory.points("coordinator")
     for name in ("time_to_first_token", "time_per_output_token", "request.duration"):
@@ -226,9 +230,11 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
         own = await watched.page("coordinator")
         await host.http.stop()
     for method, route, status, num in (
-        ("POST", "/v1/completions", 200, 2), ("POST", "/v1/completions", 400, 1),
-        ("GET", "/v1/models/{name:path}", 404, 1), ("GET", "/health", 200, 1),
-    ):  # fmt: skip
+        ("POST", "/v1/completions", 200, 2),
+        ("POST", "/v1/completions", 400, 1),
+        ("GET", "/v1/models/{name:path}", 404, 1),
+        ("GET", "/health", 200, 1),
+    ):
         labels = {"http_request_method": method, "http_response_status_code": f"{status}"}
         assert page.value(TIMES, http_route=route, url_scheme="http", **labels) == num, route
     assert page.value(TIMES, http_response_status_code="405") == 2

@@ -72,10 +72,12 @@ async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Pa
             internal_trust(theirs, "coordinator", role).credentials, name_of(role)
         ),
         "theirs by our authority": caller_trust(
-            ours / "ca.pem", theirs / "coordinator.pem", theirs / "coordinator-key.pem",
+            ours / "ca.pem",
+            theirs / "coordinator.pem",
+            theirs / "coordinator-key.pem",
             name_of(role),
         ),
-    }  # fmt: skip
+    }
     async with hosted(role, ours) as address:
         for path in methods:
             for what, trust in nothing.items():

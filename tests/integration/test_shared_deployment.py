@@ -38,9 +38,10 @@ MARKER = f"marker-{secrets.token_hex(8)}:"
 PART_BYTES = 2**24
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group("shared"),
     pytest.mark.timeout(3 * END_S),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +73,20 @@ async def shared(
 ) -> AsyncIterator[Deployment]:
     """Two ranks of each model. Each secret comes as a setting and as an environment variable."""
     settings = {
-        "model": str(models / "target"), "draft_model": str(models / "draft"), "device": "cpu",
-        "dtype": "float32", "grpc_port": 0, "port": 0, "stop_timeout_s": 0, "length_control": False,
-        "tensor_parallel_size": 2, "draft_tensor_parallel_size": 2, "api_key": KEY,
-        "redis_url": f"redis://:{PASSWORD}@127.0.0.1:{redis_port}/0", "redis_key_prefix": MARKER,
-    }  # fmt: skip
+        "model": str(models / "target"),
+        "draft_model": str(models / "draft"),
+        "device": "cpu",
+        "dtype": "float32",
+        "grpc_port": 0,
+        "port": 0,
+        "stop_timeout_s": 0,
+        "length_control": False,
+        "tensor_parallel_size": 2,
+        "draft_tensor_parallel_size": 2,
+        "api_key": KEY,
+        "redis_url": f"redis://:{PASSWORD}@127.0.0.1:{redis_port}/0",
+        "redis_key_prefix": MARKER,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_REDIS_PASSWORD", PASSWORD)
         patch.setenv("OUTRIDER_API_KEY", KEY)
@@ -87,9 +97,11 @@ async def shared(
 
 async def _greedy(deployment: Deployment, num_draft_tokens: int) -> tuple[int, ...]:
     request = GenerateRequest(
-        PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS,
+        PROMPT,
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=NUM_TOKENS,
         num_draft_tokens=num_draft_tokens,
-    )  # fmt: skip
+    )
     async with Client(deployment.address, api_key=KEY) as client:
         completion = await client.complete(request)
     if num_draft_tokens:

@@ -104,9 +104,13 @@ async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_pa
     module.save_pretrained(tmp_path / "model")
     head = save_tiny_eagle3(tmp_path / "head", tmp_path / "model", range(0, 37, 2))
     config = replace(
-        _config(tmp_path / "model", "float64"), kv_cache_memory_bytes=2**20,
-        max_num_seqs=NUM_SEQUENCES, head="head", head_kind="eagle3", head_directory=str(head),
-    )  # fmt: skip
+        _config(tmp_path / "model", "float64"),
+        kv_cache_memory_bytes=2**20,
+        max_num_seqs=NUM_SEQUENCES,
+        head="head",
+        head_kind="eagle3",
+        head_directory=str(head),
+    )
     whole: Any = build_engine(config, 1)
     with _shared(config, size) as (engine, _):
         shared: Any = engine

@@ -22,7 +22,8 @@ RELEASE: Final = "rel"
 Manifest = dict[str, Any]
 
 VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
-    "default": ((), ()), "every-option": ((EVERY_OPTION,), ()),
+    "default": ((), ()),
+    "every-option": ((EVERY_OPTION,), ()),
     "every-option-own-redis": ((EVERY_OPTION,), (*OWN_REDIS, *OWN_GCS)),
     "redis-password-kept-elsewhere": ((), ("redis.auth.existingSecret=mine",)),
     "redis-without-persistence": ((), ("redis.persistence.enabled=false",)),
@@ -30,16 +31,23 @@ VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
     "a-claim-that-exists": ((), ("cache.kind=claim", "cache.claim.existing=models")),
     "nothing-optional": (
         (),
-        tuple(f"{name}.enabled=false" for name in (
-            "ray.auth", "ray.gcsFaultTolerance", "ray.autoscaling", "networkPolicy",
-            "podDisruptionBudget",
-        )),
+        tuple(
+            f"{name}.enabled=false"
+            for name in (
+                "ray.auth",
+                "ray.gcsFaultTolerance",
+                "ray.autoscaling",
+                "networkPolicy",
+                "podDisruptionBudget",
+            )
+        ),
     ),
     "what-the-head-knows-kept-elsewhere": (
-        (), ("ray.gcsFaultTolerance.external.address=redis://r:6379",),
+        (),
+        ("ray.gcsFaultTolerance.external.address=redis://r:6379",),
     ),
     "no-drafts": ((), ("draft.replicas=0", "draft.minPods=0", "draft.maxPods=0")),
-}  # fmt: skip
+}
 """By variant: the values files and further values from which the chart must render valid
 manifests."""
 

@@ -25,9 +25,10 @@ def test_what_the_wheel_needs_is_copied() -> None:
     where packages come from."""
     copied = [
         source
-        for name, words in instructions() if name == "COPY" and not words.startswith("--from")
+        for name, words in instructions()
+        if name == "COPY" and not words.startswith("--from")
         for source in shlex.split(words)[:-1]
-    ]  # fmt: skip
+    ]
     sent = [line[1:] for line in IGNORED.read_text("utf-8").splitlines() if line.startswith("!")]
     assert sorted(sent) == sorted(copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))

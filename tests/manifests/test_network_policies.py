@@ -137,7 +137,10 @@ def test_services_lead_to_coordinators_and_to_redis(has_gateway: bool) -> None:
         for name, each in rendering.of_kind(release.manifests, "Service").items()
         for group, labels in release.labels.items()
         if _matches({"matchLabels": each["spec"]["selector"]}, labels)
-    }  # fmt: skip
+    }
     assert led == {
-        "": "coordinator", "-coordinators": "coordinator", "-redis": "redis", "-gcs": "gcs"
-    } | ({"-gateway": "gateway"} if has_gateway else {})  # fmt: skip
+        "": "coordinator",
+        "-coordinators": "coordinator",
+        "-redis": "redis",
+        "-gcs": "gcs",
+    } | ({"-gateway": "gateway"} if has_gateway else {})

@@ -76,9 +76,10 @@ def test_actors_find_places_of_their_role(variant: str) -> None:
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert [group["groupName"] for group in spec["workerGroupSpecs"]] == list(GROUPS)
     ranks = {
-        "coordinator": 1, "target": values["tensor_parallel_size"],
+        "coordinator": 1,
+        "target": values["tensor_parallel_size"],
         "draft": values["draft_tensor_parallel_size"],
-    }  # fmt: skip
+    }
     for group in spec["workerGroupSpecs"]:
         role = group["groupName"]
         # The text as the operator passes it to a shell, and as Ray's autoscaler reads it.
@@ -287,8 +288,10 @@ def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
     config = rendering.configuration(manifests, tmp_path)
     found = rendering.ray_pods(manifests)
     for role, one in (
-        ("coordinator", config.coordinator), ("target", config.target), ("draft", config.draft)
-    ):  # fmt: skip
+        ("coordinator", config.coordinator),
+        ("target", config.target),
+        ("draft", config.draft),
+    ):
         mounted = _mounted(found[role])
         secret = mounted[one.internal_tls_dir]
         files = RoleFiles.of(Path(one.internal_tls_dir), role)  # type: ignore[arg-type]

@@ -25,9 +25,14 @@ TIMEOUT_S: Final = 600.0
 """Time limit of an area's tests. A mutant that makes them hang is caught."""
 LOST_MAX: Final = 0.02
 _COPIED: Final = (
-    "outrider", "coordinator", "draft_service", "target_service", "tests",
-    "protos", "pyproject.toml",
-)  # fmt: skip
+    "outrider",
+    "coordinator",
+    "draft_service",
+    "target_service",
+    "tests",
+    "protos",
+    "pyproject.toml",
+)
 
 
 def main() -> int:

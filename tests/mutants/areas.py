@@ -38,22 +38,27 @@ AREAS: Final = {
     "store": Area(
         ("outrider/sessions",),
         (
-            "tests/unit/sessions", "tests/integration/test_redis_store.py",
+            "tests/unit/sessions",
+            "tests/integration/test_redis_store.py",
             "tests/unit/coordinator/decoding",
         ),
     ),
     "length control": Area(("coordinator/draft_length",), ("tests/unit/coordinator",)),
     "coordinator": Area(
         (
-            "coordinator/decoding/loop.py", "coordinator/decoding/committer.py",
-            "coordinator/decoding/resumption.py", "coordinator/decoding/sessions.py",
-            "coordinator/routing/target_client.py", "coordinator/routing/draft_client.py",
-            "coordinator/routing/replica_pool.py", "coordinator/routing/discovery.py",
+            "coordinator/decoding/loop.py",
+            "coordinator/decoding/committer.py",
+            "coordinator/decoding/resumption.py",
+            "coordinator/decoding/sessions.py",
+            "coordinator/routing/target_client.py",
+            "coordinator/routing/draft_client.py",
+            "coordinator/routing/replica_pool.py",
+            "coordinator/routing/discovery.py",
             "coordinator/service.py",
         ),
         ("tests/unit/coordinator", "tests/unit/draft_service", "tests/unit/target_service"),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,13 @@ class Mutant:
         changes = [code for code in codes if code[0] != "equal"]
         first, last = changes[0], changes[-1]
         return cls(
-            area, str(file), operator, first[1] + 1, tuple(old[first[1] : last[2]]),
+            area,
+            str(file),
+            operator,
+            first[1] + 1,
+            tuple(old[first[1] : last[2]]),
             tuple(new[first[3] : last[4]]),
-        )  # fmt: skip
+        )
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:

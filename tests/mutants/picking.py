@@ -16,19 +16,42 @@ from cosmic_ray.plugins import get_operator
 from tests.mutants.areas import AREAS, Mutant
 
 _BINARY: Final = (
-    "Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "BitOr_BitAnd",
-    "BitAnd_BitOr", "LShift_RShift", "RShift_LShift",
-)  # fmt: skip
+    "Add_Sub",
+    "Sub_Add",
+    "Mul_Div",
+    "Div_Mul",
+    "FloorDiv_Mul",
+    "Mod_FloorDiv",
+    "BitOr_BitAnd",
+    "BitAnd_BitOr",
+    "LShift_RShift",
+    "RShift_LShift",
+)
 _COMPARISON: Final = (
-    "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_GtE", "GtE_Lt", "Is_IsNot",
+    "Eq_NotEq",
+    "NotEq_Eq",
+    "Lt_LtE",
+    "LtE_Lt",
+    "Gt_GtE",
+    "GtE_Gt",
+    "Lt_GtE",
+    "GtE_Lt",
+    "Is_IsNot",
     "IsNot_Is",
-)  # fmt: skip
+)
 _OTHERS: Final = (
-    "ReplaceUnaryOperator_Delete_Not", "ReplaceUnaryOperator_USub_UAdd", "AddNot",
-    "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
-    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "NumberReplacer",
+    "ReplaceUnaryOperator_Delete_Not",
+    "ReplaceUnaryOperator_USub_UAdd",
+    "AddNot",
+    "ReplaceTrueWithFalse",
+    "ReplaceFalseWithTrue",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue",
+    "ReplaceContinueWithBreak",
+    "NumberReplacer",
     "ZeroIterationForLoop",
-)  # fmt: skip
+)
 OPERATORS: Final = (
     *(f"core/ReplaceBinaryOperator_{name}" for name in _BINARY),
     *(f"core/ReplaceComparisonOperator_{name}" for name in _COMPARISON),

@@ -150,5 +150,8 @@ async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) ->
         has = set().union(*(page.labels(name) for page in pages for name in used))
         assert label_names(expression) - BY_SCRAPES <= has, title
     reasons = {reason.value for reason in FinishReason}
-    assert {one for one in reasons if pages[0].value(
-        "outrider_request_success_total", finished_reason=one) >= 0} == reasons  # fmt: skip
+    assert {
+        one
+        for one in reasons
+        if pages[0].value("outrider_request_success_total", finished_reason=one) >= 0
+    } == reasons

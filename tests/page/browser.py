@@ -18,14 +18,24 @@ HOW_TO_INSTALL = """install Chromium, or Chrome, and the driver of the same vers
 BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_S = 90.0
 KEYS = {
-    "Enter": Keys.ENTER, "Control": Keys.CONTROL, "Escape": Keys.ESCAPE, "Tab": Keys.TAB,
-    "Right": Keys.RIGHT, "Left": Keys.LEFT, "End": Keys.END, "Space": " ",
-}  # fmt: skip
+    "Enter": Keys.ENTER,
+    "Control": Keys.CONTROL,
+    "Escape": Keys.ESCAPE,
+    "Tab": Keys.TAB,
+    "Right": Keys.RIGHT,
+    "Left": Keys.LEFT,
+    "End": Keys.END,
+    "Space": " ",
+}
 _ARGUMENTS = (
     "--no-sandbox",  # Containers cannot create namespaces for the sandbox.
-    "--headless=new", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run",
-    "--disable-background-networking", "--hide-scrollbars",
-)  # fmt: skip
+    "--headless=new",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+)
 
 
 def missing() -> str:

@@ -47,8 +47,10 @@ async def _generate(window: Browser, prompt: str) -> None:
     await window.press(prompt)
     await window.press("Enter", held=("Control",))
     await window.until("return document.getElementById('ratio').textContent.endsWith('×')")
-    await window.run("[...document.querySelectorAll('.token.correction')].at(-1).dispatchEvent("
-               "new MouseEvent('mouseover', {bubbles: true}))")  # fmt: skip
+    await window.run(
+        "[...document.querySelectorAll('.token.correction')].at(-1).dispatchEvent("
+        "new MouseEvent('mouseover', {bubbles: true}))"
+    )
 
 
 if __name__ == "__main__":

@@ -72,11 +72,31 @@ own process are away meanwhile."""
 LIKELY = 0.9
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
-    "crash", "death", "hang", "stuck_step", "pause", "stall", "hang_up", "break", "scale",
-    "abandon", "slow_link", "loop_stall", "clock_jump", "head_loss", "oust", "redis_pause",
-    "restart", "flush", "two_primaries", "lost_take_over", "oom", "full_store",
-    *CUTS, *(f"{kind}_one_way" for kind in CUTS),
-}  # fmt: skip
+    "crash",
+    "death",
+    "hang",
+    "stuck_step",
+    "pause",
+    "stall",
+    "hang_up",
+    "break",
+    "scale",
+    "abandon",
+    "slow_link",
+    "loop_stall",
+    "clock_jump",
+    "head_loss",
+    "oust",
+    "redis_pause",
+    "restart",
+    "flush",
+    "two_primaries",
+    "lost_take_over",
+    "oom",
+    "full_store",
+    *CUTS,
+    *(f"{kind}_one_way" for kind in CUTS),
+}
 
 
 class Faults:
@@ -204,8 +224,11 @@ class Faults:
         return found
 
     def _cuts(self, kind: str, a: Process, b: Process) -> list[Harm]:
-        ways = [(kind, [(a, b), (b, a)]), (f"{kind}_one_way", [(a, b)]),
-                (f"{kind}_one_way", [(b, a)])]  # fmt: skip
+        ways = [
+            (kind, [(a, b), (b, a)]),
+            (f"{kind}_one_way", [(a, b)]),
+            (f"{kind}_one_way", [(b, a)]),
+        ]
         return [(name, partial(self._cut, pairs, kind == "cut_replica")) for name, pairs in ways]
 
     async def _cut(self, pairs: list[tuple[Process, Process]], breaks: bool) -> None:

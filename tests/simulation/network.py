@@ -157,9 +157,12 @@ class Network:
             self.carry(receiver, message, travel_s, payload)
 
     def carry(
-        self, receiver: Process, message: Message, travel_s: float = TRAVEL_S,
+        self,
+        receiver: Process,
+        message: Message,
+        travel_s: float = TRAVEL_S,
         payload: object = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Sends a message that only a cut or a death keeps from arriving. Its size is that of
         `payload`."""
         sender = current()

@@ -76,10 +76,16 @@ class Node:
     def _record(self, address: str) -> ReplicaRecord:
         runs = self.service.description
         return ReplicaRecord(
-            role=self.role, name=self.name, address=address, host="host", pid=1,
-            model=runs.model, weights=runs.weights, leaving=self._engagement.leaving,
+            role=self.role,
+            name=self.name,
+            address=address,
+            host="host",
+            pid=1,
+            model=runs.model,
+            weights=runs.weights,
+            leaving=self._engagement.leaving,
             load=len(self.service.sessions),
-        )  # fmt: skip
+        )
 
     async def engagement(self) -> Engagement:
         return self._engagement
@@ -204,11 +210,13 @@ for all of them either, so that some are preempted."""
 def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
     engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
-        engine, InlineExecutor(partial(take_stated_seconds, engine), is_timed=False),
+        engine,
+        InlineExecutor(partial(take_stated_seconds, engine), is_timed=False),
         max_num_seqs=NUM_SEQUENCES,
-        self_drafter=None if drafter is None else drafter(SPEC, engine), clock=lambda: 0.0,
+        self_drafter=None if drafter is None else drafter(SPEC, engine),
+        clock=lambda: 0.0,
         grammars=toy_grammars(),
-    )  # fmt: skip
+    )
 
 
 def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
@@ -346,9 +354,14 @@ class ReplicaNode(Node):
 
 
 PATIENT_SETTINGS = CoordinatorConfig(
-    served_model_name="toy", num_draft_tokens=4, run_ahead_rounds=4, max_sessions=16,
-    resume_grace_ms=60_000, target_gone_ms=30_000, draft_timeout_ms=100,
-)  # fmt: skip
+    served_model_name="toy",
+    num_draft_tokens=4,
+    run_ahead_rounds=4,
+    max_sessions=16,
+    resume_grace_ms=60_000,
+    target_gone_ms=30_000,
+    draft_timeout_ms=100,
+)
 HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9)
 """Less time than a draft needs for all that is asked of it."""
 
@@ -412,9 +425,13 @@ class CoordinatorNode(Node):
 
     def _record(self, address: str) -> ReplicaRecord:
         return ReplicaRecord(
-            role="coordinator", name=self.name, address=address, host="host", pid=1,
+            role="coordinator",
+            name=self.name,
+            address=address,
+            host="host",
+            pid=1,
             load=self.service.num_running,
-        )  # fmt: skip
+        )
 
     def has_session_at(self, replica: str) -> bool:
         """Whether a session of this coordinator uses a replica."""

@@ -113,9 +113,12 @@ class ProcessLoop(VirtualClockLoop):
         return handle
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any,
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:  # fmt: skip
+    ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         self._num_timers += 1

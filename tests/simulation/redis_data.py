@@ -273,16 +273,22 @@ _COMMANDS: dict[str, Callable[..., Reply]] = {
     "INFO": lambda data, section: b"used_memory:0\r\nmaxmemory:0\r\n",
     "FLUSHALL": lambda data: data.restore(({}, {})) or OK,
     "WAIT": lambda data, replicas, ms: 0,
-    "EVAL": lambda data, source, *words: data.run(
-        (b"EVALSHA", data.load_script(source), *words)
-    ),
+    "EVAL": lambda data, source, *words: data.run((b"EVALSHA", data.load_script(source), *words)),
     "EVALSHA": lambda data, sha, n, *words: data.run_script(sha, words[: int(n)], words[int(n) :]),
     "SCRIPT": lambda data, load, source: data.load_script(source),
-    "SET": _set, "GETRANGE": _getrange, "SETRANGE": _setrange, "HSET": _hset, "SADD": _sadd,
-    "SREM": _srem, "TIME": _time, "ZADD": _zadd, "ZREM": _zrem, "ZSCORE": _zscore,
+    "SET": _set,
+    "GETRANGE": _getrange,
+    "SETRANGE": _setrange,
+    "HSET": _hset,
+    "SADD": _sadd,
+    "SREM": _srem,
+    "TIME": _time,
+    "ZADD": _zadd,
+    "ZREM": _zrem,
+    "ZSCORE": _zscore,
     "ZREMRANGEBYSCORE": _zremrangebyscore,
     "ZCARD": lambda data, key: len(data.typed(key, SortedSet)),
-}  # fmt: skip
+}
 """Python refuses a wrong number of arguments, as a server does."""
 
 
@@ -291,9 +297,11 @@ class _Lua:
 
     def __init__(self) -> None:
         self._lua = LuaRuntime(  # type: ignore[call-arg]
-            encoding=None, unpack_returned_tuples=False, register_eval=False,
+            encoding=None,
+            unpack_returned_tuples=False,
+            register_eval=False,
             register_builtins=False,
-        )  # fmt: skip
+        )
         self._globals = self._lua.globals()
         self._compiled: dict[bytes, Callable[[], Any]] = {}
         self._data: Any = None

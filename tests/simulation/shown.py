@@ -73,9 +73,8 @@ class KeepingEngine(QuickEngine):
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         tokens = [
-            token for name, first, end in ranges
-            for token in self.tokens(name).since(first, end)
-        ]  # fmt: skip
+            token for name, first, end in ranges for token in self.tokens(name).since(first, end)
+        ]
         check(len(tokens) == sum(end - first for _, first, end in ranges), "it holds them")
         return torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, self.feature_width)
 
@@ -86,9 +85,13 @@ class CheckedHead(FeatureDrafter):
     def __init__(self, spec: EmulatedSpec, max_num_seqs: int) -> None:
         width, token_ids = KeepingEngine.feature_width, tuple(range(spec.vocab_size - 1))
         layer = LlamaConfig(
-            vocab_size=spec.vocab_size, hidden_size=width, num_attention_heads=1, head_dim=width,
-            num_key_value_heads=1, intermediate_size=4,
-        )  # fmt: skip
+            vocab_size=spec.vocab_size,
+            hidden_size=width,
+            num_attention_heads=1,
+            head_dim=width,
+            num_key_value_heads=1,
+            intermediate_size=4,
+        )
         config = Eagle3Config(
             layer=layer, draft_vocab_size=len(token_ids), layer_ids=(0,), target_width=width
         )
@@ -101,9 +104,11 @@ class CheckedHead(FeatureDrafter):
         info = replace(QuickEngine(spec, "draft", 1).info, logit_token_ids=token_ids)
         slot_bytes = 2 * width * 4
         engine = HeadEngine(
-            head, info, max_num_seqs=max_num_seqs,
+            head,
+            info,
+            max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=spec.num_pages * PAGE_SIZE * slot_bytes,
-        )  # fmt: skip
+        )
         super().__init__(head, engine)
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft:

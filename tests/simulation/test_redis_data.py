@@ -89,7 +89,8 @@ fields = one_of(("f", "g", "h"))
 scores = one_of(("-inf", "-3", "2", "2.25", "1764450000000", "x"))
 lifetimes = one_of((-5, 0, 10**6))
 commands = st.one_of(
-    st.tuples(st.just("SET"), keys, texts), st.tuples(st.just("SETRANGE"), keys, numbers, texts),
+    st.tuples(st.just("SET"), keys, texts),
+    st.tuples(st.just("SETRANGE"), keys, numbers, texts),
     st.tuples(st.just("SET"), keys, texts, one_of(("PX", "WRONG")), lifetimes),
     st.tuples(st.just("GETRANGE"), keys, numbers, numbers),
     st.tuples(st.just("HSET"), keys, fields, texts, fields, texts),
@@ -104,9 +105,8 @@ commands = st.one_of(
     st.tuples(st.just("ZREMRANGEBYSCORE"), keys, scores, scores),
     st.tuples(one_of(("EXPIRE", "PEXPIRE")), keys, lifetimes),
     st.tuples(one_of(("DEL", "EXISTS", "MGET")), keys, keys),
-    st.tuples(one_of(("GET", "STRLEN", "HGETALL", "SMEMBERS", "ZCARD", "PTTL", "NOTHING")),
-              keys),
-)  # fmt: skip
+    st.tuples(one_of(("GET", "STRLEN", "HGETALL", "SMEMBERS", "ZCARD", "PTTL", "NOTHING")), keys),
+)
 
 
 @settings(

@@ -33,9 +33,17 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.support.verdict_laws import score
 
 SPEC = EmulatedSpec(
-    vocab_size=7, support=7, exponent=0.8, deviation=0.6, order=2, verify_ms=15.0, draft_ms=2.0,
-    max_model_len=96, num_pages=6, eos=6,
-)  # fmt: skip
+    vocab_size=7,
+    support=7,
+    exponent=0.8,
+    deviation=0.6,
+    order=2,
+    verify_ms=15.0,
+    draft_ms=2.0,
+    max_model_len=96,
+    num_pages=6,
+    eos=6,
+)
 BYTES = (b"a", b"b", b"c", b"d", *(bytes([byte]) for byte in "é".encode()), b"e")
 """What each token stands for: a letter, or half of one. The last one is EOS."""
 UNLIKELY_S = 0.003

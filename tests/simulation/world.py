@@ -50,10 +50,14 @@ WHOLE_S_MAX = 90.0
 def spec(num_coordinators: int, num_targets: int, with_ports: bool) -> FleetSpec:
     """Two drafts and some targets, which reuse the ports of those before them or take new ones."""
     settings = {
-        "engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": STOP_S,
-        "num_targets": num_targets, "num_drafts": 2, "num_coordinators": num_coordinators,
+        "engine": "emulated:vocab_size=10",
+        "draft_model": "emulated",
+        "stop_timeout_s": STOP_S,
+        "num_targets": num_targets,
+        "num_drafts": 2,
+        "num_coordinators": num_coordinators,
         "grpc_port": FRONT_PORT,
-    }  # fmt: skip
+    }
     if with_ports:
         settings |= {"target_port": 7000, "draft_port": 8000}
     config = load_config(settings, {})

@@ -8,8 +8,7 @@ import pytest
 
 from tests.style.settings_table import DOCUMENTS, PAGES, README, ROOT, with_table
 
-FOLDERS = ("outrider", "draft_service", "target_service", "coordinator",
-           "tests", "protos")  # fmt: skip
+FOLDERS = ("outrider", "draft_service", "target_service", "coordinator", "tests", "protos")
 FILES = [one.as_posix() for folder in FOLDERS for one in (ROOT / folder).rglob("*.py")]
 
 

@@ -13,9 +13,10 @@ from outrider.cli.main import parse
 from outrider.cli.options import deployment_config
 from tests.style.settings_table import DOCUMENTS, README, ROOT
 
-GUIDES = [README, *(ROOT / "docs" / f"{name}.md" for name in (
-    "get-started", "serve", "scale", "drafters",
-))]  # fmt: skip
+GUIDES = [
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("get-started", "serve", "scale", "drafters")),
+]
 NEEDS_DEPLOYMENT = ("status", "scale", "upgrade", "stop")
 MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
 

@@ -45,17 +45,25 @@ class ScriptedSide(BenchClient):
         self.running -= 1
         drafted = 4 * num_tokens if request.num_draft_tokens else 0
         return Completion(
-            token_ids=tuple(range(num_tokens)), started_s=started_s, seconds=seconds,
+            token_ids=tuple(range(num_tokens)),
+            started_s=started_s,
+            seconds=seconds,
             num_rounds=num_tokens // 2 if request.num_draft_tokens else num_tokens,
-            num_draft_tokens=drafted, num_accepted_draft_tokens=drafted // 4, chunk_s=(seconds,),
-        )  # fmt: skip
+            num_draft_tokens=drafted,
+            num_accepted_draft_tokens=drafted // 4,
+            chunk_s=(seconds,),
+        )
 
 
 def subject_of(side: BenchClient, **changes: Any) -> Subject:
     known: dict[str, Any] = {
-        "client": side, "model": "demo", "draft_model": "ngram", "dtype": "bfloat16",
-        "num_draft_tokens": 8, "target": None,
-    }  # fmt: skip
+        "client": side,
+        "model": "demo",
+        "draft_model": "ngram",
+        "dtype": "bfloat16",
+        "num_draft_tokens": 8,
+        "target": None,
+    }
     return Subject(**(known | changes))
 
 
@@ -85,9 +93,18 @@ def tiny_pair(directory: Path) -> tuple[str, ...]:
     prompts = directory / "prompts.jsonl"
     prompts.write_text('{"prompt": "The quick brown fox", "category": "chat"}')
     return (
-        "--model", str(directory / "1"), "--draft-model", str(directory / "2"), "--raw",
-        "--prompts", str(prompts), "--target-num-threads", "1", "--device", "cpu",
-    )  # fmt: skip
+        "--model",
+        str(directory / "1"),
+        "--draft-model",
+        str(directory / "2"),
+        "--raw",
+        "--prompts",
+        str(prompts),
+        "--target-num-threads",
+        "1",
+        "--device",
+        "cpu",
+    )
 
 
 def pair_here(

@@ -24,10 +24,11 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CONSTRAINTS = {
-    "schema": Constraint.of_schema(SCHEMA), "object": Constraint.any_object(),
+    "schema": Constraint.of_schema(SCHEMA),
+    "object": Constraint.any_object(),
     "regex": Constraint.of_regex(r"^(the|The) (quick )*[a-z]{1,3}\d?$"),
     "choice": Constraint.of_choices(["brown", "brown fox", 'a "b"\n', "naïve"]),
-}  # fmt: skip
+}
 
 
 @cache

@@ -23,9 +23,13 @@ from tests.support.script_store import ScriptStore
 from tests.support.toy_engine import ToyEngine
 
 CONFIG = CoordinatorConfig(
-    served_model_name="toy", num_draft_tokens=2, deadline_ms=60_000, length_control=False,
-    resume_grace_ms=0, target_gone_ms=2_000,
-)  # fmt: skip
+    served_model_name="toy",
+    num_draft_tokens=2,
+    deadline_ms=60_000,
+    length_control=False,
+    resume_grace_ms=0,
+    target_gone_ms=2_000,
+)
 STEP_S = 0.01
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
 
@@ -91,22 +95,33 @@ def draft_service(engine: Any = None, step_s: float | None = None, **options: An
 
 class Bench:
     def __init__(
-        self, text: Any = None, store: ScriptStore | None = None, name: str = "c",
-        target: TargetService | None = None, draft: DraftService | None = None,
-        target_link: Any = None, drafts: Mapping[str, Any] | None = None, fallback: Any = None,
-        observation: Observation = UNOBSERVED, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        text: Any = None,
+        store: ScriptStore | None = None,
+        name: str = "c",
+        target: TargetService | None = None,
+        draft: DraftService | None = None,
+        target_link: Any = None,
+        drafts: Mapping[str, Any] | None = None,
+        fallback: Any = None,
+        observation: Observation = UNOBSERVED,
+        **settings: Any,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.target = target or target_service()
         self.draft = draft or draft_service()
         self.target_link = target_link or SeverableLink(self.target)
         self.store = store or ScriptStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
-            replace(CONFIG, **{"max_sessions": 10, **settings}), name, store=self.store,
+            replace(CONFIG, **{"max_sessions": 10, **settings}),
+            name,
+            store=self.store,
             targets={"t": self.target_link},
             drafts={"d": SeverableLink(self.draft)} if drafts is None else drafts,
-            fallback=fallback or NgramDrafter(), text=text, observation=observation,
-        )  # fmt: skip
+            fallback=fallback or NgramDrafter(),
+            text=text,
+            observation=observation,
+        )
 
     async def events(self, request: GenerateRequest = REQUEST) -> list[Event]:
         return [event async for event in self.service.generate(request)]

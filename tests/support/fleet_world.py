@@ -63,10 +63,12 @@ class Sitter(Actor):
             if self.demand.role == "coordinator":
                 http = self.config.port or 30_000 + int(self.name.rpartition("-")[2])
             return Engagement(
-                address=f"{self.name}:1", member=self.config.membership,
-                leaving="leave" in self.calls, num_ranks=self.demand.num_ranks,
+                address=f"{self.name}:1",
+                member=self.config.membership,
+                leaving="leave" in self.calls,
+                num_ranks=self.demand.num_ranks,
                 http_address=f"{self.name}:{http}" if http else "",
-            )  # fmt: skip
+            )
         return self.place if method == "ping" else None
 
     async def kill(self) -> None:

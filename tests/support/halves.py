@@ -41,9 +41,12 @@ class HalvesQuantizer(HfQuantizer):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and name != "lm_head":
                     halved = HalvedLinear(
-                        child.in_features, child.out_features, bias=False, device="meta",
+                        child.in_features,
+                        child.out_features,
+                        bias=False,
+                        device="meta",
                         dtype=torch.float16,
-                    )  # fmt: skip
+                    )
                     setattr(parent, name, halved)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:

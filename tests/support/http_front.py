@@ -15,9 +15,12 @@ class Front:
     """An application, called without a socket."""
 
     def __init__(
-        self, service: Any, access: AccessControl = OPEN, key: str = "",
+        self,
+        service: Any,
+        access: AccessControl = OPEN,
+        key: str = "",
         formats: ChatFormats | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.service = service
         self.key = key
         self.app = build_app(service, HttpOptions(access=access), formats)

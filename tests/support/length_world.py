@@ -121,11 +121,18 @@ class World:
         num_tokens = 1 + int(sum(survival))
         control.note(
             PlayedRound(
-                num_asked, survival, num_tokens, 100, draft_s, target_s, self.now,
-                beside=beside, next_draft_s=next_draft_s,
+                num_asked,
+                survival,
+                num_tokens,
+                100,
+                draft_s,
+                target_s,
+                self.now,
+                beside=beside,
+                next_draft_s=next_draft_s,
                 work_s=max(0.0, draft_s - wire_s) if num_asked else 0.0,
             )
-        )  # fmt: skip
+        )
         return num_tokens
 
     def _noisy(self, seconds: float) -> float:

@@ -31,8 +31,13 @@ def library_text(module: Any, prompt: Sequence[int], num_tokens: int) -> Library
     """Generates for one prompt, with a module that no engine uses."""
     ids = torch.tensor([prompt])
     out = module.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
-        return_dict_in_generate=True, output_logits=True, pad_token_id=0,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+    )
     gaps = [float(row[0].topk(2).values.diff().abs()) for row in out.logits]
     return LibraryText(out.sequences[0, len(prompt) :].tolist(), gaps)

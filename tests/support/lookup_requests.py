@@ -8,11 +8,22 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 
 def request(
-    token_ids: Sequence[int], k: int = 4, *, session_id: str = "s", tenant: str = "",
-    prompt_length: int = 1, rule: Rule = Rule.TOKEN, seed: int = 0,
-) -> DraftRequest:  # fmt: skip
+    token_ids: Sequence[int],
+    k: int = 4,
+    *,
+    session_id: str = "s",
+    tenant: str = "",
+    prompt_length: int = 1,
+    rule: Rule = Rule.TOKEN,
+    seed: int = 0,
+) -> DraftRequest:
     return DraftRequest(
-        session_id=session_id, tenant=tenant, token_ids=token_ids, prompt_length=prompt_length,
-        num_draft_tokens=k, sampling=SamplingParams(), rule=rule,
+        session_id=session_id,
+        tenant=tenant,
+        token_ids=token_ids,
+        prompt_length=prompt_length,
+        num_draft_tokens=k,
+        sampling=SamplingParams(),
+        rule=rule,
         noise=RoundNoise(seed, rule, len(token_ids)),
-    )  # fmt: skip
+    )

@@ -26,20 +26,30 @@ def tiny_config(
     """A configuration with two layers, unless `changes` say otherwise. If the family supports it,
     there are four query heads and two key-value heads."""
     sizes = {
-        "vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": max_model_len,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": max_model_len,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     if not family.startswith("gpt"):
         sizes |= {"num_key_value_heads": 2, "head_dim": 8}
     mixed = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
     special: dict[str, Any] = {
         "llama": {"tie_word_embeddings": False},
         "mistral": {"sliding_window": 6},  # In every layer.
-        "gemma2": mixed | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5,
-                           "attn_implementation": "eager"},
+        "gemma2": mixed
+        | {
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 5,
+            "attn_implementation": "eager",
+        },
         "gemma3": mixed,
-    }  # fmt: skip
+    }
     settings = sizes | special.get(family, {}) | changes
     model_type = "gemma3_text" if family == "gemma3" else family
     return transformers.AutoConfig.for_model(model_type, **settings)
@@ -75,11 +85,17 @@ def twin(module: Any) -> Any:
 
 
 def save_tiny_model(
-    directory: Path, *, family: str = "llama", vocab_size: int = 32, seed: int = 0,
-    dtype: torch.dtype = torch.float32, eos_token_id: int | None = None,
-    max_model_len: int = MAX_MODEL_LEN, num_layers: int = 2,
+    directory: Path,
+    *,
+    family: str = "llama",
+    vocab_size: int = 32,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    eos_token_id: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    num_layers: int = 2,
     tokenizer: transformers.PreTrainedTokenizerFast | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Saves a random model as safetensors and returns `directory`. `vocab_size` is the width of the
     model's logits. If it is larger than the tokenizer's vocabulary, the rest is padding."""
     config = tiny_config(family, vocab_size, max_model_len)
@@ -135,14 +151,17 @@ def tiny_eagle3(
     target's, and it reads the target's last two layers."""
     sizes = target.config
     layer = transformers.LlamaConfig(
-        vocab_size=sizes.vocab_size, hidden_size=width, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=40,
-    )  # fmt: skip
+        vocab_size=sizes.vocab_size,
+        hidden_size=width,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=40,
+    )
     taps = tuple(layer_ids) or tuple(range(sizes.num_hidden_layers))[-2:]
     config = Eagle3Config(
-        layer=layer, draft_vocab_size=len(token_ids), layer_ids=taps,
-        target_width=sizes.hidden_size,
-    )  # fmt: skip
+        layer=layer, draft_vocab_size=len(token_ids), layer_ids=taps, target_width=sizes.hidden_size
+    )
     with torch.random.fork_rng():
         torch.manual_seed(1)
         head = Eagle3Head(config).to(target.dtype).requires_grad_(False).eval()
@@ -156,9 +175,13 @@ def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) ->
     """Saves such a head in the format of speculators, and returns `directory`."""
     made = tiny_eagle3(transformers.AutoModelForCausalLM.from_pretrained(target), token_ids)
     save_speculators(
-        directory, made.module, made.token_ids, target_name="tiny",
-        architectures=["LlamaForCausalLM"], num_draft_tokens=3,
-    )  # fmt: skip
+        directory,
+        made.module,
+        made.token_ids,
+        target_name="tiny",
+        architectures=["LlamaForCausalLM"],
+        num_draft_tokens=3,
+    )
     return directory
 
 
@@ -205,9 +228,11 @@ def byte_level_tokenizer(vocab_size: int = 320) -> transformers.PreTrainedTokeni
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     special = {"eos_token": "<|end|>"}
     return transformers.PreTrainedTokenizerFast(
@@ -230,8 +255,12 @@ def byte_fallback_tokenizer() -> transformers.PreTrainedTokenizerFast:
     parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(parts)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -16,30 +16,45 @@ from tests.support.models import tiny_config, tiny_module
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 _NEXT_NAMES = {
-    "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "eh_proj.": "fc.",
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
     "shared_head.norm.": "norm.",
-}  # fmt: skip
+}
 
 
 def mtp_target(
-    family: str, vocab_size: int = 32, max_model_len: int = 128,
-    dtype: torch.dtype = torch.float32, **changes: int,
-) -> Any:  # fmt: skip
+    family: str,
+    vocab_size: int = 32,
+    max_model_len: int = 128,
+    dtype: torch.dtype = torch.float32,
+    **changes: int,
+) -> Any:
     """A random target with experts, of a family that has MTP layers, but without its MTP layer."""
     shared = {"tie_word_embeddings": False, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     special: dict[str, Any] = {
-        "deepseek_v3": routed | {
-            "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 12, "kv_lora_rank": 10,
-            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "deepseek_v3": routed
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
         },
         "glm4_moe": routed | {"use_qk_norm": True},
         "qwen3_next": {
-            "num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 16,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
         },
-    }  # fmt: skip
+    }
     settings = shared | changes | special[family]
     return tiny_module(tiny_config(family, vocab_size, max_model_len, **settings), dtype=dtype)
 

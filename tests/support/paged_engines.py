@@ -18,13 +18,14 @@ from tests.support.pages import check_pages
 from tests.support.reference_kernels import ReferenceKernels
 
 VOCAB = 32
-FAMILIES = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
-)  # fmt: skip
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2")
 WIDE = {
-    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 64,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
 """Sizes that `PaceKernels` take."""
 
 
@@ -35,16 +36,25 @@ class EngineMaker:
         self.fused = fused
 
     def __call__(
-        self, module: Any, *, max_num_seqs: int = 16, num_bytes: int = 2**22,
-        max_model_len: int = MAX_MODEL_LEN, **options: Any,
-    ) -> PagedEngine:  # fmt: skip
+        self,
+        module: Any,
+        *,
+        max_num_seqs: int = 16,
+        num_bytes: int = 2**22,
+        max_model_len: int = MAX_MODEL_LEN,
+        **options: Any,
+    ) -> PagedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
         kernels = fuse(module) if self.fused else None
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
         engine = PagedEngine(
-            module, info, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=num_bytes,
-            kernels=kernels, **options,
-        )  # fmt: skip
+            module,
+            info,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory_bytes=num_bytes,
+            kernels=kernels,
+            **options,
+        )
         assert engine.kv_cache_bytes <= num_bytes
         self.made.append(engine)
         return engine

@@ -77,8 +77,12 @@ def notes(path: Path) -> list[dict[str, Any]]:
 def inputs(environments: Path, **named: Any) -> TargetInputs:
     """Inputs of a library, for a target that no process loads."""
     setup = {
-        "gguf": "/model.gguf", "directory": "/model", "context_tokens": 77, "batch": 2,
-        "target": {"num_threads": 1}, "precision": "float32",
-    }  # fmt: skip
+        "gguf": "/model.gguf",
+        "directory": "/model",
+        "context_tokens": 77,
+        "batch": 2,
+        "target": {"num_threads": 1},
+        "precision": "float32",
+    }
     known: dict[str, Any] = {"token_ids": {}} | named
     return TargetInputs(setup=setup, eos_token_ids=(EOS,), environments=environments, **known)

@@ -24,15 +24,24 @@ def drafting_pair(*survival: float, **way: Any) -> Pair:
 
 
 def scenario_of(
-    sessions: int | None = 1, targets: int = 1, drafts: int = 1, pair: Pair | None = None,
-    times: Mapping[str, Any] | None = None, **changes: Any,
-) -> Scenario:  # fmt: skip
+    sessions: int | None = 1,
+    targets: int = 1,
+    drafts: int = 1,
+    pair: Pair | None = None,
+    times: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Scenario:
     known = {
-        "sessions": sessions, "prompt_tokens": 16, "answer_tokens": math.inf, "coordinator_s": 0.0,
-        "warm_up_s": 1.0, "seconds": 4.0,
-    }  # fmt: skip
+        "sessions": sessions,
+        "prompt_tokens": 16,
+        "answer_tokens": math.inf,
+        "coordinator_s": 0.0,
+        "warm_up_s": 1.0,
+        "seconds": 4.0,
+    }
     changed = replace(TIMES, **times or {})
     return Scenario(
         fleet={"target": targets, "draft": drafts, "coordinator": 1},
-        pair=replace(pair or drafting_pair(0.0, 0.0, 0.0, 0.0), times=changed), **known | changes,
-    )  # fmt: skip
+        pair=replace(pair or drafting_pair(0.0, 0.0, 0.0, 0.0), times=changed),
+        **known | changes,
+    )

@@ -14,12 +14,20 @@ RAY = "127.0.0.1:6379"
 def record(**others: Any) -> DeploymentRecord:
     """A record with one replica of each role."""
     known: dict[str, Any] = {
-        "pid": os.getpid(), "started_at": "2026-11-20T00:00:00+00:00", "draft_model": "ngram",
-        "served_model_name": "m", "grpc_address": "h:1", "target_addresses": ["h:2"],
-        "draft_addresses": ["h:3"], "target_directory": "", "tokenizer_directory": "",
-        "deployment": "d", "redis": {"url": "unix:///own.sock", "key_prefix": "ours:"},
-        "wanted": {"coordinator": 1, "target": 1, "draft": 1}, "ray_address": RAY,
-    }  # fmt: skip
+        "pid": os.getpid(),
+        "started_at": "2026-11-20T00:00:00+00:00",
+        "draft_model": "ngram",
+        "served_model_name": "m",
+        "grpc_address": "h:1",
+        "target_addresses": ["h:2"],
+        "draft_addresses": ["h:3"],
+        "target_directory": "",
+        "tokenizer_directory": "",
+        "deployment": "d",
+        "redis": {"url": "unix:///own.sock", "key_prefix": "ours:"},
+        "wanted": {"coordinator": 1, "target": 1, "draft": 1},
+        "ray_address": RAY,
+    }
     return DeploymentRecord(**(known | others))
 
 

@@ -75,9 +75,13 @@ class RedisServers:
     returns; `replace` starts another server as a replica."""
 
     def __init__(
-        self, directory: Path, *, forward: Forward | None = None,
-        password: str = "", sentinel_password: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        *,
+        forward: Forward | None = None,
+        password: str = "",
+        sentinel_password: str = "",
+    ) -> None:
         """`forward` maps a server's address to that by which others reach it."""
         self._directory = directory
         self._forward = forward
@@ -154,9 +158,10 @@ class RedisServers:
     def _is_followed(self, primary: Server) -> bool:
         info = primary.info(self._password or None)
         states = [
-            one["state"] for name, one in info.items()
+            one["state"]
+            for name, one in info.items()
             if name.removeprefix("slave").isdecimal() and isinstance(one, dict)
-        ]  # fmt: skip
+        ]
         return info.get("role") == "master" and states == ["online"]
 
     async def until_whole(self, within_s: float = START_S) -> None:
@@ -184,11 +189,17 @@ class RedisServers:
         if self._forward is not None:
             known = await self._forward(known)
         lines = [
-            f"port {port}", "bind 127.0.0.1", "appendonly yes", "appendfsync everysec",
-            'save ""', "maxmemory-policy noeviction", "repl-diskless-sync-delay 0",
-            "replica-announce-ip 127.0.0.1", f"replica-announce-port {known.rpartition(':')[2]}",
+            f"port {port}",
+            "bind 127.0.0.1",
+            "appendonly yes",
+            "appendfsync everysec",
+            'save ""',
+            "maxmemory-policy noeviction",
+            "repl-diskless-sync-delay 0",
+            "replica-announce-ip 127.0.0.1",
+            f"replica-announce-port {known.rpartition(':')[2]}",
             "repl-timeout 10",
-        ]  # fmt: skip
+        ]
         if self._password:
             lines += [f"requirepass {self._password}", f"masterauth {self._password}"]
         if primary is not None:
@@ -204,11 +215,12 @@ class RedisServers:
         port = free_port()
         [address] = [name for name, one in self._known_by.items() if one is primary]
         lines = [
-            f"port {port}", "bind 127.0.0.1",
+            f"port {port}",
+            "bind 127.0.0.1",
             f"sentinel monitor {SERVICE} {address.replace(':', ' ')} 1",
             f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}",
             f"sentinel failover-timeout {SERVICE} 2000",
-        ]  # fmt: skip
+        ]
         if self._password:
             lines.append(f"sentinel auth-pass {SERVICE} {self._password}")
         if self._sentinel_password:

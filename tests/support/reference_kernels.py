@@ -44,9 +44,13 @@ class ReferenceLayers(FusedLayers):
 
     @torch.jit.ignore
     def write(
-        self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
         slots: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         pages, places = slots // PAGE, slots % PAGE
         num_pages, num_heads, page_size, width = keys.shape
         keys.view(num_pages, num_heads, width, page_size)[pages, :, :, places] = key
@@ -54,9 +58,14 @@ class ReferenceLayers(FusedLayers):
 
     @torch.jit.ignore
     def attend(
-        self, layer: LayerWeights, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-        output: torch.Tensor, spans: Attention,
-    ) -> None:  # fmt: skip
+        self,
+        layer: LayerWeights,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        spans: Attention,
+    ) -> None:
         expected = [query.shape[1], keys.shape[1], query.shape[2]]
         assert spans.schedules[layer.kind].tolist() == expected
         num_pages, num_heads, page_size, width = keys.shape

@@ -29,10 +29,13 @@ from tests.support.pages import check_pages
 GREEDY = SamplingParams(temperature=0.0)
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
 RULES = [
-    (Rule.TOKEN, SamplingParams()), (Rule.BLOCK, SamplingParams(top_p=0.9)),
-    (Rule.COUPLED, SamplingParams()), (Rule.GREEDY, GREEDY),
-    (Rule.TOKEN, PENALISED), (Rule.COUPLED, PENALISED),
-]  # fmt: skip
+    (Rule.TOKEN, SamplingParams()),
+    (Rule.BLOCK, SamplingParams(top_p=0.9)),
+    (Rule.COUPLED, SamplingParams()),
+    (Rule.GREEDY, GREEDY),
+    (Rule.TOKEN, PENALISED),
+    (Rule.COUPLED, PENALISED),
+]
 """Each rule, and sampling parameters that count tokens."""
 PATIENCE_S = 20.0  # timeout that is only reached if an answer is lost
 
@@ -50,21 +53,34 @@ def answer_message(codec: Codec, answer: messages.VerifyAnswer | messages.DraftA
 
 
 def make_head(
-    tokens: Sequence[int], base_length: int = 0, *, session: int = 1, round_index: int = 0,
-    rule: Rule = Rule.GREEDY, sampling: SamplingParams | None = None,
-    constraint: Constraint | None = None, **fields: Any,
-) -> messages.RoundHead:  # fmt: skip
+    tokens: Sequence[int],
+    base_length: int = 0,
+    *,
+    session: int = 1,
+    round_index: int = 0,
+    rule: Rule = Rule.GREEDY,
+    sampling: SamplingParams | None = None,
+    constraint: Constraint | None = None,
+    **fields: Any,
+) -> messages.RoundHead:
     """A head that refers to the first `base_length` tokens and contains the rest."""
     others = {"tenant": "", "epoch": 1, "seed": 7, "prompt_length": 1, "deadline_ms": 0}
     if sampling is None:
         sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     sequence = TokenSequence(tokens)
     return messages.RoundHead(
-        session_id=session_name(session), round=round_index, base_length=base_length,
-        prefix_digest=sequence.digest(base_length), append=sequence.since(base_length), rule=rule,
-        sampling=sampling, sampling_hash=sampling.hash(), constraint=constraint,
-        constraint_hash=b"" if constraint is None else constraint.digest(), **(others | fields),
-    )  # fmt: skip
+        session_id=session_name(session),
+        round=round_index,
+        base_length=base_length,
+        prefix_digest=sequence.digest(base_length),
+        append=sequence.since(base_length),
+        rule=rule,
+        sampling=sampling,
+        sampling_hash=sampling.hash(),
+        constraint=constraint,
+        constraint_hash=b"" if constraint is None else constraint.digest(),
+        **(others | fields),
+    )
 
 
 class SeverableLink(MemoryLink):
@@ -139,9 +155,14 @@ class Replica:
     """A target or a draft over an engine in this process, and a link to it."""
 
     def __init__(
-        self, role: str, engine: Any, step_s: float | None = None, *, is_timed: bool = True,
+        self,
+        role: str,
+        engine: Any,
+        step_s: float | None = None,
+        *,
+        is_timed: bool = True,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         make: Any = TargetService
         served = engine
         if role == "draft":
@@ -199,18 +220,27 @@ def outcome_of(
 
 
 def proposal_of_head(
-    logits_after: Callable[[Sequence[int]], Any], tokens: Sequence[int], prompt_length: int,
-    noise: RoundNoise, sampling: SamplingParams, num: int, head_ids: Sequence[int],
-) -> Proposal:  # fmt: skip
+    logits_after: Callable[[Sequence[int]], Any],
+    tokens: Sequence[int],
+    prompt_length: int,
+    noise: RoundNoise,
+    sampling: SamplingParams,
+    num: int,
+    head_ids: Sequence[int],
+) -> Proposal:
     """Draws one token after another from logits [1, N] over the token ids `head_ids`."""
     text, q = [*tokens], []
     noise = replace(noise, prefix_digest=TokenSequence(tokens).digest())
     for depth in range(num):
         history = TokenHistory(text[:prompt_length], text[prompt_length:])
         [(token_id, distribution)], _ = draw_from_logits(
-            logits_after(text), [sampling], [noise], [depth], [history],
+            logits_after(text),
+            [sampling],
+            [noise],
+            [depth],
+            [history],
             DraftVocabulary.of(head_ids),
-        )  # fmt: skip
+        )
         text.append(token_id)
         q.append(distribution)
     return Proposal(tuple(text[len(tokens) :]), tuple(q) if noise.rule.needs_q else ())
@@ -239,10 +269,17 @@ class Player:
 
     def _head(self, side: str) -> messages.RoundHead:
         return make_head(
-            self.tokens, min(self.held[side], len(self.tokens) - 1), session=self.session,
-            epoch=self.epoch, round_index=self.round_index, rule=self.rule, sampling=self.sampling,
-            seed=self.seed, prompt_length=len(self.prompt), constraint=self.constraint,
-        )  # fmt: skip
+            self.tokens,
+            min(self.held[side], len(self.tokens) - 1),
+            session=self.session,
+            epoch=self.epoch,
+            round_index=self.round_index,
+            rule=self.rule,
+            sampling=self.sampling,
+            seed=self.seed,
+            prompt_length=len(self.prompt),
+            constraint=self.constraint,
+        )
 
     async def play(self, num_draft_tokens: int) -> None:
         proposal: SealedProposal = NOTHING_SEALED

@@ -36,11 +36,13 @@ class Page:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        return cls({
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        })  # fmt: skip
+        return cls(
+            {
+                (sample.name, frozenset(sample.labels.items())): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+        )
 
     @property
     def names(self) -> set[str]:
@@ -53,9 +55,10 @@ class Page:
     def value(self, name: str, **labels: str) -> float:
         """The sum over all samples that have these labels."""
         found = [
-            value for (sample, has), value in self.samples.items()
+            value
+            for (sample, has), value in self.samples.items()
             if sample == name and labels.items() <= dict(has).items()
-        ]  # fmt: skip
+        ]
         assert found, (name, labels)
         return sum(found)
 
@@ -134,9 +137,14 @@ async def watched_stack(
     draft = options.pop("draft_engine", None) or ToyEngine(VOCAB, salt=2, max_model_len=256)
     try:
         async with running_stack(
-            target, draft, directory, registry=registry, link=lambda *_: described(away_until=inf),
-            **observers(exports, config), **options,
-        ) as stack:  # fmt: skip
+            target,
+            draft,
+            directory,
+            registry=registry,
+            link=lambda *_: described(away_until=inf),
+            **observers(exports, config),
+            **options,
+        ) as stack:
             yield Watched(stack, registry, exports)
     finally:
         for made in exports.values():

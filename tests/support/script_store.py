@@ -14,9 +14,11 @@ class ScriptStore(RedisStore):
     """Can be set back to a snapshot, like a server that lost its last writes."""
 
     def __init__(
-        self, now_ms: Callable[[], float], data: Callable[[Any], RedisData] = RedisData,
+        self,
+        now_ms: Callable[[], float],
+        data: Callable[[Any], RedisData] = RedisData,
         key_prefix: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         no_client: Any = None
         super().__init__(no_client, key_prefix)
         self.data: Any = data(now_ms)

@@ -100,9 +100,16 @@ def context_of(of: Session, observer: RequestObserver = SILENT, **fields: Any) -
     given = {
         "prompt": of.tokens.since(0, of.prompt_length),
         "sampling": SamplingParams(temperature=0.0) if is_greedy else SamplingParams(),
-        "max_tokens": 99, "stop": (), "ignore_eos": False, "seed": record.seed, "rule": record.rule,
-        "num_draft_tokens": 8, "deadline_ms": 1_000_000, "logprobs": None, "include_rounds": False,
-    }  # fmt: skip
+        "max_tokens": 99,
+        "stop": (),
+        "ignore_eos": False,
+        "seed": record.seed,
+        "rule": record.rule,
+        "num_draft_tokens": 8,
+        "deadline_ms": 1_000_000,
+        "logprobs": None,
+        "include_rounds": False,
+    }
     return SessionContext(of, GenerationParameters(**(given | fields)), 1e6, observer)
 
 
@@ -137,9 +144,13 @@ async def play(target: TargetClient, one: Session, index: int, run_ahead: int = 
 
 
 def draft_of(
-    *links: ScriptedLink, one: Session | None = None, pool: Any = None,
-    config: CoordinatorConfig = CONFIG, lookup: Any = None, **fields: Any,
-) -> DraftClient:  # fmt: skip
+    *links: ScriptedLink,
+    one: Session | None = None,
+    pool: Any = None,
+    config: CoordinatorConfig = CONFIG,
+    lookup: Any = None,
+    **fields: Any,
+) -> DraftClient:
     """A session's draft client, which begins with the first of these replicas."""
     one = one or session()
     one.draft = CacheState("r0", 0)

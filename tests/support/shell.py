@@ -26,10 +26,15 @@ class Shell:
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "outrider.cli.main", *words], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=self.environment | variables, cwd=self.directory, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "outrider.cli.main", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment | variables,
+            cwd=self.directory,
+            start_new_session=True,
+        )
 
     def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*words, **variables)
@@ -43,9 +48,15 @@ class Shell:
         if anywhere:
             environment = {k: v for k, v in environment.items() if k != "OUTRIDER_STATE_DIR"}
         return subprocess.run(
-            ["bash", "-c", line], cwd=self.state if anywhere else README.parent, env=environment,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            ["bash", "-c", line],
+            cwd=self.state if anywhere else README.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
     def record(self) -> dict[str, Any]:
         return json.loads((self.state / "deployment.json").read_text("utf-8"))

@@ -43,9 +43,15 @@ from tests.support.rounds import drafter_over
 from tests.support.toy_engine import ToyEngine
 
 CONFIG = CoordinatorConfig(
-    served_model_name="model", num_draft_tokens=4, length_control=False, resume_grace_ms=0,
-    audit_share=0, telemetry="prometheus=0", target_gone_ms=5_000, draft_timeout_ms=10_000,
-)  # fmt: skip
+    served_model_name="model",
+    num_draft_tokens=4,
+    length_control=False,
+    resume_grace_ms=0,
+    audit_share=0,
+    telemetry="prometheus=0",
+    target_gone_ms=5_000,
+    draft_timeout_ms=10_000,
+)
 HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
@@ -95,15 +101,26 @@ async def serve(
 
 @asynccontextmanager
 async def running_stack(
-    target_engine: Engine, draft_engine: Engine | None, directory: Path, *,
-    lookup: LookupDrafter | None = None, hybrid: DraftConfig = HYBRID,
-    text: TokenizerText | None = None, look_ahead: int = 8, observation: Observation = UNOBSERVED,
-    target_observer: ObservedSteps | None = None, draft_observer: ObservedSteps | None = None,
-    self_drafter: SelfDrafter | None = None, head: FeatureDrafter | None = None,
-    parallel_token: int | None = None, lifetimes: Mapping[str, int] | None = None,
-    registry: RedisRegistry | None = None, link: Any = None,
-    grammars: Callable[[], Grammars] | None = None, **settings: Any,
-) -> AsyncIterator[Stack]:  # fmt: skip
+    target_engine: Engine,
+    draft_engine: Engine | None,
+    directory: Path,
+    *,
+    lookup: LookupDrafter | None = None,
+    hybrid: DraftConfig = HYBRID,
+    text: TokenizerText | None = None,
+    look_ahead: int = 8,
+    observation: Observation = UNOBSERVED,
+    target_observer: ObservedSteps | None = None,
+    draft_observer: ObservedSteps | None = None,
+    self_drafter: SelfDrafter | None = None,
+    head: FeatureDrafter | None = None,
+    parallel_token: int | None = None,
+    lifetimes: Mapping[str, int] | None = None,
+    registry: RedisRegistry | None = None,
+    link: Any = None,
+    grammars: Callable[[], Grammars] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Stack]:
     """Runs the services on these engines, and checks and closes everything at the end. `directory`
     is for Redis, `settings` are the coordinator's. A `lookup` is asked before the draft, or drafts
     alone if there is no draft engine (by default with n-grams). A `head` replaces the draft's
@@ -113,8 +130,10 @@ async def running_stack(
         target = TargetService(
             target_engine,
             ThreadExecutor("target", partial(take_stated_seconds, target_engine), is_timed=False),
-            max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter, grammars=grammars and grammars(),
-        )  # fmt: skip
+            max_num_seqs=NUM_SEQUENCES,
+            self_drafter=self_drafter,
+            grammars=grammars and grammars(),
+        )
         looks_up = not (draft_engine or head or self_drafter)
         if looks_up:
             settings["lookup"] = DraftConfig()
@@ -129,12 +148,17 @@ async def running_stack(
         store = await RedisStore.connect(RedisAddress(url=redis.url))
         vars(store).update(lifetimes or {})
         coordinator = CoordinatorService(
-            replace(CONFIG, look_ahead=look_ahead, **settings), "coordinator-under-test",
-            store=store, targets={"t": GrpcLink("target", target_server.address)},
+            replace(CONFIG, look_ahead=look_ahead, **settings),
+            "coordinator-under-test",
+            store=store,
+            targets={"t": GrpcLink("target", target_server.address)},
             drafts={} if looks_up else {"d": GrpcLink("draft", draft_server.address)},
-            fallback=RARE if self_drafter or head else lookup or NgramDrafter(), text=text,
-            observation=observation, registry=registry, link=link,
-        )  # fmt: skip
+            fallback=RARE if self_drafter or head else lookup or NgramDrafter(),
+            text=text,
+            observation=observation,
+            registry=registry,
+            link=link,
+        )
         await coordinator.start()
         server = await serve(stack, coordinator_api(coordinator))
         client = Client(server.address)

@@ -22,14 +22,24 @@ class ToyEngine:
     """See `outrider.interfaces.engine.Engine`."""
 
     def __init__(
-        self, vocab_size: int = 8, salt: int = 1, max_model_len: int = 64, num_pages: int = 1024,
-        pass_s: float = 0.0, eos_token_ids: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        vocab_size: int = 8,
+        salt: int = 1,
+        max_model_len: int = 64,
+        num_pages: int = 1024,
+        pass_s: float = 0.0,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         """Each pass reports a duration of `pass_s`."""
         self.info = ModelInfo(
-            f"toy-{salt}", vocab_size, max_model_len, "float32", eos_token_ids,
-            f"weights-{salt}", "toy",
-        )  # fmt: skip
+            f"toy-{salt}",
+            vocab_size,
+            max_model_len,
+            "float32",
+            eos_token_ids,
+            f"weights-{salt}",
+            "toy",
+        )
         self._salt = salt
         self._pass_s = pass_s
         self.stated_seconds = 0.0

@@ -57,9 +57,12 @@ class VerdictLaw:
 
 
 def verdict_from_logits(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory, proposal: Proposal,
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: TokenHistory,
+    proposal: Proposal,
     noise: RoundNoise,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """The verdict on one proposal."""
     return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
 

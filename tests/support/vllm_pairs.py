@@ -37,18 +37,31 @@ def saved_eagle3(directory: Path) -> TargetConfig:
 def saved_mtp(directory: Path) -> TargetConfig:
     """Saves a target whose files have an MTP layer; returns the configuration."""
     target = mtp_target(
-        "glm4_moe", VOCAB, MAX_MODEL_LEN, hidden_size=64, head_dim=HEAD_WIDTH,
+        "glm4_moe",
+        VOCAB,
+        MAX_MODEL_LEN,
+        hidden_size=64,
+        head_dim=HEAD_WIDTH,
         moe_intermediate_size=64,
-    )  # fmt: skip
+    )
     return _config_of(MtpReference(target).save(directory), "mtp", directory)
 
 
 def _config_of(directory: Path, kind: str, head: Path) -> TargetConfig:
     return TargetConfig(
-        model="tiny", directory=str(directory), engine="vllm", device="cpu", dtype="float32",
-        max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24, max_num_seqs=64, num_threads=1,
-        head="head", head_kind=kind, head_directory=str(head),
-    )  # fmt: skip
+        model="tiny",
+        directory=str(directory),
+        engine="vllm",
+        device="cpu",
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=2**24,
+        max_num_seqs=64,
+        num_threads=1,
+        head="head",
+        head_kind=kind,
+        head_directory=str(head),
+    )
 
 
 def ids(num: int, seed: int = 0) -> tuple[int, ...]:

@@ -26,15 +26,22 @@ import coordinator.decoding.sessions, outrider.replica.service"""
 @pytest.mark.parametrize(
     ("program", "unwanted"),
     [
-        (COORDINATOR, {"torch"}), (SERVICES, {"opentelemetry"}),
+        (COORDINATOR, {"torch"}),
+        (SERVICES, {"opentelemetry"}),
         ("import outrider.bench.device", {"ray", "grpc", "redis", "rich", "gguf", "google"}),
         (HELP.format(["--help"]), OTHER | {"pydantic", "rich"}),
         (HELP.format(["serve", "--help"]), OTHER),
         (HELP.format(["bench", "serve", "--help"]), OTHER),
     ],
-    ids=["coordinator draws", "telemetry is off", "bench device", "help", "help of a command",
-         "help of a benchmark"],
-)  # fmt: skip
+    ids=[
+        "coordinator draws",
+        "telemetry is off",
+        "bench device",
+        "help",
+        "help of a command",
+        "help of a benchmark",
+    ],
+)
 def test_it_does_without(program: str, unwanted: set[str]) -> None:
     program += f"\nimport sys\nsys.exit(', '.join({unwanted} & set(sys.modules)) or 0)"
     done = subprocess.run(

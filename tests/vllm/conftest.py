@@ -16,11 +16,18 @@ HEAD_WIDTH = 32
 MAX_MODEL_LEN = 256
 VOCAB = 64
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_WIDTH,
-    "max_position_embeddings": MAX_MODEL_LEN, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_WIDTH,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "bos_token_id": None,
+    "eos_token_id": None,
     "pad_token_id": None,
-}  # fmt: skip
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,10 +46,19 @@ def config_of(family: str, **changes: Any) -> Any:
         return MambaConfig(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2)
     if family == "deepseek_v2":
         return DeepseekV2Config(
-            **sizes, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
-            qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2,
-            moe_intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
-        )  # fmt: skip
+            **sizes,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        )
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
     for name, value in sizes.items():
         setattr(config, name, value)
@@ -82,10 +98,16 @@ def make_engine() -> MakeEngine:
 
     def make(path: Path, **changes: Any) -> VllmEngine:
         settings: dict[str, Any] = {
-            "device": "cpu", "dtype": "float32", "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**24,
-            "gpu_memory_utilization": 0.9, "num_gpus": None, "enforce_eager": True,
-        }  # fmt: skip
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 512,
+            "kv_cache_memory_bytes": 2**24,
+            "gpu_memory_utilization": 0.9,
+            "num_gpus": None,
+            "enforce_eager": True,
+        }
         return VllmEngine(path, **settings | changes)
 
     return make

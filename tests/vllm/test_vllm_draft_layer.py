@@ -82,9 +82,11 @@ def test_pages_are_counted_with_what_the_head_keeps(
     numbers = 2 * 2 * 2 * 32 + 2 * 2 * 8 + 64  # Keys and values of two layers and of pairs, and g.
     page_bytes = PAGE_SIZE * numbers * 4
     engine = make_engine(
-        tmp_path, draft_layer=head, draft_check=lambda loaded, *_: loaded,
+        tmp_path,
+        draft_layer=head,
+        draft_check=lambda loaded, *_: loaded,
         kv_cache_memory_bytes=8 * page_bytes,
-    )  # fmt: skip
+    )
     assert engine.page_counts().num_pages == 8
     theirs = [parameter.data_ptr() for parameter in engine._model.parameters()]
     assert head.module.embed_tokens.weight.data_ptr() in theirs

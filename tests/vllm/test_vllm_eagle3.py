@@ -32,12 +32,19 @@ def drafts_of_vllm(target: str, head: str, prompts: list[list[int]]) -> Drafts:
     from vllm import LLM, SamplingParams
 
     model = LLM(
-        target, dtype="float32", enforce_eager=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=1,
-        kv_cache_memory_bytes=2**24, skip_tokenizer_init=True,
+        target,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=1,
+        kv_cache_memory_bytes=2**24,
+        skip_tokenizer_init=True,
         speculative_config={
-            "method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTED,
+            "method": "eagle3",
+            "model": head,
+            "num_speculative_tokens": NUM_DRAFTED,
         },
-    )  # fmt: skip
+    )
     executor: Any = model.llm_engine.model_executor
     proposer = executor.driver_worker.worker.model_runner.drafter
     propose, rounds = proposer.propose, []

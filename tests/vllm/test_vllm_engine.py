@@ -106,9 +106,14 @@ def test_rows_that_share_a_scale_are_found_at_the_start(
 
     save("llama", tmp_path, dtype=torch.bfloat16)
     config = TargetConfig(
-        model="tiny", directory=str(tmp_path), engine="vllm", device="cpu", dtype="bfloat16",
-        kv_cache_memory_bytes=2**24, enforce_eager=True,
-    )  # fmt: skip
+        model="tiny",
+        directory=str(tmp_path),
+        engine="vllm",
+        device="cpu",
+        dtype="bfloat16",
+        kv_cache_memory_bytes=2**24,
+        enforce_eager=True,
+    )
     assert build_engine(config, 1).info.row_coupling == 0
     plain = LlamaMLP.forward
 

@@ -84,9 +84,13 @@ INT8 = {
     "targets": ["Linear"],
     "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
     "input_activations": {
-        "num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True,
+        "num_bits": 8,
+        "type": "int",
+        "strategy": "token",
+        "symmetric": True,
+        "dynamic": True,
     },
-}  # fmt: skip
+}
 KINDS: dict[str, tuple[Callable[[Tensor], tuple[Stored, Tensor]], dict[str, Any]]] = {
     "gptq": (by_gptq, {"bits": BITS, "group_size": GROUP, "desc_act": False, "sym": True}),
     "awq": (by_awq, {"bits": BITS, "group_size": GROUP, "zero_point": True, "version": "gemm"}),

@@ -25,14 +25,26 @@ TOLERANCE = 1e-3
 def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: Path) -> None:
     # vLLM divides vocabularies whose size is a multiple of 64.
     module = save(
-        family, tmp_path, hidden_size=96, vocab_size=64 * size, num_attention_heads=2 * size,
+        family,
+        tmp_path,
+        hidden_size=96,
+        vocab_size=64 * size,
+        num_attention_heads=2 * size,
         num_key_value_heads=2 * size,
-    )  # fmt: skip
+    )
     config = TargetConfig(
-        engine="vllm", enforce_eager=True, model="tiny", directory=str(tmp_path), dtype="float32",
-        device="cpu", num_threads=1, max_num_seqs=4, max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory_bytes=2**24, tensor_parallel_size=size,
-    )  # fmt: skip
+        engine="vllm",
+        enforce_eager=True,
+        model="tiny",
+        directory=str(tmp_path),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_num_seqs=4,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=2**24,
+        tensor_parallel_size=size,
+    )
     ids = tuple(7 * place % 64 for place in range(90))
     with torch.inference_mode():
         expected = module(input_ids=torch.tensor([ids])).logits[0]

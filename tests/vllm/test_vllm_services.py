@@ -109,12 +109,23 @@ async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
     for name in saved_pair(tmp_path, vocab_size=320):
         byte_level_tokenizer(320).save_pretrained(tmp_path / name)
     settings = {
-        "model": str(tmp_path / "target"), "draft_model": str(tmp_path / "draft"),
-        "engine": "vllm", "enforce_eager": True, "deterministic": True, "device": "cpu",
-        "kv_cache_memory_bytes": 2**24, "draft_kv_cache_memory_bytes": 2**24,
-        "max_num_seqs": 8, "num_targets": 2, "grpc_port": 0, "http": False, "target_num_threads": 1,
-        "draft_num_threads": 1, "length_control": False, "audit_share": 0,
-    }  # fmt: skip
+        "model": str(tmp_path / "target"),
+        "draft_model": str(tmp_path / "draft"),
+        "engine": "vllm",
+        "enforce_eager": True,
+        "deterministic": True,
+        "device": "cpu",
+        "kv_cache_memory_bytes": 2**24,
+        "draft_kv_cache_memory_bytes": 2**24,
+        "max_num_seqs": 8,
+        "num_targets": 2,
+        "grpc_port": 0,
+        "http": False,
+        "target_num_threads": 1,
+        "draft_num_threads": 1,
+        "length_control": False,
+        "audit_share": 0,
+    }
     requests = [request(prompt, seed, 3, NUM_LONG) for seed, prompt in enumerate(PROMPTS[:4])]
     async with (
         Deployment(load_config(settings, {}), tmp_path / "fleet") as deployment,
@@ -149,7 +160,11 @@ def test_openmp_is_the_one_that_vllm_requires() -> None:
     if not Path(sys.prefix, "lib", "libiomp5.so").exists():
         pytest.skip("this build of vLLM comes without it")
     ran = subprocess.run(
-        [sys.executable, "-c", program], env={"KMP_VERSION": "TRUE"}, check=True,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env={"KMP_VERSION": "TRUE"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "Intel(R) OMP version" in ran.stderr

@@ -244,10 +244,14 @@ class FusedSteps(Steps):
     """Runs steps on a fused decoder."""
 
     def __init__(
-        self, decoder: FusedDecoder, caches: Sequence[BlockedKeysAndValues],
-        span_tokens: int = SPAN_TOKENS_MAX, has_logits: bool = True, is_scripted: bool = True,
+        self,
+        decoder: FusedDecoder,
+        caches: Sequence[BlockedKeysAndValues],
+        span_tokens: int = SPAN_TOKENS_MAX,
+        has_logits: bool = True,
+        is_scripted: bool = True,
         taps: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Runs the first `len(caches)` layers. If `has_logits` is false, `run` returns the output
         of the last of these layers instead of logits. `taps`: layers whose inputs are kept."""
         self._decoder, self._span_tokens, self._has_logits = decoder, span_tokens, has_logits
@@ -273,9 +277,15 @@ class FusedSteps(Steps):
         # Optimized execution would compile in the first steps of each shape, and is no faster.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             found, residual, tapped = self._layers(
-                decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
-                self._attention(step.sequences), self._taps,
-            )  # fmt: skip
+                decoder.embed(ids[None]),
+                cos,
+                sin,
+                slots,
+                self._keys,
+                self._values,
+                self._attention(step.sequences),
+                self._taps,
+            )
             found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
             output: Tensor = (
                 decoder.logits(found, residual) if self._has_logits else found + residual

@@ -80,9 +80,15 @@ class TableStep:
             [*step.rows, np.concatenate(blocks), np.concatenate(page_tables)], device
         )
         return cls(
-            form, ids[None], positions[None], slots, logit_rows, words.view(-1, BLOCK_WORDS),
-            pages, step.page_size,
-        )  # fmt: skip
+            form,
+            ids[None],
+            positions[None],
+            slots,
+            logit_rows,
+            words.view(-1, BLOCK_WORDS),
+            pages,
+            step.page_size,
+        )
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
@@ -142,9 +148,23 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
         "NUM_SPLITS": num_splits,
     }
     attend_blocks[(len(step.blocks), key_heads, num_splits)](
-        output, parts, maxima, sums, queries, queries.stride(0), queries.stride(1),
-        cache.keys, cache.values, num_slots, step.position_ids, step.blocks, step.pages,
-        num_rows, layer.scaling, softcap or 1.0, layer.window or 0,
+        output,
+        parts,
+        maxima,
+        sums,
+        queries,
+        queries.stride(0),
+        queries.stride(1),
+        cache.keys,
+        cache.values,
+        num_slots,
+        step.position_ids,
+        step.blocks,
+        step.pages,
+        num_rows,
+        layer.scaling,
+        softcap or 1.0,
+        layer.window or 0,
         PAGE_SIZE=step.page_size,
         KEY_HEADS=key_heads,
         SHARED=shared,
@@ -159,7 +179,7 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
         num_warps=_WARPS,
         num_stages=_STAGES,
         **padded,
-    )  # fmt: skip
+    )
     if num_splits > 1:
         merge_splits[(num_rows * num_heads,)](
             output, parts, maxima, sums, num_rows * num_heads, num_warps=1, **padded

@@ -33,10 +33,16 @@ class RankGroup(Ranks):
     """The ranks of one model. A process can be in only one group at a time."""
 
     def __init__(
-        self, rendezvous: rank_rpc.Rendezvous, rank: int, device: torch.device, timeout_s: float,
-        step_timeout_s: float = COLLECTIVE_TIMEOUT_S, *, in_order: bool = False,
+        self,
+        rendezvous: rank_rpc.Rendezvous,
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        *,
+        in_order: bool = False,
         store_socket: socket.socket | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
         load, and `step_timeout_s` for each collective. `Links` adds tensors in the order of the
         ranks. If `in_order`, all other sums also have this order. All ranks must pass the same
@@ -58,10 +64,13 @@ class RankGroup(Ranks):
             self.links = Links(rank, connections, step_timeout_s)
             backend = _backend(store, rank, size, device)
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size,
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
                 timeout=timedelta(seconds=step_timeout_s),
                 device_id=device if backend == "nccl" else None,
-            )  # fmt: skip
+            )
         except RuntimeError as error:
             raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
         self._through_cpu = backend == "gloo" and device.type != "cpu"

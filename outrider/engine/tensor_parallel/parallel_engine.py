@@ -34,9 +34,12 @@ class ParallelEngine:
     unexpectedly, the ranks' pages may differ. From then on every step raises `EngineLost`."""
 
     def __init__(
-        self, engine: Engine, send_frame: Callable[[bytes], None], close: Callable[[], None],
+        self,
+        engine: Engine,
+        send_frame: Callable[[bytes], None],
+        close: Callable[[], None],
         max_num_seqs: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`send_frame` sends to all followers. `close` makes the leader leave the group, so that
         followers end, even in the middle of a step."""
         self._send_frame, self.close = send_frame, close

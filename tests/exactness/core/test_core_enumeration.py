@@ -16,11 +16,17 @@ from tests.support.verdict_laws import score, verdict_law
 
 FAILS = -1
 CELLS = [
-    *((size, k, seed) for size, k in ((3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2))
-      for seed in range(3)),
-    *(pytest.param(size, k, seed, marks=pytest.mark.full)
-      for size, k in ((3, 4), (4, 4), (5, 3), (6, 3), (7, 2), (8, 3)) for seed in range(3, 6)),
-]  # fmt: skip
+    *(
+        (size, k, seed)
+        for size, k in ((3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2))
+        for seed in range(3)
+    ),
+    *(
+        pytest.param(size, k, seed, marks=pytest.mark.full)
+        for size, k in ((3, 4), (4, 4), (5, 3), (6, 3), (7, 2), (8, 3))
+        for seed in range(3, 6)
+    ),
+]
 
 
 @pytest.mark.parametrize(("vocab_size", "k", "seed"), CELLS)
@@ -81,8 +87,9 @@ def committed_until_failure(pair, rule, k):
     law, num_ended = defaultdict(float), 0
     rest = {
         (state, left): law_until_failure(pair, state, left)
-        for state in range(len(pair.p)) for left in range(k + 1)
-    }  # fmt: skip
+        for state in range(len(pair.p))
+        for left in range(k + 1)
+    }
     tokens, states = pair.paths(k)
     for path, visited in zip(tokens, states, strict=True):
         mass = pair.mass[0][visited[:-1]]
@@ -97,9 +104,11 @@ def committed_until_failure(pair, rule, k):
         for n in np.flatnonzero(counts := core_toys.accepted_law(rule, accept)[0]):
             chance, num_ended = drawn * counts[n], num_ended + int(n == bad)
             weights = verdict.weights[0, n] / verdict.weights[0, n].sum()
-            ends = [(path[:n], 1.0)] if n == bad else [
-                ((*path[:n], v), float(weights[v])) for v in weights.nonzero()[:, 0].tolist()
-            ]  # fmt: skip
+            ends = (
+                [(path[:n], 1.0)]
+                if n == bad
+                else [((*path[:n], v), float(weights[v])) for v in weights.nonzero()[:, 0].tolist()]
+            )
             for text, share in ends:
                 state = functools.reduce(lambda at, v: int(pair.step[at, v]), text, 0)
                 for more, likely in rest[state, k + 1 - len(text)].items():
@@ -147,8 +156,9 @@ def test_vocabularies_of_different_width(rule, draft_vocab):
     last tokens. Both are exact."""
     narrow = core_toys.random_pair(5, 6)
     random = np.random.default_rng(3)
-    mass = torch.from_numpy(random.multinomial(2**16, np.ones(draft_vocab) / draft_vocab,
-                                               (1, len(narrow.p))) / 2**16)  # fmt: skip
+    mass = torch.from_numpy(
+        random.multinomial(2**16, np.ones(draft_vocab) / draft_vocab, (1, len(narrow.p))) / 2**16
+    )
     step = torch.zeros(len(narrow.p), max(5, draft_vocab), dtype=torch.int64)
     step[:, :5] = narrow.step
     core_toys.assert_exact(core_toys.ToyPair(narrow.p, mass, mass, step), rule, 2)

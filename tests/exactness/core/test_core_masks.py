@@ -146,8 +146,10 @@ def outcomes(
     for n in np.flatnonzero(counts):
         last = None if masks.untold is None or masks.untold > n else masks.untold - 1
         if last is None:
-            found += [((*path[:n], int(t)), counts[n] * weights[n][t], False)
-                      for t in np.flatnonzero(weights[n])]  # fmt: skip
+            found += [
+                ((*path[:n], int(t)), counts[n] * weights[n][t], False)
+                for t in np.flatnonzero(weights[n])
+            ]
         else:
             verdict = Verdict(tuple(law.accept[0].tolist()), (0,) * (len(path) + 1))
             ended = decide(ending_at(verdict, last, path), path, rule, (0.999,) * len(path))
@@ -156,16 +158,22 @@ def outcomes(
 
 
 def committed_law(
-    seed: int, rule: Rule, k: int, draft_masks: bool, fails: bool = False, shift: Shift = list,
+    seed: int,
+    rule: Rule,
+    k: int,
+    draft_masks: bool,
+    fails: bool = False,
+    shift: Shift = list,
     min_tokens: int = 0,
-) -> tuple[Law, Law, int]:  # fmt: skip
+) -> tuple[Law, Law, int]:
     """The law of k + 1 tokens if one round is followed by the masked target alone; the expected
     law; and how many outcomes end because the constraint cannot be followed."""
     raw, held, masked = constrained(seed, fails, min_tokens)
     rest = {
         (state, left): plain_law(masked, held, state, left)
-        for state in range(len(raw.p)) for left in range(k + 1)
-    }  # fmt: skip
+        for state in range(len(raw.p))
+        for left in range(k + 1)
+    }
     law: Law = defaultdict(float)
     num_ended = 0
     for path, states, q, chance in draws(raw, held, masked, k, draft_masks):

@@ -145,11 +145,14 @@ def pair() -> ToyPair:
 @pytest.mark.parametrize(
     ("rule", "controller"),
     [
-        (Rule.TOKEN, drafts(3)), (Rule.TOKEN, reads_everything),
-        (Rule.TOKEN, grows_after_weak_slots), (Rule.BLOCK, drafts(3)),
-        (Rule.BLOCK, reads_everything), (Rule.COUPLED, reads_everything),
+        (Rule.TOKEN, drafts(3)),
+        (Rule.TOKEN, reads_everything),
+        (Rule.TOKEN, grows_after_weak_slots),
+        (Rule.BLOCK, drafts(3)),
+        (Rule.BLOCK, reads_everything),
+        (Rule.COUPLED, reads_everything),
     ],
-)  # fmt: skip
+)
 def test_sequences_have_the_targets_law(pair, rule, controller, distance, num):
     tokens = Sequences(pair, rule, num).decode(controller, NUM_TOKENS)
     result = chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS))
@@ -183,11 +186,12 @@ def last_row_twice(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("pair", "faults"),
     [
-        (sampling_pair(), {"residual_stream": Stream.DRAFT}), (UNEVEN, ABSOLUTE_PLACES),
+        (sampling_pair(), {"residual_stream": Stream.DRAFT}),
+        (UNEVEN, ABSOLUTE_PLACES),
         (UNEVEN, {"accept_uniforms": lambda noise, num: [1e-12] * num}),
     ],
     ids=["shared noise", "absolute places", "u = 0"],
-)  # fmt: skip
+)
 def test_wrong_noise_is_found(pair, faults, monkeypatch):
     """A token after a rejection has the noise of the rejected token, discarded places lend theirs
     to the next round, or every token is accepted."""

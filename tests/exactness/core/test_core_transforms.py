@@ -23,15 +23,27 @@ from outrider.speculation.sampling_params import SamplingParams, TokenHistory
 
 EOS = (4,)
 FILTERS: list[dict[str, Any]] = [
-    {}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.6, "min_p": 0.02},
+    {},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"top_k": 12, "top_p": 0.6, "min_p": 0.02},
     {"top_k": -1, "top_p": 0.999},
-]  # fmt: skip
+]
 ADJUSTMENTS: list[dict[str, Any]] = [
-    {}, {"logit_bias": ((0, 2.5), (5, -3.0))}, {"repetition_penalty": 1.7},
+    {},
+    {"logit_bias": ((0, 2.5), (5, -3.0))},
+    {"repetition_penalty": 1.7},
     {"presence_penalty": 0.9, "frequency_penalty": -0.4},
-    {"logit_bias": ((1, -1.0), (2, 4.0)), "repetition_penalty": 0.6, "presence_penalty": -0.5,
-     "frequency_penalty": 1.1, "min_tokens": 3, "stop_token_ids": (2, 6)},
-]  # fmt: skip
+    {
+        "logit_bias": ((1, -1.0), (2, 4.0)),
+        "repetition_penalty": 0.6,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 1.1,
+        "min_tokens": 3,
+        "stop_token_ids": (2, 6),
+    },
+]
 TEMPERATURES = [1.0, 0.6, 1.8, 0.0]
 
 

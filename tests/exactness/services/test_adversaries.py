@@ -83,9 +83,13 @@ class NoLookup(LookupDrafter):
 
 
 def bench_of(
-    target: Coins, draft: Coins, *, self_drafter: SelfDrafter | None = None, link: Any = None,
+    target: Coins,
+    draft: Coins,
+    *,
+    self_drafter: SelfDrafter | None = None,
+    link: Any = None,
     **settings: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """A coordinator, a target and a draft whose steps take the time that their engines state."""
     executors = [InlineExecutor(partial(take_stated_seconds, one)) for one in (target, draft)]
     clock = asyncio.get_running_loop().time
@@ -93,10 +97,15 @@ def bench_of(
         target, executors[0], max_num_seqs=8, self_drafter=self_drafter, clock=clock
     )
     asked = {
-        "target": service, "draft": DraftService(ModelDrafter(draft), executors[1], max_num_seqs=8),
-        "target_link": None if link is None else link(service), "fallback": NoLookup(),
-        "draft_timeout_ms": LIMIT_MS, "deadline_ms": 3_600_000, "audit_share": 0, "look_ahead": 0,
-    }  # fmt: skip
+        "target": service,
+        "draft": DraftService(ModelDrafter(draft), executors[1], max_num_seqs=8),
+        "target_link": None if link is None else link(service),
+        "fallback": NoLookup(),
+        "draft_timeout_ms": LIMIT_MS,
+        "deadline_ms": 3_600_000,
+        "audit_share": 0,
+        "look_ahead": 0,
+    }
     return running(Bench(**asked | settings))
 
 
@@ -108,9 +117,14 @@ class Round(NamedTuple):
 
 
 async def play(
-    bench: Bench, seed: int, rule: Rule = Rule.TOKEN, *, heard: list[Round] | None = None,
-    tenant: str = "", **fields: Any,
-) -> list[Round]:  # fmt: skip
+    bench: Bench,
+    seed: int,
+    rule: Rule = Rule.TOKEN,
+    *,
+    heard: list[Round] | None = None,
+    tenant: str = "",
+    **fields: Any,
+) -> list[Round]:
     """The rounds of a session, in `heard` as they come. The first one has no proposal."""
     rounds = [] if heard is None else heard
     asked = {"prompt": PROMPT, "num_draft_tokens": 1, "deadline_ms": 3_600_000} | fields

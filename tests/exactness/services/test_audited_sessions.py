@@ -56,10 +56,14 @@ class AuditedBench(Bench):
         self.heard = Heard()
         self.engine, drafting = (ToyEngine(VOCAB, salt, max_model_len=128) for salt in (1, 2))
         super().__init__(
-            target=target_service(self.engine, 0.001), draft=draft_service(drafting, 0.001),
-            observation=self.heard, telemetry="prometheus=0", audit_share=audit_share,
-            num_draft_tokens=4, max_sessions=64,
-        )  # fmt: skip
+            target=target_service(self.engine, 0.001),
+            draft=draft_service(drafting, 0.001),
+            observation=self.heard,
+            telemetry="prometheus=0",
+            audit_share=audit_share,
+            num_draft_tokens=4,
+            max_sessions=64,
+        )
 
     async def audit(self, request: GenerateRequest) -> None:
         num = len(self.heard.outcomes)
@@ -72,9 +76,13 @@ def audited(rule: Rule | None, sampling: SamplingParams, num: int = NUM_SESSIONS
         async with running(AuditedBench()) as bench:
             for seed in range(num):
                 request = GenerateRequest(
-                    (seed % VOCAB, 1, 2), sampling=sampling, rule=rule, seed=seed,
-                    max_tokens=NUM_TOKENS, num_draft_tokens=3,
-                )  # fmt: skip
+                    (seed % VOCAB, 1, 2),
+                    sampling=sampling,
+                    rule=rule,
+                    seed=seed,
+                    max_tokens=NUM_TOKENS,
+                    num_draft_tokens=3,
+                )
                 await bench.audit(request)
         return bench.heard
 
@@ -221,9 +229,13 @@ async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
 
 
 CONSTRAINED = GenerateRequest(
-    (1, 2, 3), sampling=SamplingParams(temperature=1.0), rule=Rule.TOKEN, max_tokens=60,
-    num_draft_tokens=3, constraint=CONSTRAINTS["schema"],
-)  # fmt: skip
+    (1, 2, 3),
+    sampling=SamplingParams(temperature=1.0),
+    rule=Rule.TOKEN,
+    max_tokens=60,
+    num_draft_tokens=3,
+    constraint=CONSTRAINTS["schema"],
+)
 
 
 @pytest.mark.virtual(False)
@@ -232,9 +244,14 @@ async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None
     more surprising than expected. Each completion that ends by itself meets the schema."""
     heard = Heard()
     async with running_stack(
-        EndingEngine(1), EndingEngine(2), tmp_path, grammars=grammars,
-        text=TokenizerText(hf_tokenizer(), "toy"), observation=heard, audit_share=1.0,
-    ) as stack:  # fmt: skip
+        EndingEngine(1),
+        EndingEngine(2),
+        tmp_path,
+        grammars=grammars,
+        text=TokenizerText(hf_tokenizer(), "toy"),
+        observation=heard,
+        audit_share=1.0,
+    ) as stack:
         asked = [replace(CONSTRAINED, seed=seed) for seed in range(12)]
         answers = await asyncio.gather(*(stack.client.complete(request) for request in asked))
         await until(lambda: len(heard.outcomes) == 12, 60)

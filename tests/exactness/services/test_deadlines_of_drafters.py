@@ -115,11 +115,18 @@ def by_target() -> Propose:
     def propose(seeds: Sequence[int], draws: Draws, ends_at: float) -> list[Proposal]:
         requests = [
             DraftRequest(
-                name, "", PROMPT, len(PROMPT), K, PLAIN, Rule.TOKEN,
-                RoundNoise(seed, Rule.TOKEN, len(PROMPT)), deadline=draws.deadline(seed, ends_at),
+                name,
+                "",
+                PROMPT,
+                len(PROMPT),
+                K,
+                PLAIN,
+                Rule.TOKEN,
+                RoundNoise(seed, Rule.TOKEN, len(PROMPT)),
+                deadline=draws.deadline(seed, ends_at),
             )
             for name, seed in zip(names, seeds, strict=False)
-        ]  # fmt: skip
+        ]
         with torch.inference_mode():
             return drafter.propose(requests, [features] * len(requests))
 
@@ -127,17 +134,22 @@ def by_target() -> Propose:
 
 
 def by_draft(
-    proposer: Proposer, sampling: SamplingParams = PLAIN, look_ahead: int = 0,
+    proposer: Proposer,
+    sampling: SamplingParams = PLAIN,
+    look_ahead: int = 0,
     features: Features | None = None,
-) -> Propose:  # fmt: skip
+) -> Propose:
     def propose(seeds: Sequence[int], draws: Draws, ends_at: float) -> list[Proposal]:
         items = [
             DraftItem(
                 make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=sampling),
-                K, look_ahead, features=features, deadline=draws.deadline(seed, ends_at),
+                K,
+                look_ahead,
+                features=features,
+                deadline=draws.deadline(seed, ends_at),
             )
             for seed in seeds
-        ]  # fmt: skip
+        ]
         found: dict[int, Proposal] = {}
         while waiting := [item for item in items if item.head.seed not in found]:
             for item, answer in zip(waiting, proposer.step(waiting), strict=True):

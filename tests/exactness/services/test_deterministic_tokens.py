@@ -50,9 +50,12 @@ def request(
 ) -> GenerateRequest:
     """Coupled is the default of a request with a seed."""
     return GenerateRequest(
-        prompt, sampling=SamplingParams(temperature=temperature), max_tokens=num_tokens, seed=seed,
+        prompt,
+        sampling=SamplingParams(temperature=temperature),
+        max_tokens=num_tokens,
+        seed=seed,
         num_draft_tokens=k,
-    )  # fmt: skip
+    )
 
 
 async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
@@ -60,9 +63,12 @@ async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
 
 
 async def check_tokens(
-    stack: Stack, prompts: Sequence[Prompt], num_tokens: int, num_alone: int,
+    stack: Stack,
+    prompts: Sequence[Prompt],
+    num_tokens: int,
+    num_alone: int,
     temperature: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """Runs K = 0 alone for every prompt, the other K alone for some prompts, then all at once."""
     expected = []
 

@@ -103,12 +103,14 @@ PARAMS = {
     "plain": SamplingParams(),
     "top-k": SamplingParams(top_k=2),
     "top-p": SamplingParams(top_p=0.8),
-    "penalised": SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4,
-                                frequency_penalty=0.2),
-    "biased": SamplingParams(temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)),
-                             presence_penalty=0.5),
+    "penalised": SamplingParams(
+        temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+    ),
+    "biased": SamplingParams(
+        temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5
+    ),
     "late": SamplingParams(top_p=0.9, min_tokens=2, stop_token_ids=(1,)),
-}  # fmt: skip
+}
 """The last ones end no completion before two tokens; for them `END` is an EOS."""
 
 
@@ -175,9 +177,17 @@ CELLS = [
     # A model that drafts in one pass.
     Cell(Rule.BLOCK, 3, "top-p", "parallel", draft_vocab_size=4, num_samples=740, detects=SOON),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
-    Cell(Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), **ACROSS, num_samples=740,
-         detects=SOON),
-]  # fmt: skip
+    Cell(
+        Rule.BLOCK,
+        2,
+        "biased",
+        vocab_size=4,
+        token_ids=(1, 3),
+        **ACROSS,
+        num_samples=740,
+        detects=SOON,
+    ),
+]
 FEW: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5, "length_control": True}
 ADAPTIVE_CELLS = [
     # A model drafts, K is chosen, and every seed comes twice, at the same time or one after the
@@ -190,7 +200,7 @@ ADAPTIVE_CELLS = [
         Cell(Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True, **FEW)
         for drafter in ("apart", "eagle3")
     ),
-]  # fmt: skip
+]
 """Cells in which more than the target's answers decides what is drafted. They have few samples,
 because such faults are large."""
 WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
@@ -208,8 +218,16 @@ GRID = [
     ),
     # 5 tokens have more than one drafted round, so a fault that one round passes on to the next
     # shows. It shows most with this draft.
-    Cell(Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
-         detects=0.07),
+    Cell(
+        Rule.BLOCK,
+        2,
+        "top-k",
+        draft_seed=12,
+        num_tokens=5,
+        max_tokens=6,
+        num_samples=5_400,
+        detects=0.07,
+    ),
     *(
         Cell(rule, k, params, token_ids=token_ids, vocab_size=4, **WIDE)
         for rule, k, params, token_ids in product(
@@ -217,8 +235,9 @@ GRID = [
         )
     ),
     Cell(Rule.TOKEN, 2, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
-    Cell(Rule.BLOCK, 2, "top-p", vocab_size=8, draft_vocab_size=8, num_tokens=2,
-         num_samples=13_500),
+    Cell(
+        Rule.BLOCK, 2, "top-p", vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500
+    ),
     Cell(Rule.BLOCK, 4, vocab_size=4, num_samples=13_500),
     *(
         Cell(rule, 4, drafter=drafter, lookup=lookup, num_tokens=4, **WIDE)
@@ -234,8 +253,16 @@ GRID = [
         for rule, params in product(RULES, ("plain", "penalised"))
     ),
     *(
-        Cell(rule, 4, "late", drafter, (0, 1, 3) if drafter != "model" else (), vocab_size=4,
-             draft_vocab_size=4, **WIDE)
+        Cell(
+            rule,
+            4,
+            "late",
+            drafter,
+            (0, 1, 3) if drafter != "model" else (),
+            vocab_size=4,
+            draft_vocab_size=4,
+            **WIDE,
+        )
         for rule, drafter in product(RULES, ("model", "eagle3", "apart"))
     ),
     # Drafts that cross the end of a page.
@@ -245,7 +272,7 @@ GRID = [
     ),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, "top-k", num_tokens=6, max_tokens=6, num_samples=12_500),
-]  # fmt: skip
+]
 
 
 def tiny(vocab_size: int, seed: int, num_layers: int = 1) -> Any:
@@ -316,10 +343,14 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     async def one(number: int) -> tuple[int, ...]:
         nonlocal num_accepted
         request = GenerateRequest(
-            cell.prompt, sampling=PARAMS[cell.params], max_tokens=cell.max_tokens,
-            seed=SEED + number, rule=cell.rule, num_draft_tokens=cell.num_draft_tokens,
+            cell.prompt,
+            sampling=PARAMS[cell.params],
+            max_tokens=cell.max_tokens,
+            seed=SEED + number,
+            rule=cell.rule,
+            num_draft_tokens=cell.num_draft_tokens,
             constraint=CONSTRAINT if cell.grammar else None,
-        )  # fmt: skip
+        )
         builder = CompletionBuilder()
         async with gate:
             async for event in stack.coordinator.generate(request):
@@ -374,10 +405,13 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}
     law = law_of(cell, module)
     async with running_stack(
-        directory=directory, lookup=lookup_of(cell.lookup),
-        hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT), length_control=cell.length_control,
-        **engines_of(cell, module), **options,
-    ) as stack:  # fmt: skip
+        directory=directory,
+        lookup=lookup_of(cell.lookup),
+        hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT),
+        length_control=cell.length_control,
+        **engines_of(cell, module),
+        **options,
+    ) as stack:
         with drafting_pays() if cell.length_control else nullcontext():
             samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law)

@@ -37,15 +37,24 @@ SMALL_PAGE = 4
 """Tokens of a short page. A few new tokens then need another page."""
 
 SUBJECTS = (
-    "a lighthouse keeper", "prime numbers", "the smell of rain", "a broken bicycle",
-    "an honest thief", "how bread rises", "a map of the moon", "the last train home",
-    "a stubborn mule", "why leaves fall",
-)  # fmt: skip
+    "a lighthouse keeper",
+    "prime numbers",
+    "the smell of rain",
+    "a broken bicycle",
+    "an honest thief",
+    "how bread rises",
+    "a map of the moon",
+    "the last train home",
+    "a stubborn mule",
+    "why leaves fall",
+)
 FORMS = (
-    "Write two sentences about {}.", "Once upon a time there was {}. There was {}, and",
-    "List five words about {}:\n1.", "Q: What should one know about {}?\nA:",
+    "Write two sentences about {}.",
+    "Once upon a time there was {}. There was {}, and",
+    "List five words about {}:\n1.",
+    "Q: What should one know about {}?\nA:",
     "def describe():\n    '''Tell of {}.'''\n    return",
-)  # fmt: skip
+)
 PROMPTS = [form.replace("{}", subject) for subject in SUBJECTS for form in FORMS]
 
 
@@ -129,9 +138,12 @@ async def test_coupled_tokens_ignore_the_draft(with_cut: Stack, real: Real, tmp_
 
     await check(with_cut)
     shipped = load_student(
-        resolve_model("demo-drafter"), real.directory, name="demo-drafter", target="demo",
+        resolve_model("demo-drafter"),
+        real.directory,
+        name="demo-drafter",
+        target="demo",
         dtype="float32",
-    )  # fmt: skip
+    )
     draft = engine_of(*shipped)
     async with running_stack(target_engine(real), draft, tmp_path / "shipped") as stack:
         await check(stack)

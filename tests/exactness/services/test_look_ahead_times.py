@@ -38,7 +38,7 @@ class Rows(ToyEngine):
 
     def __init__(
         self, salt: int, first: Sequence[float], rest: Sequence[float], pass_s: float, zero_s: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(2, salt, max_model_len=64, pass_s=pass_s)
         self._first, self._rest = torch.tensor(first).log(), torch.tensor(rest).log()
         self._zero_s = zero_s
@@ -68,9 +68,14 @@ async def fleet(target: Rows, draft: Rows, seats: int, look_ahead: int) -> Bench
     bench = Bench(
         target=service_of(TargetService, target, target, 8),
         draft=service_of(DraftService, draft, ModelDrafter(draft), seats),
-        look_ahead=look_ahead, length_control=False, max_sessions=200, audit_share=0,
-        telemetry="prometheus=0", draft_timeout_ms=60_000, num_draft_tokens=4,
-    )  # fmt: skip
+        look_ahead=look_ahead,
+        length_control=False,
+        max_sessions=200,
+        audit_share=0,
+        telemetry="prometheus=0",
+        draft_timeout_ms=60_000,
+        num_draft_tokens=4,
+    )
     await bench.service.start()
     return bench
 
@@ -81,9 +86,13 @@ async def played(
     """The `num` tokens of a session. For each round but the first, the number of tokens that were
     missing when it began, and the number of tokens of its proposal."""
     request = GenerateRequest(
-        PROMPT, max_tokens=num, seed=seed, rule=rule, num_draft_tokens=num_draft_tokens,
+        PROMPT,
+        max_tokens=num,
+        seed=seed,
+        rule=rule,
+        num_draft_tokens=num_draft_tokens,
         include_rounds=True,
-    )  # fmt: skip
+    )
     events = await bench.events(request)
     rounds, missing = [], num
     for report in [one for one in events if isinstance(one, RoundReport)]:

@@ -48,9 +48,13 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
     assert [found.max_tokens for found in side.calls] == [32] * 4 + [64] * 6
     assert side.log == [
         *((text, kind) for kind in ("plain", "drafted") for text in WARM_UPS),
-        ("p0", "plain"), ("p0", "drafted"), ("p1", "drafted"), ("p1", "plain"),
-        ("p2", "plain"), ("p2", "drafted"),
-    ]  # fmt: skip
+        ("p0", "plain"),
+        ("p0", "drafted"),
+        ("p1", "drafted"),
+        ("p1", "plain"),
+        ("p2", "plain"),
+        ("p2", "drafted"),
+    ]
     assert [results[name].seconds for name in ("plain", "speculative")] == [6.0, 3.0]
     assert {len(result.completions) for result in results.values()} == {3}
     assert side.most_running == 1
@@ -58,8 +62,11 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
     """Later prompts end sooner here. Each side comes first for every second prompt."""
-    side = ScriptedSide(lambda request: (10 + int(request.prompt[1:]), 9.0)
-                        if request.prompt[0] == "p" else (1, 1.0))  # fmt: skip
+    side = ScriptedSide(
+        lambda request: (
+            (10 + int(request.prompt[1:]), 9.0) if request.prompt[0] == "p" else (1, 1.0)
+        )
+    )
     results = await measure(PROMPTS, pair(side, concurrency=3), print)
     assert side.most_running == 3
     for result in results.values():
@@ -85,8 +92,12 @@ async def test_with_many_prompts_a_turn_has_two_for_each_request_that_runs() -> 
 async def test_no_turn_begins_that_would_end_too_late(time_s: float, num: int) -> None:
     """The warm-up takes 4 s. A repetition takes 1 s, and the second one 0.5 s. Each is expected to
     take as long as the longest before it."""
-    side = ScriptedSide(lambda request: (10, 0.25 if request.prompt == "p1" else
-                                         0.5 if request.prompt[0] == "p" else 1.0))  # fmt: skip
+    side = ScriptedSide(
+        lambda request: (
+            10,
+            0.25 if request.prompt == "p1" else 0.5 if request.prompt[0] == "p" else 1.0,
+        )
+    )
     ends_s = asyncio.get_running_loop().time() + time_s
     lines: list[str] = []
     results = await measure(PROMPTS, pair(side), lines.append, ends_s=ends_s)

@@ -20,8 +20,12 @@ def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> No
     found = round_figures([RoundReport(i, (), 0, 1.0, 2.0, 0.5, 0.5, 1.0 + i) for i in range(5)])
     assert (found["round_ms_p50"], found["round_ms_p99"]) == pytest.approx((7.0, 8.96))
     assert found["round_parts_ms"] == {
-        "draft": 1, "wire": 2, "queue": 0.5, "verify": 0.5, "commit": 3,
-    }  # fmt: skip
+        "draft": 1,
+        "wire": 2,
+        "queue": 0.5,
+        "verify": 0.5,
+        "commit": 3,
+    }
 
 
 async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
@@ -45,9 +49,12 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
 ) -> None:
     """Three sessions whose rounds take at least 28.7 ms have at most 104 rounds a second."""
     for name, value in {
-        "processes.Process": ProcessHere, "overhead.Process": ProcessHere,
-        "overhead.WARM_UP_S": 0.5, "overhead.WARM_UP_ROUNDS": 10, "overhead.TURNS": 3,
-    }.items():  # fmt: skip
+        "processes.Process": ProcessHere,
+        "overhead.Process": ProcessHere,
+        "overhead.WARM_UP_S": 0.5,
+        "overhead.WARM_UP_ROUNDS": 10,
+        "overhead.TURNS": 3,
+    }.items():
         monkeypatch.setattr(f"outrider.bench.{name}", value)
     parts = "rounds,capacity,transports"
     flags = ("--parts", parts, "--rounds", "20", "--sessions", "3", "--seconds", "1")

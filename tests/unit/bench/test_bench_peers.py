@@ -53,16 +53,27 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
     assert first["first_token_ratio"] == pytest.approx(100 / 62.5)
     assert first["sides"]["vllm plain"] == {
-        "tokens_per_second": pytest.approx(25.0), "num_tokens": 70, "same_tokens": 2,
+        "tokens_per_second": pytest.approx(25.0),
+        "num_tokens": 70,
+        "same_tokens": 2,
         "time_to_first_token_ms": pytest.approx(80.0),
-    }  # fmt: skip
+    }
     assert (second["speculative_ratio"], second["plain_ratio"]) == (None, None)
     figures = second["sides"]["outrider plain"]
     assert (figures["time_to_first_token_ms"], figures["same_tokens"]) == (None, None)
     setup = dict.fromkeys(
-        ("model", "draft_model", "dtype", "num_draft_tokens", "rule", "num_prompts", "max_tokens",
-         "threads", "precision")
-    )  # fmt: skip
+        (
+            "model",
+            "draft_model",
+            "dtype",
+            "num_draft_tokens",
+            "rule",
+            "num_prompts",
+            "max_tokens",
+            "threads",
+            "precision",
+        )
+    )
     found = report(setup, [first, second], {"openvino": "not installed"})
     shown = " ".join(printed(*found.shown).split())
     for text in ("vllm n-gram 32.000", "plain_ratio: 0.80", "openvino: not installed"):
@@ -134,9 +145,13 @@ async def measured(
     world: Path, lines: list[str] | None = None, *, known: bool = True, **changes: Any
 ) -> dict[str, Any]:
     options = PeersOptions(
-        prompts=world / "prompts.jsonl", num_prompts=None, max_tokens=3, temperature=(0.0,),
-        concurrency=(1, 2), environments=world,
-    )  # fmt: skip
+        prompts=world / "prompts.jsonl",
+        num_prompts=None,
+        max_tokens=3,
+        temperature=(0.0,),
+        concurrency=(1, 2),
+        environments=world,
+    )
     tell = (lines if lines is not None else []).append
     report = await run(replace(options, **changes), subjects(world, known=known), tell)
     return dict(report.values)
@@ -176,17 +191,20 @@ async def test_a_peer_that_fails_is_named_before_anything_else_is_done(
     reasons = {
         "vllm-pace": "not installed; `make peers` installs it",
         "llama-cpp": "not installed; `make peers` installs it",
-        "vllm n-gram": "no drafts here", "openvino plain": "it failed: it broke",
+        "vllm n-gram": "no drafts here",
+        "openvino plain": "it failed: it broke",
         "openvino prompt lookup": "it failed: it broke",
-    }  # fmt: skip
+    }
     assert found["missing"] == reasons
-    told = {name: lines.index(f"warning: {name} is left out: {why}")
-            for name, why in reasons.items()}  # fmt: skip
+    told = {
+        name: lines.index(f"warning: {name} is left out: {why}") for name, why in reasons.items()
+    }
     assert told["llama-cpp"] < lines.index("loading the model: vllm plain")
     next_one = lines.index("loading the model: openvino plain")
     assert told["vllm n-gram"] == lines.index("loading the model: vllm n-gram") + 1 < next_one
-    assert told["openvino plain"] < lines.index("temperature 0, 1 at a time: vllm plain 3.0 "
-                                                "tokens/s, first token after 1000 ms")  # fmt: skip
+    assert told["openvino plain"] < lines.index(
+        "temperature 0, 1 at a time: vllm plain 3.0 tokens/s, first token after 1000 ms"
+    )
     assert {"vllm plain", "transformers plain"} < found["levels"][0]["sides"].keys()
     assert ScriptedLibrary.killed == ["openvino"] * 2
 
@@ -219,9 +237,14 @@ async def test_a_level_is_left_out_if_the_time_is_up(
     """The first level takes 54 s at least, and the second one 14 s. The others do not begin."""
     monkeypatch.setattr(ScriptedLibrary, "seconds", 4.0)
     options = PeersOptions(
-        prompts=world / "prompts.jsonl", num_prompts=None, max_tokens=3, temperature=(0.0, 1.0),
-        concurrency=(1, 2), environments=world, minutes=1.0,
-    )  # fmt: skip
+        prompts=world / "prompts.jsonl",
+        num_prompts=None,
+        max_tokens=3,
+        temperature=(0.0, 1.0),
+        concurrency=(1, 2),
+        environments=world,
+        minutes=1.0,
+    )
     found = await run(options, subjects(world), lambda line: None)
     done = [(level["temperature"], level["concurrency"]) for level in found.values["levels"]]
     assert done == [(0.0, 1)]
@@ -315,26 +338,41 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(world: Path) 
 
 @pytest.mark.parametrize(("flag", "is_told"), [("--json", True), ("--quiet", False)])
 def test_progress_goes_to_standard_error_beside_the_json(
-    flag: str, is_told: bool, world: Path, monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    is_told: bool,
+    world: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """With --quiet, only warnings do. The figures of a level come before the next level begins."""
     monkeypatch.setattr(bench, "_two_tenants", subjects(world, seconds=0.001))
     monkeypatch.setattr(ScriptedLibrary, "seconds", 0.001)
     words = [
-        "bench", "peers", "--prompts", str(world / "prompts.jsonl"), "--environments", str(world),
-        "--temperature", "0", "--concurrency", "1,2", "--max-tokens", "3",
-    ]  # fmt: skip
+        "bench",
+        "peers",
+        "--prompts",
+        str(world / "prompts.jsonl"),
+        "--environments",
+        str(world),
+        "--temperature",
+        "0",
+        "--concurrency",
+        "1,2",
+        "--max-tokens",
+        "3",
+    ]
     found, err = reported(capsys, *words, *{flag} - {"--json"})
     assert [level["concurrency"] for level in found["levels"]] == [1, 2]
     assert "warning: openvino is left out: No module named 'openvino_genai'" in err
     told = [
         err.find(f"outrider: {line}")
         for line in (
-            "loading the model: vllm plain", "temperature 0, 1 at a time: vllm plain ",
-            "temperature 0, 2 at a time\n", "temperature 0, 2 at a time: vllm n-gram ",
+            "loading the model: vllm plain",
+            "temperature 0, 1 at a time: vllm plain ",
+            "temperature 0, 2 at a time\n",
+            "temperature 0, 2 at a time: vllm n-gram ",
         )
-    ]  # fmt: skip
+    ]
     assert told == sorted(told)
     assert (min(told) >= 0) == is_told
     assert max(told) >= 0 or not is_told

@@ -34,10 +34,11 @@ def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("not json", "Invalid JSON"), ('{"prompt": "  "}', '"prompt": String should match'),
+        ("not json", "Invalid JSON"),
+        ('{"prompt": "  "}', '"prompt": String should match'),
         ('{"prompt": "a", "max_tokens": 16385}', '"max_tokens": Input should be less than'),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_line_is_named_with_what_is_allowed(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line)
@@ -70,11 +71,13 @@ def test_a_selection_has_as_many_of_each_kind(categories: str, number: int, expe
 @pytest.mark.parametrize(
     ("name", "option", "wrong"),
     [
-        ("speedup", "num-prompts", "100001"), ("speedup", "temperature", "nan"),
-        ("speedup", "rule", "greedy"), ("peers", "concurrency", "4,4097"),
+        ("speedup", "num-prompts", "100001"),
+        ("speedup", "temperature", "nan"),
+        ("speedup", "rule", "greedy"),
+        ("peers", "concurrency", "4,4097"),
         ("overhead", "parts", "rounds,all"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_of_an_option_is_named(
     name: str, option: str, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,9 +87,17 @@ async def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
 
 
 ANSWER = Completion(
-    (), 0.0, 2.5, num_rounds=9, num_draft_tokens=8, num_accepted_draft_tokens=6, num_drafts=4,
-    chunk_s=(0.5, 1.0, 2.5), prompt_tokens=10, counted_tokens=7,
-)  # fmt: skip
+    (),
+    0.0,
+    2.5,
+    num_rounds=9,
+    num_draft_tokens=8,
+    num_accepted_draft_tokens=6,
+    num_drafts=4,
+    chunk_s=(0.5, 1.0, 2.5),
+    prompt_tokens=10,
+    counted_tokens=7,
+)
 ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
 """An answer of one token has no TPOT and no ITL."""
 
@@ -99,13 +107,24 @@ def test_the_figures_of_a_load() -> None:
     load = Load(5.0, 2, [ANSWER, ONE, "no room"])
     found = report(options, options.settings("openai", "h:1", "m"), load)
     expected = {
-        "completed": 2, "failed": 1, "total_input_tokens": 10, "total_output_tokens": 8,
-        "request_throughput": 0.4, "request_goodput": 0.2, "output_throughput": 1.6,
-        "total_token_throughput": 3.6, "mean_ttft_ms": 500.0,
-        "mean_tpot_ms": 2000 / 6, "mean_itl_ms": 1000.0, "std_itl_ms": 500.0,
-        "median_e2el_ms": 1550.0, "p99_e2el_ms": 2481.0, "spec_decode_acceptance_rate": 75.0,
-        "spec_decode_acceptance_length": 2.5, "spec_decode_num_drafts": 4,
-    }  # fmt: skip
+        "completed": 2,
+        "failed": 1,
+        "total_input_tokens": 10,
+        "total_output_tokens": 8,
+        "request_throughput": 0.4,
+        "request_goodput": 0.2,
+        "output_throughput": 1.6,
+        "total_token_throughput": 3.6,
+        "mean_ttft_ms": 500.0,
+        "mean_tpot_ms": 2000 / 6,
+        "mean_itl_ms": 1000.0,
+        "std_itl_ms": 500.0,
+        "median_e2el_ms": 1550.0,
+        "p99_e2el_ms": 2481.0,
+        "spec_decode_acceptance_rate": 75.0,
+        "spec_decode_acceptance_length": 2.5,
+        "spec_decode_num_drafts": 4,
+    }
     assert {name: found.values[name] for name in expected} == pytest.approx(expected)
     assert (found.values["backend"], found.values["request_rate"]) == ("openai", "inf")
     assert found.warnings == ["warning: 1 of 3 requests failed: 1x no room"]
@@ -225,10 +244,22 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
     target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=4096) for _ in range(2))
     async with running_stack(target, draft, tmp_path / "redis", text=toy_text()) as stack:
         words = [
-            "bench", "serve", "--server", stack.server.address, "--num-prompts", "7",
-            "--max-tokens", "16", "--ignore-eos", "--num-draft-tokens", "3", "--max-concurrency",
-            "1", "--prompts", str(file),
-        ]  # fmt: skip
+            "bench",
+            "serve",
+            "--server",
+            stack.server.address,
+            "--num-prompts",
+            "7",
+            "--max-tokens",
+            "16",
+            "--ignore-eos",
+            "--num-draft-tokens",
+            "3",
+            "--max-concurrency",
+            "1",
+            "--prompts",
+            str(file),
+        ]
         found, err = await asyncio.to_thread(reported, capsys, *words, code=1)
     assert (found["backend"], found["model_id"]) == ("outrider-grpc", "model")
     assert found["server"] == stack.server.address

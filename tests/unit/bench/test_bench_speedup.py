@@ -49,8 +49,9 @@ async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> Non
     options = SpeedupOptions(num_prompts=6, temperature=1.0, rule="block", num_draft_tokens=3)
     await run(options, subject_of(side), lambda line: None)
     assert {(found.rule, found.num_draft_tokens) for found in side.calls} == {
-        (Rule.BLOCK, 0), (Rule.BLOCK, 3),
-    }  # fmt: skip
+        (Rule.BLOCK, 0),
+        (Rule.BLOCK, 3),
+    }
     assert {found.seed for found in side.calls} == {None}
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):
         await run(SpeedupOptions(), subject_of(side, num_draft_tokens=0), lambda line: None)
@@ -72,34 +73,49 @@ def side_of(seconds: tuple[float, ...] | None, *completions: tuple[float, ...]) 
 
 
 def level(
-    plain_s: tuple[float, ...] | None = None, fast_s: tuple[float, ...] | None = None,
+    plain_s: tuple[float, ...] | None = None,
+    fast_s: tuple[float, ...] | None = None,
     **others: float,
-) -> Any:  # fmt: skip
+) -> Any:
     """The prompts' ratios of tokens/s are 1, 4, 2, 3 and 12. The last two answers are shorter."""
     sides = {
         "plain": side_of(plain_s, *[(20, 2.0)] * 5),
         "speculative": side_of(
-            fast_s, (20, 2.0, 20, 10, 0), (20, 0.5, 5, 40, 15), (20, 1.0, 10, 20, 10),
-            (18, 0.6, 6, 30, 12), (12, 0.1, 4, 20, 8),
+            fast_s,
+            (20, 2.0, 20, 10, 0),
+            (20, 0.5, 5, 40, 15),
+            (20, 1.0, 10, 20, 10),
+            (18, 0.6, 6, 30, 12),
+            (12, 0.1, 4, 20, 8),
         ),
-    } | {name: side_of(None, *[(20, seconds)] * 5) for name, seconds in others.items()}  # fmt: skip
+    } | {name: side_of(None, *[(20, seconds)] * 5) for name, seconds in others.items()}
     return SETUP | compared(PROMPTS, sides, True)
 
 
 SETUP = {
-    "model": "demo", "draft_model": "ngram", "dtype": "bfloat16", "num_draft_tokens": 8,
-    "temperature": 0.0, "rule": "greedy", "concurrency": 1, "bit_equal_rows": False,
-}  # fmt: skip
+    "model": "demo",
+    "draft_model": "ngram",
+    "dtype": "bfloat16",
+    "num_draft_tokens": 8,
+    "temperature": 0.0,
+    "rule": "greedy",
+    "concurrency": 1,
+    "bit_equal_rows": False,
+}
 
 
 def test_the_speedup_is_the_ratio_of_all_tokens_over_all_time() -> None:
     """The median of the prompts' ratios would be 3."""
     found = level()
     expected = {
-        "speedup": (90 / 4.2) / (100 / 10.0), "plain_tokens_per_second": 100 / 10.0,
-        "num_identical": 3, "speculative_tokens_per_second": 90 / 4.2,
-        "acceptance_rate": 45 / 120, "tokens_per_round": 90 / 45, "repetitions": 5,
-    }  # fmt: skip
+        "speedup": (90 / 4.2) / (100 / 10.0),
+        "plain_tokens_per_second": 100 / 10.0,
+        "num_identical": 3,
+        "speculative_tokens_per_second": 90 / 4.2,
+        "acceptance_rate": 45 / 120,
+        "tokens_per_round": 90 / 45,
+        "repetitions": 5,
+    }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     first, second = found["categories"]["a"], found["categories"]["b"]
     assert first["speedup"] == pytest.approx((40 / 2.5) / (40 / 4.0))

@@ -102,12 +102,16 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
 @pytest.mark.parametrize(
     ("stored", "dtype", "has_bfloat16", "expected"),
     [
-        ("bfloat16", "auto", True, "bfloat16"), ("bfloat16", "auto", False, "float32"),
-        ("float32", "auto", True, "float32"), ("float16", "auto", True, "float16"),
-        ("float16", "auto", False, "float16"), ("float32", "bfloat16", True, "bfloat16"),
-        ("float32", "bfloat16", False, "float32"), ("bfloat16", "float16", False, "float16"),
+        ("bfloat16", "auto", True, "bfloat16"),
+        ("bfloat16", "auto", False, "float32"),
+        ("float32", "auto", True, "float32"),
+        ("float16", "auto", True, "float16"),
+        ("float16", "auto", False, "float16"),
+        ("float32", "bfloat16", True, "bfloat16"),
+        ("float32", "bfloat16", False, "float32"),
+        ("bfloat16", "float16", False, "float16"),
     ],
-)  # fmt: skip
+)
 def test_peers_compute_in_the_targets_dtype_if_the_processor_supports_it(
     stored: str,
     dtype: str,
@@ -138,8 +142,10 @@ def test_openvino_gets_the_precision_for_its_cache_too(
     [(model, _, device, properties)] = given
     assert (model, device) == ("/model.gguf", "CPU")
     assert properties == {
-        "INFERENCE_PRECISION_HINT": name, "KV_CACHE_PRECISION": name, "INFERENCE_NUM_THREADS": 1,
-    }  # fmt: skip
+        "INFERENCE_PRECISION_HINT": name,
+        "KV_CACHE_PRECISION": name,
+        "INFERENCE_NUM_THREADS": 1,
+    }
 
 
 def test_what_the_manual_asks_for_is_preloaded_if_it_exists(tmp_path: Path) -> None:
@@ -175,9 +181,12 @@ def test_engine_and_library_write_the_same_greedy_tokens(tiny: TargetConfig, raw
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))
     prompts = [setup.token_ids[prompt.text] for prompt in chats]
     request = {
-        "prompts": prompts, "eos_token_ids": setup.eos_token_ids, "max_tokens": 12,
-        "temperature": 0.0, "concurrency": 1,
-    }  # fmt: skip
+        "prompts": prompts,
+        "eos_token_ids": setup.eos_token_ids,
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "concurrency": 1,
+    }
     lookup = TRANSFORMERS.drafting[0]
     sides = [
         DECODERS[name]({**setup.setup, "options": options})

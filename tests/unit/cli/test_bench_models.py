@@ -36,11 +36,12 @@ def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
-        ({"draft_model": "suffix"}, True), ({"draft_model": "hybrid:suffix,a/b"}, True),
+        ({"draft_model": "suffix"}, True),
+        ({"draft_model": "hybrid:suffix,a/b"}, True),
         ({"draft_model": "hybrid:ngram,a/b"}, False),
         ({"draft_model": "suffix", "suffix_tokens_per_tenant": 0}, False),
     ],
-)  # fmt: skip
+)
 def test_suffix_decoding_keeps_answers(
     capsys: pytest.CaptureFixture[str], settings: dict[str, Any], copies: bool
 ) -> None:
@@ -64,14 +65,19 @@ def test_of_a_server_elsewhere_nothing_is_known(
 @pytest.mark.parametrize(
     ("numerics", "error", "expected"),
     [
-        (("a", "a"), None, True), (("a", "b"), None, False), (("", ""), None, False),
-        (("a",), "no answer", None), ((), None, None),
+        (("a", "a"), None, True),
+        (("a", "b"), None, False),
+        (("", ""), None, False),
+        (("a",), "no answer", None),
+        ((), None, None),
     ],
-)  # fmt: skip
+)
 async def test_targets_are_asked_whether_their_rows_are_bit_equal(
-    numerics: tuple[str, ...], error: str | None, expected: bool | None,
+    numerics: tuple[str, ...],
+    error: str | None,
+    expected: bool | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """All targets must compute equal logits. If one cannot be asked, nothing is known."""
 
     async def ask(role: str, address: str, key: str, trust: object, tls: str) -> dict[str, Any]:

@@ -33,11 +33,13 @@ from tests.support.command_lines import refusal
         (("generate", "x", "--rule", "block"), "error: --rule: block needs --temperature above 0"),
         (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
         (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "error: --dtype: "),
-        (("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
-         "error: --stop (number 2): "),
+        (
+            ("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
+            "error: --stop (number 2): ",
+        ),
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
     ],
-)  # fmt: skip
+)
 def test_a_bad_argument_is_named(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], names: str
 ) -> None:
@@ -49,11 +51,12 @@ def test_a_bad_argument_is_named(
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ((), "Usage: outrider "), (("bench",), "Usage: outrider bench "),
+        ((), "Usage: outrider "),
+        (("bench",), "Usage: outrider bench "),
         (("serve", "--help"), "Usage: outrider serve [OPTIONS] [TARGET]\n"),
         (("scale", "--help"), "Usage: outrider scale [OPTIONS] ROLE=N...\n"),
     ],
-)  # fmt: skip
+)
 def test_help_is_shown_where_it_is_asked_for_or_a_command_is_missing(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], shown: str
 ) -> None:

@@ -51,8 +51,11 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
 
 def test_settings_of_keys_and_certificates_go_together() -> None:
     for key, value in (
-        ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
-    ):  # fmt: skip
+        ("ssl_certfile", "c"),
+        ("ssl_keyfile", "k"),
+        ("ssl_ca_certs", "a"),
+        ("api_key", "short"),
+    ):
         with pytest.raises(SettingError) as caught:
             CoordinatorConfig(**{key: value})
         assert caught.value.key == key
@@ -72,9 +75,11 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own() -> None:
     assert own not in shown
     assert without_secrets(DeploymentConfig())[1] == ""
     files = {
-        "internal_tls_dir": "tls", "api_key_file": "keys", "redis_ca_file": "ca.pem",
+        "internal_tls_dir": "tls",
+        "api_key_file": "keys",
+        "redis_ca_file": "ca.pem",
         "redis_password_file": "~/redis",
-    }  # fmt: skip
+    }
     config, _, _ = without_secrets(load_config(files, {}))
     assert config.draft.internal_tls_dir == str(Path.cwd() / "tls")
     assert config.coordinator.redis.ca_file == str(Path.cwd() / "ca.pem")
@@ -107,8 +112,10 @@ def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
     found = json.loads(subprocess.check_output(command, text=True, timeout=60))
     assert found["words"].rstrip("\0").endswith(" generate")
     assert found["flags"] == {
-        "redis_password": "hidden-1", "api_key": "hidden-2,hidden-3", "max_num_seqs": "3",
-    }  # fmt: skip
+        "redis_password": "hidden-1",
+        "api_key": "hidden-2,hidden-3",
+        "max_num_seqs": "3",
+    }
     assert "hidden" not in found["words"] + json.dumps(found["variables"])
     assert found["prompt"] == "--api-key"
 
@@ -130,9 +137,11 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runs = {"ssl_certfile": str(tls / "target.pem")}
     assert caller_trust_of(parsed(), {}) is None
     for words, deployment, name in (
-        (("--ca-cert", authority), {}, ""), (("--tls",), {}, ""),
-        ((), runs, "target.outrider.internal"), (("--ca-cert", authority), runs, ""),
-    ):  # fmt: skip
+        (("--ca-cert", authority), {}, ""),
+        (("--tls",), {}, ""),
+        ((), runs, "target.outrider.internal"),
+        (("--ca-cert", authority), runs, ""),
+    ):
         found = caller_trust_of(parsed(*words), deployment)
         assert isinstance(found, Trust)
         assert (found.credentials is not None, found.server_name) == (True, name)

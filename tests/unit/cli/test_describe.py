@@ -17,9 +17,10 @@ from tests.support.command_lines import reported
         ("otlp=http://me:swordfish@h:4317", "otlp=http://***@h:4317"),
         ("http://:sword@fish@h?key=swordfish", "http://***@h?***"),
         ("redis://:12#sword/fish@[::1]:1/0", "redis://***@[::1]:1/0"),
-        (f"is or-{'x' * 43}", "is ***"), ("Authorization: Bearer swordfish", "Authorization: ***"),
+        (f"is or-{'x' * 43}", "is ***"),
+        ("Authorization: Bearer swordfish", "Authorization: ***"),
     ],
-)  # fmt: skip
+)
 def test_secrets_in_settings_are_masked_and_the_rest_is_not(text: str, shown: str) -> None:
     settings = {"max_num_seqs": 3, "telemetry": text}
     assert masked_settings(settings) == {"max_num_seqs": 3, "telemetry": shown}

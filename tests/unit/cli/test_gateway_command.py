@@ -48,9 +48,12 @@ async def gateway(words: list[str], capsys: pytest.CaptureFixture[str]) -> Async
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("named", [False, True], ids=["deployment", "coordinators"])
 async def test_it_answers_until_it_is_told_to_stop(
-    tls: bool, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tls: bool,
+    named: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """The certificate of the deployment may name another host."""
     told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
     files, words, settings = None, list[str](), {}

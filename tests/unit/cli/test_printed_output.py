@@ -83,9 +83,12 @@ def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) ->
     printer = Printer(str(tmp_path) if known else "")
     printer.console = Mock()
     for ids, text, origins in (
-        ((1, 0, 2), "bbaccc", (A, A, C)), ((1,), "", (A,)), ((2,), "bbc", (C,)),
-        ((0,), "cca", (B,)), ((), "tail", ()),
-    ):  # fmt: skip
+        ((1, 0, 2), "bbaccc", (A, A, C)),
+        ((1,), "", (A,)),
+        ((2,), "bbc", (C,)),
+        ((0,), "cca", (B,)),
+        ((), "tail", ()),
+    ):
         printer.show(Tokens(0, ids, text, origins, ()))
     each = "bba:A ccc:C bb:A c:C cc:C a:B tail:B" if known else "bbaccc:A bbc:C cca:B tail:B"
     pieces = [one.split(":") for one in each.split()]

@@ -22,9 +22,13 @@ from tests.support.command_lines import refusal, reported
 from tests.support.recorded import RAY, record, run_here
 
 GIVEN = {
-    "engine": "emulated:vocab_size=10", "draft_model": "emulated", "deployment_name": "d",
-    "address": "head:1", "redis_url": "redis://h", "api_key": "sha256:" + "0" * 64,
-}  # fmt: skip
+    "engine": "emulated:vocab_size=10",
+    "draft_model": "emulated",
+    "deployment_name": "d",
+    "address": "head:1",
+    "redis_url": "redis://h",
+    "api_key": "sha256:" + "0" * 64,
+}
 
 
 class Fleet:
@@ -87,8 +91,9 @@ class Fleet:
         trial, counts, num_stale = (one.pop(0) if one[1:] else one[0] for one in turns)
         views = [
             ReplicaView(f"{role}-{index}", role, f"h:{index}", leaves=index >= count)
-            for role, count in counts.items() for index in range(count + self.num_leaving)
-        ]  # fmt: skip
+            for role, count in counts.items()
+            for index in range(count + self.num_leaving)
+        ]
         wanted = dict.fromkeys(ROLES, 1)
         if num_stale:
             old = ReplicaView("target-0", "target", "h:1", stale=True)
@@ -131,13 +136,15 @@ def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["upgrade", "--autoscale-targets", "0:2"], "--autoscale-targets: '0:2' is wrong; it must"),
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
         (["upgrade", "--trial-minutes", "3"], "--trial-minutes: needs --trial-share"),
-        (["upgrade", "--trial-share", "0", "--draft-model", "b"],
-         "--draft-model: cannot go with --trial-share 0, which ends a trial"),
+        (
+            ["upgrade", "--trial-share", "0", "--draft-model", "b"],
+            "--draft-model: cannot go with --trial-share 0, which ends a trial",
+        ),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot change while a deployment"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, words: list[str], said: str
 ) -> None:

@@ -88,10 +88,15 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ours = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {shlex.quote(program())}"
     deployed = record(grpc_address="h:1,h:2", http_address="h:3,h:4")
     assert endpoints_text(deployed).splitlines()[1:] == [
-        "  gRPC    h:1", "          h:2", "  OpenAI  http://h:3/v1", "          http://h:4/v1",
-        "  window  http://h:3/", "          http://h:4/",
-        f"  try     {ours} generate --token-ids 1,2,3", f"  stop    {ours} stop",
-    ]  # fmt: skip
+        "  gRPC    h:1",
+        "          h:2",
+        "  OpenAI  http://h:3/v1",
+        "          http://h:4/v1",
+        "  window  http://h:3/",
+        "          http://h:4/",
+        f"  try     {ours} generate --token-ids 1,2,3",
+        f"  stop    {ours} stop",
+    ]
     monkeypatch.delenv("OUTRIDER_STATE_DIR")
     with_tls = {"ssl_certfile": "c.pem"}
     locked = record(tokenizer_directory="/x", asks_for_keys=True, settings=with_tls)

@@ -83,15 +83,17 @@ async def test_an_error_arrives_as_raised(client: Client, coordinator: ScriptedS
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("max_tokens", {"max_tokens": 2**31}), ("seed", {"seed": -1}),
-        ("token_ids.ids[1]", {"prompt": (1, 2**31)}), ("stop[0]", {"stop": ("\ud800",)}),
+        ("max_tokens", {"max_tokens": 2**31}),
+        ("seed", {"seed": -1}),
+        ("token_ids.ids[1]", {"prompt": (1, 2**31)}),
+        ("stop[0]", {"stop": ("\ud800",)}),
         ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((2**31, 1.0),))}),
         ("text", {"prompt": "half a pair: \ud800"}),
         ("chat.messages[0].content", {"prompt": (ChatMessage("user", "\udfff"),)}),
         ("regex", {"constraint": Constraint(ConstraintKind.REGEX, "\ud800")}),
         ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_go_is_named(client: Client, field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
         await client.complete(GenerateRequest(**({"prompt": "hi"} | fields)))
@@ -186,10 +188,12 @@ async def test_an_http_port_is_told_from_a_grpc_port() -> None:
 @pytest.mark.parametrize(
     ("method", "returned"),
     [
-        (SyncClient.generate, Generator[Event]), (SyncClient.resume, Generator[Event]),
-        (SyncClient.complete, Completion), (SyncClient.cancel, None),
+        (SyncClient.generate, Generator[Event]),
+        (SyncClient.resume, Generator[Event]),
+        (SyncClient.complete, Completion),
+        (SyncClient.cancel, None),
     ],
-)  # fmt: skip
+)
 def test_blocking_methods_show_what_they_return(method: Any, returned: Any) -> None:
     assert signature(method).return_annotation == returned
     assert "AsyncGenerator" not in render_doc(method)

@@ -125,12 +125,13 @@ async def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
 @pytest.mark.parametrize(
     "scripts",
     [
-        [(errors.Overloaded("full"),)], [(errors.NotFound("no"),)],
+        [(errors.Overloaded("full"),)],
+        [(errors.NotFound("no"),)],
         [(STARTED, FIRST, errors.Overloaded("full"))],
         [(STARTED, FIRST, errors.Unavailable("no target"))],
         [(STARTED, FIRST, BROKEN), (errors.DataLoss("gone"),)],
     ],
-)  # fmt: skip
+)
 async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
     other, error = Scripted(), scripts[-1][-1]
     with pytest.raises(type(error), match=error.message):
@@ -274,10 +275,11 @@ def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ("named", "each"),
     [
         (["gone", "gone", "new"], {"gone": [(STARTED, FIRST, BROKEN)]}),
-        (["gone", "new"], {"gone": []}), (["first,gone", "gone,new"], {"first": [], "gone": []}),
+        (["gone", "new"], {"gone": []}),
+        (["first,gone", "gone,new"], {"first": [], "gone": []}),
         ([*["gone"] * 5, "new"], {"gone": []}),
     ],
-)  # fmt: skip
+)
 async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: Any) -> None:
     """1 s after the names were read. The only known ones are gone for good."""
     begun = any(script for script in each.values())

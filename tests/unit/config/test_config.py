@@ -44,9 +44,10 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
         ("dtype: int8", "settings.yaml: dtype: 'int8' is wrong; it must be one of auto"),
         ("draft_engine: x", "draft_engine: 'x' is wrong; it must be one of (empty), auto"),
         ("insecure: 1", "settings.yaml: insecure: 1 is wrong; it must be true or false"),
-        ("a: [", "is not YAML"), ("x: !!python/object/apply:os.getcwd []", "is not YAML"),
+        ("a: [", "is not YAML"),
+        ("x: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({}, {}, _file(tmp_path, text))
@@ -91,15 +92,17 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"device": "gpu"}, "--device"), ({"device": "cuda:x"}, "--device"),
-        ({"engine": "vlm"}, "--engine"), ({"redis_key_prefix": "a{b"}, "--redis-key-prefix"),
+        ({"device": "gpu"}, "--device"),
+        ({"device": "cuda:x"}, "--device"),
+        ({"engine": "vlm"}, "--engine"),
+        ({"redis_key_prefix": "a{b"}, "--redis-key-prefix"),
         ({"deployment_name": "a b"}, "--deployment-name"),
         ({"autoscale_targets": "2"}, "--autoscale-targets"),
         ({"ngram_min": 5, "ngram_max": 4}, "ngram_min"),
         ({"draft_model": "eagle3:a/b", "look_ahead": 1}, "look_ahead"),
         ({"engine": "vllm", "draft_model": "eagle3:a/b", "eagle3_on": "draft"}, "eagle3_on"),
     ],
-)  # fmt: skip
+)
 def test_invalid_values_and_combinations_are_refused(settings: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config(settings, {})

@@ -16,8 +16,14 @@ SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"
     ("said", "settings"),
     [
         (
-            {"method": "ngram", "num-speculative-tokens": 5, "prompt_lookup_max": 4,
-             "prompt_lookup_min": 2, "max_model_len": None, "parallel_drafting": False},
+            {
+                "method": "ngram",
+                "num-speculative-tokens": 5,
+                "prompt_lookup_max": 4,
+                "prompt_lookup_min": 2,
+                "max_model_len": None,
+                "parallel_drafting": False,
+            },
             {"draft_model": "ngram", "num_draft_tokens": 5, "ngram_min": 2, "ngram_max": 4},
         ),
         ({"model": "[ngram]"}, {"draft_model": "ngram", "ngram_min": 5, "ngram_max": 5}),
@@ -27,17 +33,34 @@ SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"
         ),
         ({"model": "a/pard", "parallel_drafting": True}, {"draft_model": "a/pard"}),
         (
-            {"method": "suffix", "suffix_decoding_max_tree_depth": 24,
-             "suffix_decoding_min_token_prob": 0.2, "suffix_decoding_max_cached_requests": 0},
-            {"draft_model": "suffix", "suffix_depth": 24, "suffix_min_score": 0.2,
-             "suffix_tokens_per_tenant": 0},
+            {
+                "method": "suffix",
+                "suffix_decoding_max_tree_depth": 24,
+                "suffix_decoding_min_token_prob": 0.2,
+                "suffix_decoding_max_cached_requests": 0,
+            },
+            {
+                "draft_model": "suffix",
+                "suffix_depth": 24,
+                "suffix_min_score": 0.2,
+                "suffix_tokens_per_tenant": 0,
+            },
         ),
         (
-            {"method": "draft_model", "model": "a/b", "draft_tensor_parallel_size": 2,
-             "max_model_len": 99, "draft_sample_method": "probabilistic",
-             "rejection_sample_method": "standard"},
-            {"draft_model": "a/b", "draft_tensor_parallel_size": 2, "draft_max_model_len": 99,
-             "unseeded_rule": "token"},
+            {
+                "method": "draft_model",
+                "model": "a/b",
+                "draft_tensor_parallel_size": 2,
+                "max_model_len": 99,
+                "draft_sample_method": "probabilistic",
+                "rejection_sample_method": "standard",
+            },
+            {
+                "draft_model": "a/b",
+                "draft_tensor_parallel_size": 2,
+                "draft_max_model_len": 99,
+                "unseeded_rule": "token",
+            },
         ),
         ({"method": "eagle3", "model": "a/b"}, {"draft_model": "eagle3:a/b"}),
         ({"method": "glm4_moe_mtp"}, {"draft_model": "mtp"}),
@@ -46,7 +69,7 @@ SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"
             {"draft_model": "a/b", "unseeded_rule": "block"},
         ),
     ],
-)  # fmt: skip
+)
 def test_it_sets_what_it_stands_for(said: object, settings: dict[str, object]) -> None:
     assert merge({"speculative_config": json.dumps(said)}, {}) == settings
 
@@ -66,8 +89,10 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
     assert (config.draft.engine, config.draft.model) == (config.target.engine, "emulated")
     look_up = json.dumps(SYNTHETIC | said | {"method": "suffix", "model": None})
     assert merge({"speculative_config": look_up, "engine": "emulated:verify_ms=2"}, {}) == {
-        "draft_model": "suffix", "num_draft_tokens": 3, "engine": config.target.engine,
-    }  # fmt: skip
+        "draft_model": "suffix",
+        "num_draft_tokens": 3,
+        "engine": config.target.engine,
+    }
 
 
 @pytest.mark.parametrize(
@@ -79,7 +104,7 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
             "revision: 'main' given, but this key is unknown; known keys are method",
         ),
         ({"method": "suffix", "revision": None}, "revision: None given, but this key is unknown"),
-        ({"method": "medusa", "model": "a/b"}, 'method: \'medusa\' is wrong; it must be one of "'),
+        ({"method": "medusa", "model": "a/b"}, "method: 'medusa' is wrong; it must be one of \""),
         ({"method": "mtp", "model": "ngram"}, "model: 'ngram' given, but mtp takes no model"),
         ({"method": "eagle3"}, "model: is missing; the method eagle3 needs a model's name"),
         ({"num_speculative_tokens": 3}, "model: is missing; the method draft_model needs a model"),
@@ -104,7 +129,7 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
         (SYNTHETIC | {"synthetic_acceptance_length": 2}, "synthetic needs --engine emulated:SPEC"),
         ([1], "[1] is wrong; it must be a JSON object"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_understood_is_refused_by_its_key(
     said: object, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,12 +143,16 @@ def test_a_stronger_layer_wins_and_one_layer_says_a_thing_once(tmp_path: Path) -
     file = tmp_path / "settings.yaml"
     file.write_text("speculative_config: {method: suffix, num_speculative_tokens: 4}\n")
     assert merge({"num_draft_tokens": "2"}, {}, file) == {
-        "draft_model": "suffix", "num_draft_tokens": 2,
-    }  # fmt: skip
+        "draft_model": "suffix",
+        "num_draft_tokens": 2,
+    }
     variables = {"OUTRIDER_SPECULATIVE_CONFIG": '{"method": "ngram"}'}
     assert merge({}, variables, file) == {
-        "draft_model": "ngram", "num_draft_tokens": 4, "ngram_min": 5, "ngram_max": 5,
-    }  # fmt: skip
+        "draft_model": "ngram",
+        "num_draft_tokens": 4,
+        "ngram_min": 5,
+        "ngram_max": 5,
+    }
     synthetic = json.dumps(SYNTHETIC | {"synthetic_acceptance_length": 2})
     flags = {"speculative_config": '{"method": "suffix"}'}
     assert merge(flags, {"OUTRIDER_SPECULATIVE_CONFIG": synthetic})["draft_model"] == "suffix"

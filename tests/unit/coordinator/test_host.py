@@ -35,9 +35,12 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
 ) -> None:
     target = described(replace(TOY, drafts_itself=drafts_itself))
     service = CoordinatorService(
-        CoordinatorConfig(), "a", store=ScriptStore(lambda: 0.0), targets={"t": target},
+        CoordinatorConfig(),
+        "a",
+        store=ScriptStore(lambda: 0.0),
+        targets={"t": target},
         fallback=NgramDrafter(),
-    )  # fmt: skip
+    )
     await service.start()
     assert service._lengths.costs.drafting_delays is drafts_itself
     await service.close()
@@ -83,6 +86,9 @@ async def test_the_service_is_closed_after_the_servers(monkeypatch: pytest.Monke
     heard.clear()
     await made.stop(1.0)
     assert heard == [
-        "end lease", "withdraw Lease", "stop RpcServer", "close CoordinatorService",
+        "end lease",
+        "withdraw Lease",
+        "stop RpcServer",
+        "close CoordinatorService",
         "close RedisRegistry",
-    ]  # fmt: skip
+    ]

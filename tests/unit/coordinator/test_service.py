@@ -428,9 +428,15 @@ async def test_logits_without_a_distribution_fail_as_without_drafts(
     async with bench(target=target_service(Gaps(is_possible))) as b:
         for seed in range(12):
             request = replace(
-                REQUEST, prompt=(1, 2, seed % 4), rule=rule, seed=seed, sampling=sampling,
-                logprobs=logprobs, num_draft_tokens=3, include_rounds=True,
-            )  # fmt: skip
+                REQUEST,
+                prompt=(1, 2, seed % 4),
+                rule=rule,
+                seed=seed,
+                sampling=sampling,
+                logprobs=logprobs,
+                num_draft_tokens=3,
+                include_rounds=True,
+            )
             events, error = await shown(b, request)
             own = tokens_of(events)
             if rule.absolute_noise:
@@ -564,9 +570,13 @@ async def test_a_deadline_shows_a_prefix_of_the_whole_completion(rule: Rule) -> 
             for num in lengths:
                 sampling = SamplingParams()
                 request = replace(
-                    REQUEST, seed=2 * seed + num // 2, rule=rule, sampling=sampling,
-                    num_draft_tokens=num, deadline_ms=65 if num else 45,
-                )  # fmt: skip
+                    REQUEST,
+                    seed=2 * seed + num // 2,
+                    rule=rule,
+                    sampling=sampling,
+                    num_draft_tokens=num,
+                    deadline_ms=65 if num else 45,
+                )
                 *events, finished = await early.events(request)
                 assert finished.finish_reason is FinishReason.DEADLINE
                 cut = tokens_of(events)

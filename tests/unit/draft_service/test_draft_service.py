@@ -45,9 +45,10 @@ async def test_a_batch_proposes_what_each_session_would_alone(setting: Replica) 
     kinds = [
         (Rule.TOKEN, 4, SamplingParams(temperature=0.7)),
         (Rule.TOKEN, 2, SamplingParams(temperature=0.7)),
-        (Rule.COUPLED, 3, SamplingParams(presence_penalty=1.0)), (Rule.GREEDY, 1, GREEDY),
+        (Rule.COUPLED, 3, SamplingParams(presence_penalty=1.0)),
+        (Rule.GREEDY, 1, GREEDY),
         (Rule.BLOCK, 0, SamplingParams()),
-    ]  # fmt: skip
+    ]
     for session, (rule, count, sampling) in enumerate(kinds, start=1):
         head = make_head(PROMPT, session=session, rule=rule, sampling=sampling)
         setting.link.send(DraftItem(head, count))

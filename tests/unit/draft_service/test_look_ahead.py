@@ -314,8 +314,9 @@ async def test_repeated_seeds_that_share_few_pages_are_all_answered(
         draft.link.send(item([session] * length, session=session, count=4, look_ahead=0))
     answers = await draft.settle()
     assert {one.key.session_id: len(one.proposal) for one in answers} == {
-        session_name(1): 4, session_name(2): 4,
-    }  # fmt: skip
+        session_name(1): 4,
+        session_name(2): 4,
+    }
     await draft.close()
 
 

@@ -45,9 +45,10 @@ def test_a_guess_is_what_a_search_finds(ids: list[int], ngrams: tuple[int, int],
 
 
 @given(
-    parts=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8), ngrams=NGRAMS,
+    parts=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8),
+    ngrams=NGRAMS,
     cut=st.integers(0, 30),
-)  # fmt: skip
+)
 @settings(max_examples=200, deadline=None)
 def test_a_proposal_depends_on_the_committed_tokens_alone(
     parts: list[list[int]], ngrams: tuple[int, int], cut: int

@@ -69,9 +69,11 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 
 
 @given(
-    ids=TEXTS, outputs=st.lists(TEXTS, max_size=4), k=st.integers(1, 8),
+    ids=TEXTS,
+    outputs=st.lists(TEXTS, max_size=4),
+    k=st.integers(1, 8),
     min_score=st.sampled_from([0.05, 0.2, 0.5]),
-)  # fmt: skip
+)
 @settings(max_examples=300, deadline=None)
 def test_a_guess_is_what_most_often_followed(
     ids: list[int], outputs: list[list[int]], k: int, min_score: float
@@ -145,8 +147,9 @@ def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
 
 @given(
     sessions=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), TEXTS), max_size=40),
-    seeds_max=st.integers(1, 5), per_tenant=st.integers(0, 40),
-)  # fmt: skip
+    seeds_max=st.integers(1, 5),
+    per_tenant=st.integers(0, 40),
+)
 @settings(max_examples=200, deadline=None)
 def test_seeds_of_kept_answers_are_remembered(
     sessions: list[tuple[str, int, list[int]]], seeds_max: int, per_tenant: int
@@ -163,8 +166,9 @@ def test_seeds_of_kept_answers_are_remembered(
 
 @given(
     added=st.lists(st.tuples(st.sampled_from("abc"), TEXTS), max_size=30),
-    per_tenant=st.integers(0, 30), total=st.integers(0, 50),
-)  # fmt: skip
+    per_tenant=st.integers(0, 30),
+    total=st.integers(0, 50),
+)
 @settings(max_examples=200, deadline=None)
 def test_a_history_holds_the_latest_answers_within_its_bounds(
     added: list[tuple[str, list[int]]], per_tenant: int, total: int

@@ -108,9 +108,8 @@ def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int, num_shared: i
 
 
 @given(
-    plan=st.lists(parts, max_size=6), seed=st.integers(0, 1000),
-    num_shared=st.integers(1, LENGTH),
-)  # fmt: skip
+    plan=st.lists(parts, max_size=6), seed=st.integers(0, 1000), num_shared=st.integers(1, LENGTH)
+)
 @settings(max_examples=40)
 def test_parts_neighbours_and_refused_tokens_change_nothing(
     subject: Subject, plan: list[Part], seed: int, num_shared: int
@@ -163,9 +162,12 @@ def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -
 def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:
     with checked_engines() as maker:
         engine = maker(
-            tiny("llama"), max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            num_bytes=2**13, deterministic=True,
-        )  # fmt: skip
+            tiny("llama"),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            num_bytes=2**13,
+            deterministic=True,
+        )
         assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
         assert engine.page_counts().num_evictable == 0
 

@@ -24,9 +24,12 @@ CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.25}
 """Allowed difference, relative to a row's norm. Norms are in float32, whatever the model's
 dtype."""
 KINDS = {
-    "gathered": torch.float32, "deterministic": torch.float32, "tables": torch.float32,
-    "fused": torch.float64, "pace": torch.bfloat16,
-}  # fmt: skip
+    "gathered": torch.float32,
+    "deterministic": torch.float32,
+    "tables": torch.float32,
+    "fused": torch.float64,
+    "pace": torch.bfloat16,
+}
 
 
 class Pair:

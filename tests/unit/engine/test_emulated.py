@@ -22,7 +22,8 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("speed=3", "speed='3'"), ("verify_ms=nan", "verify_ms='nan'"),
+        ("speed=3", "speed='3'"),
+        ("verify_ms=nan", "verify_ms='nan'"),
         ("vocab_size=8", r"emulated: support=64 is wrong; allowed: 1\.\.8 "),
         ("eos=32000", r"emulated: eos=32000 is wrong; allowed: -1 \(none\)\.\.31999"),
         ("seed=1,seed=2", "seed is given twice"),
@@ -30,16 +31,18 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
         ("acceptance_rates=0.5/0.6", r"=\(0\.5, 0\.6\) is wrong; allowed: rates that do not "),
         ("support=1,acceptance_rates=0.5", "support=1 is wrong"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         EmulatedSpec.parse(text)
 
 
 @given(
-    vocab_size=st.integers(2, 300), support=st.integers(1, 300), order=st.integers(1, 4),
+    vocab_size=st.integers(2, 300),
+    support=st.integers(1, 300),
+    order=st.integers(1, 4),
     seed=st.integers(0, 2**64 - 1),
-)  # fmt: skip
+)
 @settings(max_examples=60, deadline=None)
 def test_each_row_is_a_zipf_law_on_distinct_ids(
     vocab_size: int, support: int, order: int, seed: int

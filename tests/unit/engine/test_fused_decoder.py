@@ -34,13 +34,17 @@ def decoder_of(kernels: Any, family: str, **changes: Any) -> fused_decoder.Fused
     ("family", "changes", "reason"),
     [
         ("gemma2", {}, "its LM head"),
-        ("gpt_neox", {}, "not those of a Llama"), ("gpt2", {}, "not those of a Llama"),
+        ("gpt_neox", {}, "not those of a Llama"),
+        ("gpt2", {}, "not those of a Llama"),
         ("llama", {"hidden_act": "relu"}, "an unsupported activation"),
         ("llama", {"mlp_bias": True}, "MLP has a bias"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-         "depend on the length"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "depend on the length",
+        ),
     ],
-)  # fmt: skip
+)
 def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(fused_decoder.CannotFuse, match=reason):
         decoder_of(ReferenceKernels(torch.float32), family, **changes)
@@ -86,10 +90,11 @@ def outputs(steps: fused_decoder.FusedSteps) -> list[torch.Tensor]:
         return HeldSequence(SequenceStep(name, ids(num, length), num), length, pages)
 
     run = [
-        [held("a", 20, 0, first), held("b", 30, 0, second)], [held("a", 5, 20, first)],
+        [held("a", 20, 0, first), held("b", 30, 0, second)],
+        [held("a", 5, 20, first)],
         [held("a", 1, 25, first), held("b", 1, 30, second)],
         [held("a", 3, 26, first), held("b", 1 + fused_decoder.SPAN_TOKENS_MAX, 31, second)],
-    ]  # fmt: skip
+    ]
     return [steps.run(HeldStep(sequences, PAGE_SIZE)) for sequences in run]
 
 

@@ -37,9 +37,13 @@ def steps(draw: st.DrawFn) -> HeldStep:
 
 
 def by_definition(
-    query: torch.Tensor, cache: KeysAndValues, step: HeldStep, window: int | None, scaling: float,
+    query: torch.Tensor,
+    cache: KeysAndValues,
+    step: HeldStep,
+    window: int | None,
+    scaling: float,
     softcap: float | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """[1, T, query heads, value width]; query [1, query heads, T, key width]."""
     outputs = []
     row = 0
@@ -90,9 +94,12 @@ def all_slots(held: HeldSequence, page_size: int) -> list[int]:
 
 
 @given(
-    steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]), st.booleans(),
+    steps(),
+    st.sampled_from([None, 1, 2, 6, 40]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
     st.sampled_from([8, batch._SCORES_MAX]),
-)  # fmt: skip
+)
 @settings(max_examples=250)
 def test_every_token_sees_what_it_should(
     step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool, scores_max: int

@@ -58,8 +58,12 @@ def test_steps_of_any_sizes_equal_the_modules_own_forward(
     held: dict[str, tuple[int, ...]] = dict.fromkeys("abcd", ())
     span = SPAN_TOKENS_MAX
     for sizes in (
-        (3 * span + 2, 3, span + 1, 1), (1, 2 * span + 5, 2 * span, span), (5, 1, 2, 3), (13,), (1,)
-    ):  # fmt: skip
+        (3 * span + 2, 3, span + 1, 1),
+        (1, 2 * span + 5, 2 * span, span),
+        (5, 1, 2, 3),
+        (13,),
+        (1,),
+    ):
         steps = [
             SequenceStep(name, ids(size, 7 * size), size)
             for name, size in zip(held, sizes, strict=False)

@@ -66,10 +66,15 @@ def sequences(*shapes: tuple[int, int]) -> list[HeldSequence]:
 
 
 def difference(
-    held: list[HeldSequence], *, heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (8, 8),
-    dtype: torch.dtype = torch.float32, window: int | None = None, softcap: float | None = None,
+    held: list[HeldSequence],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    widths: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    softcap: float | None = None,
     num_splits: int = 1,
-) -> float:  # fmt: skip
+) -> float:
     """The largest difference between the kernel's output and the attention of gathered slots in
     float64. Slots of no sequence hold NaN."""
     num_heads, key_heads = heads

@@ -97,9 +97,13 @@ Case = Callable[[int], Callable[[], object]]
 
 
 def verdicts(
-    rule: Rule, sampling: SamplingParams, prefix: tuple[int, ...] = PREFIX,
-    drafted: tuple[int, ...] = DRAFTED, kind: str = "", **more: Any,
-) -> Case:  # fmt: skip
+    rule: Rule,
+    sampling: SamplingParams,
+    prefix: tuple[int, ...] = PREFIX,
+    drafted: tuple[int, ...] = DRAFTED,
+    kind: str = "",
+    **more: Any,
+) -> Case:
     """`more` is told of each item, and of its head a constraint."""
     about = {"constraint": more.pop("constraint", None), "prompt_length": 2}
 
@@ -132,20 +136,28 @@ def constrained(case: Callable[..., Case], rule: Rule, **more: bool) -> Case:
 
 
 def drafts(
-    rule: Rule, *samplings: SamplingParams, prefix: tuple[int, ...] = PREFIX, kind: str = "",
-    constraint: Any = None, is_mixed: bool = False,
-) -> Case:  # fmt: skip
+    rule: Rule,
+    *samplings: SamplingParams,
+    prefix: tuple[int, ...] = PREFIX,
+    kind: str = "",
+    constraint: Any = None,
+    is_mixed: bool = False,
+) -> Case:
     """Two tokens for each session, with these parameters in turns; `is_mixed`: each second one has
     no constraint."""
 
     def begun(num: int) -> Callable[[], None]:
         heads = [
             head(
-                prefix, next(_sessions), rule, samplings[i % len(samplings)], prompt_length=2,
+                prefix,
+                next(_sessions),
+                rule,
+                samplings[i % len(samplings)],
+                prompt_length=2,
                 constraint=None if is_mixed and i % 2 else constraint,
             )
             for i in range(num)
-        ]  # fmt: skip
+        ]
 
         def work() -> None:
             answers = proposer(kind).step([DraftItem(one, 2) for one in heads])
@@ -208,11 +220,12 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts of several kinds": (drafts(Rule.TOKEN, WARM, FILTERED, BIASED), (2, 4, 36)),
     "drafts masked": (constrained(drafts, Rule.COUPLED), (1, 4, 29)),
     "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (2, 7, 44)),
-    "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 34)), "apart": (apart, (2, 10, 76)),
+    "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 34)),
+    "apart": (apart, (2, 10, 76)),
     "ahead token": (ahead(Rule.TOKEN, WARM), (5, 6, 70)),
     "ahead coupled": (ahead(Rule.COUPLED, WARM), (5, 10, 82)),
     "ahead greedy": (ahead(Rule.GREEDY, GREEDY), (5, 6, 66)),
-}  # fmt: skip
+}
 """The most reads, sends and operators for 1 and for 16 sessions, and so for any number, without
 those of the library's modules. They include a pass of a model of two layers, two passes for two
 drafts, or five for look-ahead."""

@@ -21,17 +21,21 @@ def logits(num: int = 4) -> Tensor:
 @pytest.mark.parametrize(
     ("call", "counts"),
     [
-        (lambda rows: rows[0, 0].item(), (1, 0)), (lambda rows: bool((rows > 0).all()), (1, 0)),
-        (lambda rows: rows.cpu(), (1, 0)), (lambda rows: rows.to("cpu", torch.bfloat16), (1, 0)),
-        (lambda rows: rows[0].tolist(), (1, 0)), (lambda rows: torch.equal(rows, rows), (1, 0)),
+        (lambda rows: rows[0, 0].item(), (1, 0)),
+        (lambda rows: bool((rows > 0).all()), (1, 0)),
+        (lambda rows: rows.cpu(), (1, 0)),
+        (lambda rows: rows.to("cpu", torch.bfloat16), (1, 0)),
+        (lambda rows: rows[0].tolist(), (1, 0)),
+        (lambda rows: torch.equal(rows, rows), (1, 0)),
         (lambda rows: torch.empty(rows.shape).copy_(rows), (1, 0)),
         (lambda rows: torch.tensor([1, 2], device=CUDA), (0, 1)),
-        (lambda rows: torch.ones(3).to(CUDA), (0, 1)), (lambda rows: rows[[0, 2]], (0, 1)),
+        (lambda rows: torch.ones(3).to(CUDA), (0, 1)),
+        (lambda rows: rows[[0, 2]], (0, 1)),
         (lambda rows: rows[torch.tensor([0, 2])], (0, 1)),
         (lambda rows: rows.copy_(torch.ones(rows.shape)), (0, 1)),
         (lambda rows: rows[1:].view(-1).unsqueeze(0).split(64, 1), (0, 0)),
     ],
-)  # fmt: skip
+)
 def test_a_read_or_send_is_counted_once(
     watch: DeviceWatch, call: Callable[[Tensor], Any], counts: tuple[int, int]
 ) -> None:

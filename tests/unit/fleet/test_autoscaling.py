@@ -12,16 +12,26 @@ from outrider.registry.registry import Figures, ReplicaRecord, Role
 from tests.support.memory_registry import MemoryRegistry
 
 CONFIG = AutoscaleConfig(
-    autoscale_targets="1:8", autoscale_drafts="0:6", autoscale_coordinators="1:4",
-    autoscale_queue_steps=1.0, autoscale_draft_waits=0.2, autoscale_calm_s=60.0,
-)  # fmt: skip
+    autoscale_targets="1:8",
+    autoscale_drafts="0:6",
+    autoscale_coordinators="1:4",
+    autoscale_queue_steps=1.0,
+    autoscale_draft_waits=0.2,
+    autoscale_calm_s=60.0,
+)
 
 
 def record(role: Role, load: int = 0, leaving: bool = False, **figures: float) -> ReplicaRecord:
     return ReplicaRecord(
-        role=role, name=f"{role}-0", address="h:1", host="h", pid=1, load=load, leaving=leaving,
+        role=role,
+        name=f"{role}-0",
+        address="h:1",
+        host="h",
+        pid=1,
+        load=load,
+        leaving=leaving,
         figures=Figures(**figures),
-    )  # fmt: skip
+    )
 
 
 class Fleet:
@@ -34,9 +44,10 @@ class Fleet:
         self.there: dict[Role, int] = {}
         """Numbers of existing replicas, where they differ from the wanted ones."""
         self.says: dict[Role, dict[str, Any]] = {
-            "coordinator": {"load": 10}, "target": {"busy": 1.0, "fill": 0.8},
+            "coordinator": {"load": 10},
+            "target": {"busy": 1.0, "fill": 0.8},
             "draft": {"busy": 0.8},
-        }  # fmt: skip
+        }
 
     def look(self, now: float) -> dict[Role, int]:
         records: dict[Role, list[ReplicaRecord]] = {

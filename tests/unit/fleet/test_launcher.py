@@ -128,10 +128,11 @@ async def test_what_is_wrong_ends_the_start_before_ray(
 @pytest.mark.parametrize(
     ("other", "asked"),
     [
-        ({}, []), ({"max_num_seqs": 7}, [{"max_num_seqs": 7}]),
+        ({}, []),
+        ({"max_num_seqs": 7}, [{"max_num_seqs": 7}]),
         ({"draft_model": "b"}, [{"draft_model": "b"}]),
     ],
-)  # fmt: skip
+)
 async def test_a_take_over_changes_what_is_another_setting(
     tmp_path: Path, other: dict[str, Any], asked: list[dict[str, Any]]
 ) -> None:

@@ -50,9 +50,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
         ("draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
-        ("tensor_parallel_size", 2, "1, 2 do"), ("draft_tensor_parallel_size", 2, "1, 2 do"),
+        ("tensor_parallel_size", 2, "1, 2 do"),
+        ("draft_tensor_parallel_size", 2, "1, 2 do"),
     ],
-)  # fmt: skip
+)
 def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
     tiny: Path, key: str, good: int, said: str
 ) -> None:
@@ -162,8 +163,9 @@ def test_a_published_head_is_known_by_its_files(
         with pytest.raises(SettingError, match=message):
             resolved(tiny, **{"draft_model": str(head), **settings})
     for kind, message in (
-        ("dflash", "kind dflash, which is not served"), ("mtp", "only from the target's own files")
-    ):  # fmt: skip
+        ("dflash", "kind dflash, which is not served"),
+        ("mtp", "only from the target's own files"),
+    ):
         stated = {"speculators_model_type": kind, "draft_vocab_size": 3}
         (head / "config.json").write_text(json.dumps(stated))
         with pytest.raises(SettingError, match=f"^draft_model: .*{message}"):

@@ -36,10 +36,12 @@ class Host:
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
         run = AsyncMock(side_effect=lambda task, *given: task(*given))
         for name, found in {
-            "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
+            "log_to": lambda *_: None,
+            "Cluster": lambda *_, **__: self.world.machines,
             "RedisRegistry": lambda *_: self.world.registry,
-            "resolve_models": self._resolve, "run_task": run,
-        }.items():  # fmt: skip
+            "resolve_models": self._resolve,
+            "run_task": run,
+        }.items():
             monkeypatch.setattr(module, name, found)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: self.context)
 
@@ -371,9 +373,11 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(ends: str) -> Non
         await asyncio.sleep(60)
         overview = await found.overview()
         said = {
-            "time": "0 sessions", "command": "was ended by `outrider upgrade --trial-share 0`",
-            "restart": "the reconciler died", "gone": "draft_model: is not to be had",
-        }  # fmt: skip
+            "time": "0 sessions",
+            "command": "was ended by `outrider upgrade --trial-share 0`",
+            "restart": "the reconciler died",
+            "gone": "draft_model: is not to be had",
+        }
         assert overview.trial.state == "not taken"
         assert said.get(ends, "no memory") in overview.trial.reason
         assert [one.name for one in overview.replicas] == names

@@ -437,9 +437,15 @@ def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
         assert not new or next_steps(wanted, [*fleet, *new]) == ([], [])
         fleet += [replace(one, address="h:1") for one in new]
     assert order == [
-        "+draft", "-draft-3", "+target", "-target-2", "+target", "-target-1", "+coordinator",
+        "+draft",
+        "-draft-3",
+        "+target",
+        "-target-2",
+        "+target",
+        "-target-1",
+        "+coordinator",
         "-coordinator-0",
-    ]  # fmt: skip
+    ]
     assert not any(one.stale for one in fleet)
 
 

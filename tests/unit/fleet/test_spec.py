@@ -95,16 +95,21 @@ def plan(gpus: float, **settings: object) -> FleetSpec:
 @pytest.mark.parametrize(
     ("gpus", "settings", "target", "draft"),
     [
-        (0, "small", 0, 0), (1, "", 1, 0), (1, "hybrid:suffix,small", 0.5, 0.5),
-        (2, "small device=cpu", 0, 0), (2, "small draft_num_gpus=0", 1, 0),
+        (0, "small", 0, 0),
+        (1, "", 1, 0),
+        (1, "hybrid:suffix,small", 0.5, 0.5),
+        (2, "small device=cpu", 0, 0),
+        (2, "small draft_num_gpus=0", 1, 0),
         (1, "small target_num_gpus=0.75", 0.75, 0.5),
         (4, "small tensor_parallel_size=2 draft_tensor_parallel_size=2", 1, 1),
-        (3, " tensor_parallel_size=4", 0.5, 0), (4, "small engine=emulated:", 0, 0),
+        (3, " tensor_parallel_size=4", 0.5, 0),
+        (4, "small engine=emulated:", 0, 0),
         # Every replica of a model counts, with each of its ranks; those of a look-up do not.
-        (4, "small num_targets=3", 1, 1), (3, " num_targets=2 tensor_parallel_size=4", 1 / 3, 0),
+        (4, "small num_targets=3", 1, 1),
+        (3, " num_targets=2 tensor_parallel_size=4", 1 / 3, 0),
         (2, "eagle3:heads num_targets=2 num_drafts=8", 1, 0),
     ],
-)  # fmt: skip
+)
 def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: float) -> None:
     drafter, *more = settings.split(" ")
     given = dict(one.split("=", 1) for one in more)
@@ -129,16 +134,20 @@ def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> Non
 @pytest.mark.parametrize(
     ("gpus", "settings", "expected"),
     [
-        (0, {}, False), (0, {"target_num_threads": 6, "draft_num_threads": 2}, True),
-        (0, {"target_num_threads": 7, "draft_num_threads": 2}, False), (1, {}, False),
-        (1, {"draft_num_gpus": "0"}, True), (2, {}, True), (0, {"engine": "emulated:"}, True),
+        (0, {}, False),
+        (0, {"target_num_threads": 6, "draft_num_threads": 2}, True),
+        (0, {"target_num_threads": 7, "draft_num_threads": 2}, False),
+        (1, {}, False),
+        (1, {"draft_num_gpus": "0"}, True),
+        (2, {}, True),
+        (0, {"engine": "emulated:"}, True),
         (0, {"target_num_threads": 3, "draft_num_threads": 3, "num_targets": 2}, False),
         (2, {"num_targets": 2, "num_drafts": 2}, False),
         # A look-up takes a core of each coordinator.
         (0, {"draft_model": "suffix", "target_num_threads": 6, "num_coordinators": 2}, True),
         (0, {"draft_model": "suffix", "target_num_threads": 6, "num_coordinators": 3}, False),
     ],
-)  # fmt: skip
+)
 def test_models_are_apart_where_neither_waits_for_the_other(
     gpus: float, settings: dict[str, object], expected: bool
 ) -> None:
@@ -150,11 +159,14 @@ def test_models_are_apart_where_neither_waits_for_the_other(
 @pytest.mark.parametrize(
     ("settings", "apart", "expected"),
     [
-        ({}, True, LOOK_AHEAD_DEFAULT), ({}, False, 0), ({"look_ahead": 5}, False, 5),
-        ({"look_ahead": 0}, True, 0), ({"draft_model": "suffix"}, True, 0),
+        ({}, True, LOOK_AHEAD_DEFAULT),
+        ({}, False, 0),
+        ({"look_ahead": 5}, False, 5),
+        ({"look_ahead": 0}, True, 0),
+        ({"draft_model": "suffix"}, True, 0),
         ({"draft_model": "eagle3:head", "eagle3_on": "draft"}, True, 0),
     ],
-)  # fmt: skip
+)
 def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
     settings: dict[str, object], apart: bool, expected: int
 ) -> None:
@@ -167,10 +179,14 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
 
 def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
     settings = {
-        "tensor_parallel_size": 2, "target_num_cpus": 1.5, "target_num_gpus": 0.25,
-        "target_resources": "rack=1, disk=0.5", "draft_num_cpus": 0,
-        "draft_num_gpus": 0.5, "draft_resources": "small=2,",
-    }  # fmt: skip
+        "tensor_parallel_size": 2,
+        "target_num_cpus": 1.5,
+        "target_num_gpus": 0.25,
+        "target_resources": "rack=1, disk=0.5",
+        "draft_num_cpus": 0,
+        "draft_num_gpus": 0.5,
+        "draft_resources": "small=2,",
+    }
     demands = plan(4.0, **settings).demands
     assert str(demands["target"]) == "2 times 1.5 CPUs and 0.25 GPUs and 1 rack and 0.5 disk"
     assert demands["draft"].each == {"GPU": 0.5, "small": 2.0}
@@ -185,9 +201,10 @@ def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
     ("key", "gpus", "preloads"),
     [
         ("engine", 0, ["tcmalloc_minimal", "tcmalloc_minimal", ""]),
-        ("draft_engine", 0, ["", "tcmalloc_minimal", ""]), ("engine", 1, ["", "", ""]),
+        ("draft_engine", 0, ["", "tcmalloc_minimal", ""]),
+        ("engine", 1, ["", "", ""]),
     ],
-)  # fmt: skip
+)
 def test_vllm_on_cpus_gets_another_allocator(key: str, gpus: int, preloads: list[str]) -> None:
     demands = plan(gpus, **{key: "vllm"}).demands
     assert [demands[role].preload for role in ("target", "draft", "coordinator")] == preloads
@@ -223,11 +240,13 @@ def test_what_cannot_be_asked_for_is_refused_by_its_setting(
 @pytest.mark.parametrize(
     ("settings", "num_threads"),
     [
-        ({"num_targets": 3}, 2), ({"num_targets": 9}, 1), ({"num_targets": 1}, 0),
+        ({"num_targets": 3}, 2),
+        ({"num_targets": 9}, 1),
+        ({"num_targets": 1}, 0),
         ({"num_targets": 3, "target_num_threads": 5}, 5),
         ({"num_targets": 3, "engine": "emulated:"}, 0),
     ],
-)  # fmt: skip
+)
 def test_targets_of_one_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], num_threads: int
 ) -> None:

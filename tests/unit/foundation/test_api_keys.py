@@ -32,10 +32,13 @@ HASH = "sha256:" + "0" * 64
 HASHED = f'"hash": "{HASH}"'
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}", fullmatch=True)
 CALLERS = st.builds(
-    Caller, name=NAMES, tenant=NAMES,
+    Caller,
+    name=NAMES,
+    tenant=NAMES,
     requests_per_minute=st.integers(0, limits.REQUESTS_PER_MINUTE_MAX),
-    concurrency=st.integers(0, limits.KEY_CONCURRENCY_MAX), admin=st.booleans(),
-)  # fmt: skip
+    concurrency=st.integers(0, limits.KEY_CONCURRENCY_MAX),
+    admin=st.booleans(),
+)
 
 
 @given(CALLERS)

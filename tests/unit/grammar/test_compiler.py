@@ -229,11 +229,15 @@ async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
         alike(1000, {"type": "array", "items": ITSELF}),
         alike(64, {"items": ITSELF}),
         Constraint.of_schema(
-            {"properties": {f"p{i}": {"type": "string", "pattern": f"[a-z]{{1,{i + 9}}}"}
-                            for i in range(900)}}
+            {
+                "properties": {
+                    f"p{i}": {"type": "string", "pattern": f"[a-z]{{1,{i + 9}}}"}
+                    for i in range(900)
+                }
+            }
         ),
     ],
-)  # fmt: skip
+)
 def test_the_largest_constraints_take_less_than_what_is_allowed(constraint: Constraint) -> None:
     began = time.thread_time()
     with suppress(BadRequest, Incompatible):
@@ -267,12 +271,14 @@ USUAL = [
     {"type": "object"},
     unions(1000, {"anyOf": [LIST, {"type": "null"}]}),
     unions(1000, {"enum": ["a", "b", [1]]}),
-    {"$defs": {"t": OBJECT, "u": {"$ref": "#/$defs/t"}},
-     "anyOf": [{"$ref": "#/$defs/t"}, {"$ref": "#/$defs/u"}] * (ALTERNATIVES_MAX // 2)},
+    {
+        "$defs": {"t": OBJECT, "u": {"$ref": "#/$defs/t"}},
+        "anyOf": [{"$ref": "#/$defs/t"}, {"$ref": "#/$defs/u"}] * (ALTERNATIVES_MAX // 2),
+    },
     {"oneOf": [OBJECT] * ALTERNATIVES_MAX},
     {"$defs": {"a": of(40)}, "allOf": [{"$ref": "#/$defs/a"}], "description": "..."},
     {"$ref": "#/$defs/none", "anyOf": "none", "allOf": {"a": 3}, "type": 7, "enum": {}},
-]  # fmt: skip
+]
 TOO_MANY = [
     {"anyOf": [LIST] * (LISTS_MAX + 1)},
     {"anyOf": [{"$ref": "#"}] * (LISTS_MAX + 1)},

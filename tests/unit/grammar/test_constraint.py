@@ -33,9 +33,11 @@ def test_different_constraints_have_different_digests() -> None:
 
 def test_what_was_sent_or_stored_is_read_again() -> None:
     for made in (
-        Constraint.of_schema(SCHEMA), Constraint.any_object(), Constraint.of_regex(r"\d+\$"),
+        Constraint.of_schema(SCHEMA),
+        Constraint.any_object(),
+        Constraint.of_regex(r"\d+\$"),
         Constraint.of_choices(["a", 'b"', "a"]),
-    ):  # fmt: skip
+    ):
         assert Constraint.read(str(made.kind), made.text) == made
     assert Constraint.of_choices(["a", 'b"', "a"]).choices == ("a", 'b"')
 

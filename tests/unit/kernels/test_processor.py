@@ -11,14 +11,17 @@ _NEITHER = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}
 @pytest.mark.parametrize(
     ("expected", "onednn", "capabilities"),
     [
-        (True, True, _NEITHER | {"avx512_bf16": True}), (True, True, _NEITHER | {"amx_bf16": True}),
+        (True, True, _NEITHER | {"avx512_bf16": True}),
+        (True, True, _NEITHER | {"amx_bf16": True}),
         # oneDNN "supports" bfloat16 on each processor with AVX-512, by emulation.
         (False, True, _NEITHER),
         # AVX2 alone, or a limit by ONEDNN_MAX_CPU_ISA.
-        (False, False, _NEITHER), (False, False, _NEITHER | {"avx512_bf16": True}),
-        (True, True, {"architecture": "aarch64"}), (False, False, {"architecture": "aarch64"}),
+        (False, False, _NEITHER),
+        (False, False, _NEITHER | {"avx512_bf16": True}),
+        (True, True, {"architecture": "aarch64"}),
+        (False, False, {"architecture": "aarch64"}),
     ],
-)  # fmt: skip
+)
 def test_a_processor_has_bfloat16_if_it_need_not_be_emulated(
     expected: bool, onednn: bool, capabilities: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

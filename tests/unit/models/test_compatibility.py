@@ -48,12 +48,17 @@ EXPERTS = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "nu
         ("GptOss", {**SMALL, **EXPERTS, "num_experts_per_tok": 1}, "s_aux"),
         (
             "Llama4Text",
-            {**SMALL, **EXPERTS, "intermediate_size_mlp": 16, "attention_chunk_size": 8,
-             "layer_types": ["chunked_attention"]},
+            {
+                **SMALL,
+                **EXPERTS,
+                "intermediate_size_mlp": 16,
+                "attention_chunk_size": 8,
+                "layer_types": ["chunked_attention"],
+            },
             "neither causal nor a sliding window",
         ),
     ],
-)  # fmt: skip
+)
 def test_other_attention_is_refused(name: str, sizes: dict[str, Any], reason: str) -> None:
     config = getattr(transformers, f"{name}Config")(**SIZES, **sizes)
     refused(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), reason)
@@ -71,9 +76,12 @@ def test_a_scale_of_positions_that_depends_on_the_batch() -> None:
     config = tiny_config("llama", VOCAB, 128)
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config.rope_parameters = {
-        "rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0,
-        "original_max_position_embeddings": 32, **factors,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        **factors,
+    }
     refused(tiny_module(config), "--max-model-len of 32")
     module = tiny_module(config, dtype=torch.float64)
     with checked_engines() as make_engine:

@@ -30,15 +30,23 @@ def target() -> Any:
 def tiny_head(target: Any, **changes: Any) -> eagle3.Eagle3Head:
     """A random head with another width than its target's, and grouped heads."""
     layer = {
-        "vocab_size": VOCAB, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "intermediate_size": 40, "rms_norm_eps": EPS, "rope_theta": THETA,
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
         "max_position_embeddings": 16,
-    } | changes.pop("layer", {})  # fmt: skip
+    } | changes.pop("layer", {})
     config = eagle3.Eagle3Config(
-        layer=eagle3.Eagle3LayerConfig(**layer), draft_vocab_size=len(DRAFT_IDS),
-        layer_ids=changes.pop("layer_ids", (0, 2, 5)), target_width=target.config.hidden_size,
+        layer=eagle3.Eagle3LayerConfig(**layer),
+        draft_vocab_size=len(DRAFT_IDS),
+        layer_ids=changes.pop("layer_ids", (0, 2, 5)),
+        target_width=target.config.hidden_size,
         **changes,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(1)
         head = eagle3.Eagle3Head(config).requires_grad_(False).eval()
@@ -49,9 +57,13 @@ def tiny_head(target: Any, **changes: Any) -> eagle3.Eagle3Head:
 
 def save(directory: Path, head: eagle3.Eagle3Head, token_ids: Sequence[int] = DRAFT_IDS) -> Path:
     eagle3.save_speculators(
-        directory, head, token_ids, target_name="tiny", architectures=["LlamaForCausalLM"],
+        directory,
+        head,
+        token_ids,
+        target_name="tiny",
+        architectures=["LlamaForCausalLM"],
         num_draft_tokens=3,
-    )  # fmt: skip
+    )
     return directory
 
 
@@ -106,11 +118,12 @@ def hidden_by_definition(head: eagle3.Eagle3Head, pairs: list[tuple[Tensor, int,
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"norm_before_residual": True, "norm_output": True},
+        {},
+        {"norm_before_residual": True, "norm_output": True},
         {"qk_norm": True, "layer": {"num_key_value_heads": 4}},
     ],
     ids=["plain", "normed", "qk"],
-)  # fmt: skip
+)
 def test_chains_are_those_of_the_definition(target: Any, changes: dict[str, Any]) -> None:
     head = tiny_head(target, **changes)
     torch.manual_seed(0)
@@ -156,11 +169,19 @@ def test_gradients_reach_every_weight(target: Any) -> None:
 
 def test_a_head_comes_back_as_it_was_saved(target: Any, tmp_path: Path) -> None:
     head = tiny_head(
-        target, qk_norm=True, norm_before_residual=True, norm_output=True,
-        layer={"hidden_size": 20, "num_attention_heads": 6,
-               "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
-               "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    )  # fmt: skip
+        target,
+        qk_norm=True,
+        norm_before_residual=True,
+        norm_output=True,
+        layer={
+            "hidden_size": 20,
+            "num_attention_heads": 6,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu",
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    )
     loaded = load(save(tmp_path, head), target)
     assert loaded.token_ids == DRAFT_IDS
     assert loaded.module.layer_ids == (0, 2, 5)
@@ -307,7 +328,7 @@ def test_a_whole_vocabulary_needs_no_table(target: Any, tmp_path: Path) -> None:
         ({"d2t": None}, r"lm_head.weight is \[7, 24\]; it needs 32 rows"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(
     changes: dict[str, Any], message: str, target: Any, tmp_path: Path
 ) -> None:

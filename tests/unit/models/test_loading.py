@@ -49,12 +49,14 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("", "name is empty"),
         ("dmo", "model dmo: no directory has this name, .* did you mean demo?"),
-        ("a/b/c", "no such file or directory"), ("./nowhere", "no such file or directory"),
+        ("a/b/c", "no such file or directory"),
+        ("./nowhere", "no such file or directory"),
         ("~nobody-has-this-name/model", "no such file or directory"),
-        ("lost.gguf", "no such file or directory"), ("{tiny}/config.json", r"not a \.gguf"),
+        ("lost.gguf", "no such file or directory"),
+        ("{tiny}/config.json", r"not a \.gguf"),
         ("{tiny}/..", r"no config\.json"),
     ],
-)  # fmt: skip
+)
 def test_names_that_cannot_be_models_are_refused(tiny: Path, name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve_model(name.format(tiny=tiny))
@@ -148,10 +150,13 @@ def test_cuda_without_a_device_is_refused() -> None:
 @pytest.mark.parametrize(
     ("device", "rank", "num_visible", "index"),
     [
-        ("cuda", 0, 1, 0), ("auto", 1, 2, 1), ("cuda", 1, 1, 0), ("cuda", 5, 4, 1),
+        ("cuda", 0, 1, 0),
+        ("auto", 1, 2, 1),
+        ("cuda", 1, 1, 0),
+        ("cuda", 5, 4, 1),
         ("cuda:1", 3, 2, 1),
     ],
-)  # fmt: skip
+)
 def test_a_cuda_device_has_an_index_and_is_the_threads_own(
     monkeypatch: pytest.MonkeyPatch, device: str, rank: int, num_visible: int, index: int
 ) -> None:
@@ -168,16 +173,23 @@ def test_a_cuda_device_has_an_index_and_is_the_threads_own(
 @pytest.mark.parametrize(
     ("has_bfloat16", "given", "loaded", "note"),
     [
-        (True, "auto", "bfloat16", ""), (True, "float32", "float32", ""),
+        (True, "auto", "bfloat16", ""),
+        (True, "float32", "float32", ""),
         (False, "auto", "float32", "float32 in place of bfloat16, which .* would emulate"),
         (False, "bfloat16", "bfloat16", "this processor emulates bfloat16; float32 may be faster"),
-        (False, "float32", "float32", ""), (False, "float16", "float16", ""),
+        (False, "float32", "float32", ""),
+        (False, "float16", "float16", ""),
     ],
-)  # fmt: skip
+)
 def test_auto_does_not_let_a_processor_emulate_bfloat16(
-    has_bfloat16: bool, given: str, loaded: str, note: str, spoken: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    has_bfloat16: bool,
+    given: str,
+    loaded: str,
+    note: str,
+    spoken: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Also for shares and drafters, which begin as an empty model. The log and the description say
     so."""
     monkeypatch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
@@ -271,11 +283,14 @@ def table(*tokens: str, merges: tuple[str, ...] = ()) -> fingerprint.TokenizerTa
     ("target", "draft", "difference"),
     [
         (table("a", "b"), table("a", "c"), "id 1 is 'b' in the target, 'c' in the draft"),
-        (table("a", merges=("x y",)), table("a", merges=("x y", "z z")),
-         "merge 1 is missing in the target, 'z z' in the draft"),
+        (
+            table("a", merges=("x y",)),
+            table("a", merges=("x y", "z z")),
+            "merge 1 is missing in the target, 'z z' in the draft",
+        ),
         (table("a"), None, "D has no tokenizer"),
     ],
-)  # fmt: skip
+)
 def test_the_first_difference_between_tokenizers_is_named(
     target: dict[str, str] | None, draft: dict[str, str] | None, difference: str
 ) -> None:

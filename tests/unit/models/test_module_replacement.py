@@ -16,7 +16,7 @@ from outrider.models.module_replacement import (
     FusedMLP,
     NativeRMSNorm,
     speed_up,
-)  # fmt: skip
+)
 from tests.support.models import quick_linear, tiny_config, tiny_module
 
 VOCAB = 32

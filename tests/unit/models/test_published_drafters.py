@@ -17,18 +17,30 @@ from tests.support.models import tiny_module
 
 SCALE = 16  # every width of a published drafter is divided by it
 WIDTHS = (
-    "hidden_size", "intermediate_size", "head_dim", "vocab_size", "draft_vocab_size",
-    "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 
 
 def scaled(config: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: scaled(value) if isinstance(value, dict)
-        else value // SCALE if key in WIDTHS else value
+        key: scaled(value)
+        if isinstance(value, dict)
+        else value // SCALE
+        if key in WIDTHS
+        else value
         for key, value in config.items()
-    }  # fmt: skip
+    }
 
 
 def save_facts(facts: dict[str, Any], directory: Path) -> None:
@@ -56,9 +68,12 @@ def load(facts: dict[str, Any], directory: Path) -> tuple[LoadedEagle3, Any]:
     """The head and its target."""
     sizes, name = facts["target"], str(directory)
     config = LlamaConfig(
-        vocab_size=sizes["vocab"] // SCALE, hidden_size=sizes["hidden_size"] // SCALE,
-        num_hidden_layers=sizes["layers"], num_attention_heads=4, intermediate_size=8,
-    )  # fmt: skip
+        vocab_size=sizes["vocab"] // SCALE,
+        hidden_size=sizes["hidden_size"] // SCALE,
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=4,
+        intermediate_size=8,
+    )
     target = tiny_module(config, dtype=torch.bfloat16)
     return load_eagle3(directory, target, name=name, target_name=sizes["name"]), target
 
@@ -79,9 +94,15 @@ def facts_of(test_data: Path, name: str) -> dict[str, Any]:
     ],
 )
 def test_published_heads_load(
-    name: str, layer_ids: tuple[int, ...], norm_before_residual: bool, owns_embeddings: bool,
-    theta: float, eps: float, test_data: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+    name: str,
+    layer_ids: tuple[int, ...],
+    norm_before_residual: bool,
+    owns_embeddings: bool,
+    theta: float,
+    eps: float,
+    test_data: Path,
+    tmp_path: Path,
+) -> None:
     facts = facts_of(test_data, f"eagle3_{name}")
     save_facts(facts, tmp_path)
     assert recognise(tmp_path) == "eagle3"
@@ -110,8 +131,10 @@ def test_published_mtp_layers_load(
     facts = facts_of(test_data, name)
     stated, before = facts["config"], facts["config"]["num_hidden_layers"]
     stated |= {
-        "model_type": family, "num_hidden_layers": num_layers, "first_k_dense_replace": num_layers
-    }  # fmt: skip
+        "model_type": family,
+        "num_hidden_layers": num_layers,
+        "first_k_dense_replace": num_layers,
+    }
     facts["tensors"] = {
         key.replace(f"layers.{before}.", f"layers.{num_layers}."): tensor
         for key, tensor in facts["tensors"].items()

@@ -100,10 +100,11 @@ def test_another_target_and_ranks_are_refused(target: Path, drafter: Path, tmp_p
     for key, changes, said in (
         ("draft_model", {"model": str(other)}, r"trained for the target tiny .* outrider distill"),
         (
-            "draft_tensor_parallel_size", {"draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size",
+            {"draft_tensor_parallel_size": 2},
             "must be 1 for a drafter",
         ),
-    ):  # fmt: skip
+    ):
         flags = {"model": str(target), "draft_model": str(drafter)} | changes
         with pytest.raises(SettingError, match=said) as bad:
             resolve_models(load_config(flags, {}))

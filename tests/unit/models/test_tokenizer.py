@@ -27,9 +27,10 @@ def unknown_tokenizer() -> PreTrainedTokenizerFast:
 
 
 KINDS = {
-    "byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer,
+    "byte level": byte_level_tokenizer,
+    "byte fallback": byte_fallback_tokenizer,
     "unknown": unknown_tokenizer,
-}  # fmt: skip
+}
 
 
 @cache

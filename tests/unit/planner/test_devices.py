@@ -74,11 +74,13 @@ def test_where_a_head_pays_depends_on_its_width_and_the_link(
     [
         ("h200-8b", "Do not use a separate draft here: a head is the fastest, 315"),
         ("h200-8b,head_acceptance=0", "Do not use a separate draft here: a draft is the fastest"),
-        ("h200-8b,head_acceptance=0,acceptance=0.1",
-         "Do not use a separate draft here: decoding without drafts is the fastest, 138"),
+        (
+            "h200-8b,head_acceptance=0,acceptance=0.1",
+            "Do not use a separate draft here: decoding without drafts is the fastest, 138",
+        ),
         ("h200-70b-fp8,head_acceptance=0", "Use a separate draft here: a draft is the fastest"),
     ],
-)  # fmt: skip
+)
 def test_a_separate_draft_is_advised_where_its_device_brings_the_most(
     text: str, advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

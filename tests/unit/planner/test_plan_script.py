@@ -60,16 +60,23 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
 
     async def play() -> None:
         services = bench(
-            target=target_service(_engine(), 0.0), draft=draft_service(_engine(SALT), 0.0),
-            drafts=None if draft.drafter.runs_on == "draft" else {}, fallback=lookup,
-            lookup=draft, num_draft_tokens=k,
-        )  # fmt: skip
+            target=target_service(_engine(), 0.0),
+            draft=draft_service(_engine(SALT), 0.0),
+            drafts=None if draft.drafter.runs_on == "draft" else {},
+            fallback=lookup,
+            lookup=draft,
+            num_draft_tokens=k,
+        )
         async with services as served:
             for text in sample.texts:
                 request = bench_request(
-                    text.prompt_ids, text.max_tokens, sample.temperature, rule=rule, seed=text.seed,
+                    text.prompt_ids,
+                    text.max_tokens,
+                    sample.temperature,
+                    rule=rule,
+                    seed=text.seed,
                     include_rounds=True,
-                )  # fmt: skip
+                )
                 events = await served.events(request)
                 _, *later = [event for event in events if isinstance(event, RoundReport)]
                 sessions.append([(len(one.proposed_token_ids), one.num_accepted) for one in later])
@@ -173,9 +180,13 @@ def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
 def shown(**told: Any) -> str:
     """The tables of a report."""
     known: dict[str, Any] = {
-        "model": "t", "draft_model": "d", "num_prompts": 4, "max_tokens": 96, "concurrency": 1,
+        "model": "t",
+        "draft_model": "d",
+        "num_prompts": 4,
+        "max_tokens": 96,
+        "concurrency": 1,
         "round_trip_ms": 0.0,
-    }  # fmt: skip
+    }
     return printed(*PlanReport(**(known | told)).tables())
 
 
@@ -187,7 +198,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
         changed = replace(plan.options[0], **chosen)  # type: ignore[arg-type]
         return shown(
             draft_model="hybrid:suffix,a b", plans=(replace(plan, plain=changed, chosen=changed),)
-        )  # fmt: skip
+        )
 
     flags = "--num-draft-tokens 12 --look-ahead 4 --num-drafts 2"
     words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
@@ -201,18 +212,27 @@ def test_a_plan_says_how_to_deploy_it() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "draft_replicas", "shares_device", "is_advised"),
-    [(199.0, 1, False, True), (201.0, 1, False, False), (299.0, 2, False, True),
-     (199.0, 1, True, False), (101.0, 0, False, False), (99.0, 0, False, False)],
-)  # fmt: skip
+    [
+        (199.0, 1, False, True),
+        (201.0, 1, False, False),
+        (299.0, 2, False, True),
+        (199.0, 1, True, False),
+        (101.0, 0, False, False),
+        (99.0, 0, False, False),
+    ],
+)
 def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
     rate: float, draft_replicas: int, shares_device: bool, is_advised: bool
 ) -> None:
     plan = choose(1, MODEL, _sample(MODEL, 0.0), TIMES)
     way = replace(plan.options[0], tokens_per_second=rate, draft_replicas=draft_replicas)
     plan = replace(
-        plan, plain=replace(plan.plain, tokens_per_second=100.0), options=(way,), chosen=way,
+        plan,
+        plain=replace(plan.plain, tokens_per_second=100.0),
+        options=(way,),
+        chosen=way,
         times=replace(TIMES, shares_device=shares_device),
-    )  # fmt: skip
+    )
     words = f"a device yields {rate / (1 + draft_replicas):.1f} tokens/s with a separate draft, "
     words += "and 100.0 without"
     assert (words in shown(plans=(plan,))) == is_advised

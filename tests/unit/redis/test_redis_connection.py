@@ -53,11 +53,15 @@ def test_passwords_are_masked(url: str, masked: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "http://host", "redis://:secret@host:po/rt", "redis+sentinel://:secret@host/",
-        "redis+sentinel://:secret@host:port/name", "redis+sentinel://:secret@host:1,,host:2/name",
-        "redis+sentinel://:secret@host/name?db=1", "redis+sentinel://:sec/secret@host/name",
+        "http://host",
+        "redis://:secret@host:po/rt",
+        "redis+sentinel://:secret@host/",
+        "redis+sentinel://:secret@host:port/name",
+        "redis+sentinel://:secret@host:1,,host:2/name",
+        "redis+sentinel://:secret@host/name?db=1",
+        "redis+sentinel://:sec/secret@host/name",
     ],
-)  # fmt: skip
+)
 def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="Redis URL") as refused:
         redis_connection.new_client(RedisAddress(url=url, key_prefix=""))
@@ -93,10 +97,11 @@ def test_a_url_of_sentinels_with_tls() -> None:
         ({"redis_version": "6.0.16"}, "6.0.16; 6.2 or newer"),
         ({"redis_version": "5"}, "6.2 or newer"),
         ({"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru"),
-        ({"role": "slave"}, "read-only replica"), ({"cluster_enabled": 1}, "cluster mode"),
+        ({"role": "slave"}, "read-only replica"),
+        ({"cluster_enabled": 1}, "cluster mode"),
         ({"redis_mode": "sentinel"}, "is a Sentinel; give redis\\+sentinel://"),
     ],
-)  # fmt: skip
+)
 def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str) -> None:
     for version in ("6.2.0", "10.1.2"):
         redis_connection.check_info("Redis", {**GOOD, "redis_version": version})
@@ -110,17 +115,20 @@ SCRIPT = "Error running script (call to f_0): @user_script:3: "
 @pytest.mark.parametrize(
     ("error", "becomes"),
     [
-        (RedisTimeoutError("slow"), StoreUnavailable), (ConnectionResetError(), StoreUnavailable),
+        (RedisTimeoutError("slow"), StoreUnavailable),
+        (ConnectionResetError(), StoreUnavailable),
         (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), StoreUnavailable),
         (ResponseError("MISCONF Redis is configured to save RDB snapshots"), StoreUnavailable),
         (ResponseError(f"{SCRIPT}-OOM command not allowed"), StoreUnavailable),
-        (ResponseError(f"{SCRIPT}The user executing the script can't run this command"),
-         StoreUnavailable),
+        (
+            ResponseError(f"{SCRIPT}The user executing the script can't run this command"),
+            StoreUnavailable,
+        ),
         (redis_connection.NotReplicated("0 of 1 replicas have received a write"), StoreUnavailable),
         (ResponseError("wrong number of arguments"), InvariantError),
         (ResponseError("WRONGTYPE Operation against a key"), DataLoss),
     ],
-)  # fmt: skip
+)
 def test_what_an_error_of_redis_means(error: Exception, becomes: type[Exception]) -> None:
     assert isinstance(redis_connection.to_our_error(error), becomes)
 

@@ -27,11 +27,18 @@ def test_of_other_versions_what_is_known_is_read() -> None:
 def test_what_is_no_record_is_refused_with_what_is_wrong() -> None:
     """Else an invalid record would mislead the autoscaler and coordinators."""
     for changes in (
-        {"pid": "7"}, {"role": "boss"}, {"load": -1}, {"load": 10**13}, {"pid": 10**400},
-        {"address": "h" * 5000}, {"figures": {"busy": math.nan}},
-        {"figures": {"queue_steps": math.inf}}, {"figures": {"queue_steps": -1.0}},
-        {"figures": {"tokens_per_second": 1e13}}, {"figures": {"fill": "much"}},
-    ):  # fmt: skip
+        {"pid": "7"},
+        {"role": "boss"},
+        {"load": -1},
+        {"load": 10**13},
+        {"pid": 10**400},
+        {"address": "h" * 5000},
+        {"figures": {"busy": math.nan}},
+        {"figures": {"queue_steps": math.inf}},
+        {"figures": {"queue_steps": -1.0}},
+        {"figures": {"tokens_per_second": 1e13}},
+        {"figures": {"fill": "much"}},
+    ):
         with pytest.raises(ValueError, match=next(iter(changes))):
             ReplicaRecord.from_json(json.dumps(LEAST | changes))
     for text in ("{", "7", b"\xff\xff"):
@@ -135,7 +142,7 @@ async def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bo
             "a target will be started again, after 2 failures in a row, last start took 3 s",
         ),
     ],
-)  # fmt: skip
+)
 def test_starts_are_put_into_words(starts: Starts, text: str) -> None:
     assert str(starts) == text
 
@@ -162,10 +169,18 @@ async def test_starts_are_announced_for_the_time_of_a_restart() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[", "7", "{}", '[{"role": "boss"}]', '[{"role": "target", "last_s": -1}]',
-     '[{"role": "target", "names": [7]}]', '[{"role": "target", "expected": 1}]',
-     json.dumps([{"role": "target"}] * 4)],
-)  # fmt: skip
+    [
+        "",
+        "[",
+        "7",
+        "{}",
+        '[{"role": "boss"}]',
+        '[{"role": "target", "last_s": -1}]',
+        '[{"role": "target", "names": [7]}]',
+        '[{"role": "target", "expected": 1}]',
+        json.dumps([{"role": "target"}] * 4),
+    ],
+)
 async def test_invalid_starts_are_ignored(text: str, caplog: pytest.LogCaptureFixture) -> None:
     registry = MemoryRegistry()
     await registry._run(("SET", registry._starts, text, "PX", 9_000))

@@ -71,8 +71,10 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
     assert path.name == "target.log"
     lines = map(json.loads, path.read_text("utf-8").splitlines())
     assert [(line["level"], line["message"]) for line in lines] == [
-        ("INFO", "news at info"), ("DEBUG", "own at debug"), ("INFO", "news at debug"),
-    ]  # fmt: skip
+        ("INFO", "news at info"),
+        ("DEBUG", "own at debug"),
+        ("INFO", "news at debug"),
+    ]
 
 
 def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None:
@@ -289,15 +291,18 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
         ("0.33.1", DraftConfig(model="m", own_engine="vllm"), "draft_engine: .*0.33.1 is inst"),
         ("0.32.0", TargetConfig(engine="vllm", dtype="float64"), "dtype: float64"),
         (
-            "0.32.0", DraftConfig(own_engine="vllm", model="student", target_directory="target"),
+            "0.32.0",
+            DraftConfig(own_engine="vllm", model="student", target_directory="target"),
             "draft_engine: .*student",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_vllm_cannot_run_is_refused_by_name(
-    version: str | None, config: TargetConfig | DraftConfig, said: str,
+    version: str | None,
+    config: TargetConfig | DraftConfig,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(vllm_release, "vllm_version", lambda: version)
     with pytest.raises(SettingError, match=f"^{said}"):
         build_engine(config, 1)
@@ -306,17 +311,23 @@ def test_what_vllm_cannot_run_is_refused_by_name(
 @pytest.mark.parametrize(
     ("expected", "version", "has_cuda", "settings"),
     [
-        (True, "0.32.1", True, {}), (True, "0.32.1", False, {"engine": "vllm"}),
-        (False, None, True, {}), (False, "0.33.0", True, {}), (False, "0.32.1", False, {}),
+        (True, "0.32.1", True, {}),
+        (True, "0.32.1", False, {"engine": "vllm"}),
+        (False, None, True, {}),
+        (False, "0.33.0", True, {}),
+        (False, "0.32.1", False, {}),
         (False, "0.32.1", True, {"device": "cpu"}),
         (False, "0.32.1", True, {"engine": "transformers"}),
         (False, "0.32.1", True, {"dtype": "float64"}),
     ],
-)  # fmt: skip
+)
 def test_vllm_is_chosen_on_cuda_where_it_is_installed(
-    expected: bool, version: str | None, has_cuda: bool, settings: dict[str, Any],
+    expected: bool,
+    version: str | None,
+    has_cuda: bool,
+    settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(vllm_release, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert engines.runs_on_vllm(TargetConfig(**settings)) is expected
@@ -325,10 +336,12 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
 @pytest.mark.parametrize(
     ("expected", "settings"),
     [
-        (512, {}), (2048, {"engine": "vllm"}), (512, {"engine": "emulated:verify_ms=1"}),
+        (512, {}),
+        (2048, {"engine": "vllm"}),
+        (512, {"engine": "emulated:verify_ms=1"}),
         (64, {"engine": "vllm", "max_num_batched_tokens": 64}),
     ],
-)  # fmt: skip
+)
 def test_steps_have_more_tokens_on_vllm_unless_a_number_is_set(
     expected: int, settings: dict[str, Any]
 ) -> None:

@@ -449,8 +449,10 @@ async def test_a_session_that_is_released_during_two_rounds_gets_no_third_one() 
     assert desk.rounds()[2:] == [[(2, 2)], [(2, 3)]]
     assert desk.worker.heard == [("release", session_name(1))]
     assert [(int(one.key.session_id, 16), one.key.round) for one in answers[:3]] == [
-        (1, 0), (2, 0), (2, 1),
-    ]  # fmt: skip
+        (1, 0),
+        (2, 0),
+        (2, 1),
+    ]
     await desk.service.close()
 
 
@@ -500,8 +502,10 @@ async def test_a_closed_connection_takes_along_those_heard_on_it_last(desk: Desk
         assert [*desk.service.sessions] == left
     await desk.finish()
     assert desk.worker.heard == [
-        ("release", session_name(3)), ("park", session_name(1)), ("park", session_name(2))
-    ]  # fmt: skip
+        ("release", session_name(3)),
+        ("park", session_name(1)),
+        ("park", session_name(2)),
+    ]
 
 
 def test_rounds_and_epochs_only_grow() -> None:

@@ -179,9 +179,10 @@ def test_passes_that_admit_nothing_are_no_steps() -> None:
 
 DEMANDS = st.builds(
     lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
-    st.integers(1, ROUND_BACKLOG_MAX + 1) | st.integers(1, 2000), st.integers(1, 17),
+    st.integers(1, ROUND_BACKLOG_MAX + 1) | st.integers(1, 2000),
+    st.integers(1, 17),
     st.integers(0, 4000),
-)  # fmt: skip
+)
 WISHES = st.lists(DEMANDS, min_size=1, max_size=20)
 
 

@@ -169,10 +169,16 @@ def seen(record: SessionRecord | None) -> Any:
 @pytest.mark.parametrize(
     "prepare",
     [
-        opening, opening_with_a_shared_text, appending, appending_more, rewriting, finishing,
-        cancelling_what_was_lost, *ONCE,
+        opening,
+        opening_with_a_shared_text,
+        appending,
+        appending_more,
+        rewriting,
+        finishing,
+        cancelling_what_was_lost,
+        *ONCE,
     ],
-)  # fmt: skip
+)
 async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
     prepare: Callable[[Bench], Awaitable[Work]],
 ) -> None:
@@ -278,9 +284,10 @@ async def test_only_the_stored_owner_writes_under_its_epoch(epoch: int, owner: s
     session = Session(replace(found, epoch=epoch, owner=owner))
     written(session, 9)
     for write in (
-        send(bench, session), bench.release(IDS[0], epoch, owner),
+        send(bench, session),
+        bench.release(IDS[0], epoch, owner),
         bench.finish(replace(end_of(session), length=None)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(errors.StaleEpoch):
             await write
     assert await bench.load(IDS[0]) == found

@@ -61,9 +61,10 @@ def test_a_lost_session_sends_and_shows_nothing_more() -> None:
     assert session.next_append() is None
     assert session.showable_length == 3
     for illegal in (
-        lambda: session.decide([2], NO_COUNTS), lambda: session.acknowledge(4),
+        lambda: session.decide([2], NO_COUNTS),
+        lambda: session.acknowledge(4),
         lambda: session.supersede(DataLoss("gone")),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvariantError, match=r"lost|is over"):
             illegal()
 
@@ -73,9 +74,10 @@ def test_an_ended_session_sends_what_the_store_lacks() -> None:
     session.decide([1], NO_COUNTS)
     session.finish(FinishReason.STOP)
     for illegal in (
-        lambda: session.decide([2], NO_COUNTS), lambda: session.finish(FinishReason.LENGTH),
+        lambda: session.decide([2], NO_COUNTS),
+        lambda: session.finish(FinishReason.LENGTH),
         lambda: session.acknowledge(5),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvariantError, match=r"over: stop|store holds 5"):
             illegal()
     assert sent(session) == (3, (1,))
@@ -96,9 +98,13 @@ def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
     begun = opened()
     begun.decide([8, 9], Counters(1, 2, 1))
     record = replace(
-        begun.record, owner="bert", epoch=4, token_ids=tuple(begun.tokens.ids),
-        counters=begun.counters, logprobs='"a\u2028"\n"b"\n',
-    )  # fmt: skip
+        begun.record,
+        owner="bert",
+        epoch=4,
+        token_ids=tuple(begun.tokens.ids),
+        counters=begun.counters,
+        logprobs='"a\u2028"\n"b"\n',
+    )
     session = Session(record)
     assert (session.epoch, session.record.owner) == (4, "bert")
     assert (session.length, session.showable_length, session.prompt_length) == (5, 5, 3)

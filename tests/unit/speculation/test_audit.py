@@ -17,11 +17,12 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(), SamplingParams(temperature=0.6, top_p=0.8),
+        SamplingParams(),
+        SamplingParams(temperature=0.6, top_p=0.8),
         SamplingParams(top_k=3, logit_bias=((1, 2.0),)),
         SamplingParams(frequency_penalty=1.5, repetition_penalty=1.2),
     ],
-)  # fmt: skip
+)
 def test_sums_are_those_of_the_sampled_distribution(params: SamplingParams) -> None:
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (4, 7))).float()
     history = TokenHistory((1, 2), (2, 5), (5, 5, 0, 6))

@@ -86,13 +86,17 @@ def test_a_draw_at_the_edge_of_a_count_is_on_the_side_of_the_counts():
 
 
 SAMPLINGS = (
-    SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.5, top_k=5), SamplingParams(top_k=5_000),
-    SamplingParams(min_p=0.05, top_k=40, top_p=0.6), SamplingParams(top_p=1e-9),
-    SamplingParams(repetition_penalty=1.3, logit_bias=((5, 4.0),)), SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=5),
+    SamplingParams(top_k=5_000),
+    SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(repetition_penalty=1.3, logit_bias=((5, 4.0),)),
+    SamplingParams(temperature=0.0),
     SamplingParams(logit_bias=((4, 3.0), (5, 4.0), (8, -1.0), (30_000, 2.0))),
     SamplingParams(temperature=0.0, presence_penalty=1.5, logit_bias=((5, 4.0), (6, 9.0))),
-)  # fmt: skip
+)
 NUM_DEPTHS = 3
 
 
@@ -101,9 +105,13 @@ NUM_DEPTHS = 3
 @pytest.mark.parametrize("is_reduced", [False, True])
 @pytest.mark.parametrize("rules", [tuple(Rule), (Rule.TOKEN,), (Rule.COUPLED,), (Rule.GREEDY,)])
 def test_the_same_tokens_and_the_same_q(
-    vocab_size: int, num_entries: int, rules: tuple[Rule, ...], is_reduced: bool, device: str,
+    vocab_size: int,
+    num_entries: int,
+    rules: tuple[Rule, ...],
+    is_reduced: bool,
+    device: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Kernels draw for a batch of every rule and all sampling parameters, and the host draws for
     each row alone. A draft whose vocabulary has every third token draws as one for which no other
     token is possible. Rounding changes a count with a probability below 1e-8."""

@@ -111,9 +111,11 @@ def test_penalties_count_what_each_row_has_seen():
     x_1..x_{i-1}; bias comes first."""
     history = TokenHistory(prompt_ids=[0, 7], output_ids=[1, 1], drafted_ids=[2, 1])
     params = SamplingParams(
-        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
         logit_bias=((0, -3.0), (3, 1.0)),
-    )  # fmt: skip
+    )
     logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64)
     before = logits.clone()
     expected = [
@@ -145,9 +147,12 @@ def test_the_hardest_parameters_stay_numbers():
     logits = torch.tensor([[3e4, -3e4, 0.0, -INF]])
     for penalty in (1e-308, 5e-324, 10.0):
         params = SamplingParams(
-            temperature=1.1e-5, repetition_penalty=penalty, presence_penalty=-2.0,
-            frequency_penalty=2.0, logit_bias=((0, -100.0), (1, 100.0)),
-        )  # fmt: skip
+            temperature=1.1e-5,
+            repetition_penalty=penalty,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            logit_bias=((0, -100.0), (1, 100.0)),
+        )
         result = target_probabilities(logits, params, TokenHistory([0, 1, 2, 3], [0, 0, 1]))
         assert result.sum().item() == pytest.approx(1.0)
         assert result[0, 3] == 0

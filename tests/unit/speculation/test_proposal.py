@@ -86,10 +86,14 @@ GOOD = packed((1, 2), (HALF, HALF))
 @pytest.mark.parametrize(
     ("second", "num_readable"),
     [
-        (GOOD, 2), (b"", 1), (GOOD[:-1], 1), (packed((1, 2), (HALF, HALF - 1)), 1),
-        (packed((3, 4), (HALF, HALF)), 1), (GOOD + b"\0", 1),
+        (GOOD, 2),
+        (b"", 1),
+        (GOOD[:-1], 1),
+        (packed((1, 2), (HALF, HALF - 1)), 1),
+        (packed((3, 4), (HALF, HALF)), 1),
+        (GOOD + b"\0", 1),
     ],
-)  # fmt: skip
+)
 def test_how_far_a_proposal_can_be_read(second, num_readable):
     part = SealedProposal((1, 2), GOOD + second).readable()
     assert part == SealedProposal((1, 2)[:num_readable], GOOD * num_readable)

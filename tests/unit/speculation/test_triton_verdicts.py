@@ -28,13 +28,16 @@ from tests.support.verdict_laws import drafted  # noqa: E402
 DEVICE = "cuda" if ON_CUDA else "cpu"
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = (
-    SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.5, top_k=5), SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=5),
+    SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
     SamplingParams(top_p=1e-9),
     SamplingParams(repetition_penalty=1.3, logit_bias=((3, 4.0), (4_000, 1.0))),
-    SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, top_p=0.9), GREEDY,
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, top_p=0.9),
+    GREEDY,
     replace(GREEDY, repetition_penalty=1.3, frequency_penalty=2.0, logit_bias=((5, 6.0),)),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +59,13 @@ def on_cpu(question: Question) -> Question:
 
 
 def question(
-    rule: Rule, params: SamplingParams, num: int = 4, seed: int = 1,
-    logits: torch.Tensor | None = None, is_masked: bool = False,
-) -> Question:  # fmt: skip
+    rule: Rule,
+    params: SamplingParams,
+    num: int = 4,
+    seed: int = 1,
+    logits: torch.Tensor | None = None,
+    is_masked: bool = False,
+) -> Question:
     """For random logits and a slightly flatter draft. Masks forbid half of the tokens, except in
     the second row, and all tokens beyond a limit."""
     generator = torch.Generator().manual_seed(seed)
@@ -127,10 +134,13 @@ def test_each_is_what_it_would_be_alone() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(top_p=0.0503), SamplingParams(top_p=0.9999), SamplingParams(top_k=37),
-        SamplingParams(top_k=500, top_p=0.5003), SamplingParams(min_p=0.3, top_p=0.7003),
+        SamplingParams(top_p=0.0503),
+        SamplingParams(top_p=0.9999),
+        SamplingParams(top_k=37),
+        SamplingParams(top_k=500, top_p=0.5003),
+        SamplingParams(min_p=0.3, top_p=0.7003),
     ],
-)  # fmt: skip
+)
 def test_what_filters_keep(spread: float, params: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn((3, 5_000 if ON_CUDA else 1_500), generator=generator) * spread

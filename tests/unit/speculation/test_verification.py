@@ -103,21 +103,27 @@ def rows_of_logits(draw_from, num_rows):
 
 
 PARAMS = st.builds(
-    SamplingParams, temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    top_p=st.sampled_from([1.0, 0.95, 0.6, 1e-9]), top_k=st.sampled_from([0, 1, 5, 70]),
-    min_p=st.sampled_from([0.0, 0.013, 0.37]), presence_penalty=st.sampled_from([0.0, 0.5]),
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.95, 0.6, 1e-9]),
+    top_k=st.sampled_from([0, 1, 5, 70]),
+    min_p=st.sampled_from([0.0, 0.013, 0.37]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     logit_bias=st.sampled_from([(), ((0, 1.5), (9, -100.0))]),
-)  # fmt: skip
+)
 HISTORY = TokenHistory(prompt_ids=[0, 3], output_ids=[5, 5, 1], drafted_ids=[2, 0, 4])
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    logits=rows_of_logits(4), params=PARAMS,
-    rule=st.sampled_from([Rule.TOKEN, Rule.BLOCK, Rule.COUPLED]), seed=st.integers(0, 2**64 - 1),
-    num_draft_tokens=st.integers(0, 3), one_hot=st.booleans(),
-)  # fmt: skip
+    logits=rows_of_logits(4),
+    params=PARAMS,
+    rule=st.sampled_from([Rule.TOKEN, Rule.BLOCK, Rule.COUPLED]),
+    seed=st.integers(0, 2**64 - 1),
+    num_draft_tokens=st.integers(0, 3),
+    one_hot=st.booleans(),
+)
 def test_a_fused_verdict_is_the_verdict_on_full_rows(
     logits, params, rule, seed, num_draft_tokens, one_hot
 ):
@@ -166,10 +172,12 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
         num = (3, 0, 5, 3)[index % 4]
         greedy = rule is Rule.GREEDY
         params = (
-            SamplingParams(temperature=0.0) if greedy
-            else SamplingParams(top_p=0.9, top_k=40) if index % 3 == 0
+            SamplingParams(temperature=0.0)
+            if greedy
+            else SamplingParams(top_p=0.9, top_k=40)
+            if index % 3 == 0
             else SamplingParams(temperature=0.8, presence_penalty=0.4 * (index % 3 == 1))
-        )  # fmt: skip
+        )
         logits = (torch.randn(num + 1, 9_000, generator=generator) * 3).to(dtype)
         noise = RoundNoise(index, rule, 20 + index)
         near = logits[:num].float() + torch.randn(num, 9_000, generator=generator) / 2
@@ -187,8 +195,10 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
 UNUSABLE = [float("nan"), INF, -INF]
 """Values of a logit, or of all logits of a row, without which the row would have a distribution."""
 TRANSFORMS = [
-    {}, {"presence_penalty": 1.0}, {"temperature": 0.7, "min_p": 0.05, "top_k": 9, "top_p": 0.9}
-]  # fmt: skip
+    {},
+    {"presence_penalty": 1.0},
+    {"temperature": 0.7, "min_p": 0.05, "top_k": 9, "top_p": 0.9},
+]
 
 
 def with_bad_row(logits, row, bad):

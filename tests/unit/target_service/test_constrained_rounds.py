@@ -193,9 +193,14 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
             session: int, seed: int, proposal: SealedProposal, tokens: tuple[int, ...] = ()
         ) -> Any:
             head = head_of(
-                (*PROMPT, *tokens), rule=rule, sampling=likely_quote, session=session, seed=seed,
-                constraint=constraint, round_index=len(tokens),
-            )  # fmt: skip
+                (*PROMPT, *tokens),
+                rule=rule,
+                sampling=likely_quote,
+                session=session,
+                seed=seed,
+                constraint=constraint,
+                round_index=len(tokens),
+            )
             return await pair.target.ask(VerifyItem(head, proposal))
 
         for seed in range(24):

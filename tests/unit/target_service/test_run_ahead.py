@@ -209,9 +209,12 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
     outlet.send([again])
     await asyncio.sleep(1)
     assert sent == [
-        (0.01, ["second's"]), (HELD_S, ["first", "second"]), (1.0, ["third", "fourth"]),
-        (1.0, ["fifth"]), (1.0 + HELD_S, ["third's"]),
-    ]  # fmt: skip
+        (0.01, ["second's"]),
+        (HELD_S, ["first", "second"]),
+        (1.0, ["third", "fourth"]),
+        (1.0, ["fifth"]),
+        (1.0 + HELD_S, ["third's"]),
+    ]
 
 
 async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replica) -> None:
@@ -254,8 +257,9 @@ async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Rep
     await setting.send(ask_round(PROMPT, 0, 0, 4))
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 1))
     assert own_tokens([answer for frame in frames for answer in frame]) == {
-        0: wanted[3], 1: wanted[4]
-    }  # fmt: skip
+        0: wanted[3],
+        1: wanted[4],
+    }
 
 
 async def test_a_proposal_takes_over(setting: Replica) -> None:

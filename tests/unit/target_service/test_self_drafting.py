@@ -38,14 +38,19 @@ class Target(Replica):
     """A target that drafts itself, a copy of its module, and a link to it."""
 
     def __init__(
-        self, drafter: Callable[[Any], Any] | None = None,
-        clock: Callable[[], float] = lambda: 0.0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        drafter: Callable[[Any], Any] | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        **options: Any,
+    ) -> None:
         self.module, engine = tiny_engine(**options)
         super().__init__(
-            "target", engine, max_num_seqs=8, self_drafter=(drafter or drafter_of)(engine),
+            "target",
+            engine,
+            max_num_seqs=8,
+            self_drafter=(drafter or drafter_of)(engine),
             clock=clock,
-        )  # fmt: skip
+        )
 
     async def verify(
         self, tokens: Sequence[int], proposal: SealedProposal, num_next: int, **head: Any
@@ -69,9 +74,14 @@ class Target(Replica):
     ) -> Proposal:
         """The proposal by the library's own pass over all committed tokens."""
         return proposal_of_head(
-            lambda text: self.logits(tokens, text[len(tokens) - 1 :]), tokens, len(PROMPT),
-            RoundNoise(SEED, rule, len(tokens)), sampling, num, HEAD_IDS,
-        )  # fmt: skip
+            lambda text: self.logits(tokens, text[len(tokens) - 1 :]),
+            tokens,
+            len(PROMPT),
+            RoundNoise(SEED, rule, len(tokens)),
+            sampling,
+            num,
+            HEAD_IDS,
+        )
 
 
 def drafter_of(engine: PagedEngine) -> SelfDrafter:
@@ -228,9 +238,12 @@ async def test_a_repeated_seed_keeps_the_pages_for_its_proposal(
     async with Target(kv_cache_memory_bytes=8 * 4 * 8 * slot_numbers) as target:
         for number, budget_us in ((1, first_budget_us), (2, 0)):
             head = make_head(
-                [*PROMPT, number, 2], session=number, seed=SEED, prompt_length=len(PROMPT),
+                [*PROMPT, number, 2],
+                session=number,
+                seed=SEED,
+                prompt_length=len(PROMPT),
                 rule=Rule.TOKEN,
-            )  # fmt: skip
+            )
             item = VerifyItem(head, num_next_draft_tokens=8, next_budget_us=budget_us)
             target.link.send(item)
         replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(2)}

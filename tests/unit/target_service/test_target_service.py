@@ -37,11 +37,13 @@ async def setting() -> AsyncIterator[Replica]:
 @pytest.mark.parametrize(
     ("rule", "proposal"),
     [
-        (Rule.GREEDY, Proposal((4, 5))), (Rule.COUPLED, Proposal((4, 5, 6))),
+        (Rule.GREEDY, Proposal((4, 5))),
+        (Rule.COUPLED, Proposal((4, 5, 6))),
         (Rule.TOKEN, Proposal((4, 5), (HALVES, None))),
-        (Rule.BLOCK, Proposal((4, 5), (HALVES, HALVES))), (Rule.TOKEN, Proposal()),
+        (Rule.BLOCK, Proposal((4, 5), (HALVES, HALVES))),
+        (Rule.TOKEN, Proposal()),
     ],
-)  # fmt: skip
+)
 async def test_a_verdict_is_the_pure_function_of_its_item(
     setting: Replica, rule: Rule, proposal: Proposal
 ) -> None:

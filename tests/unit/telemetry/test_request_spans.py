@@ -38,9 +38,15 @@ def test_one_setting_says_where_telemetry_goes() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["otlp=collector:4317", "otlp=http://[::1:4317", "prometheus=65534", "prometheus=²",
-     "prometheus=1,prometheus=2", "zipkin=http://host:9411"],
-)  # fmt: skip
+    [
+        "otlp=collector:4317",
+        "otlp=http://[::1:4317",
+        "prometheus=65534",
+        "prometheus=²",
+        "prometheus=1,prometheus=2",
+        "zipkin=http://host:9411",
+    ],
+)
 def test_a_wrong_destination_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^telemetry: .* it must be otlp=http"):
         CoordinatorConfig(telemetry=text)
@@ -150,8 +156,11 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
     observer = requests.begin(REQUEST, "m", "")
     two, three = SealedProposal((1, 2)), SealedProposal((1, 2, 3))
     for proposal, num_accepted, length in (
-        (two, 2, 1023), (two, 0, 1024), (three, 1, 70_000), (NOTHING_SEALED, 0, 70_000),
-    ):  # fmt: skip
+        (two, 2, 1023),
+        (two, 0, 1024),
+        (three, 1, 70_000),
+        (NOTHING_SEALED, 0, 70_000),
+    ):
         observer.decided(proposal, num_accepted, num_accepted + 1, length)
     accept = "application/openmetrics-text;version=1.0.0"
     url = f"http://{exports.scrape.address}/metrics"
@@ -161,8 +170,10 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
     page = Page.parse(text.decode())
     exports.shut_down()
     for context, drafted, accepted in (
-        ("0-1k", [1, 1], [1, 1]), ("1k-4k", [1, 1], [0, 0]), ("64k+", [1, 1, 1], [1, 0, 0])
-    ):  # fmt: skip
+        ("0-1k", [1, 1], [1, 1]),
+        ("1k-4k", [1, 1], [0, 0]),
+        ("64k+", [1, 1, 1], [1, 0, 0]),
+    ):
         for kind, expected in (("draft", drafted), ("accepted", accepted)):
             name = f"outrider_spec_decode_num_{kind}_tokens_per_pos_total"
             places = map(str, range(len(expected)))
@@ -172,8 +183,11 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
     assert page.value(name, model_name="m", position="0") == 2
     assert page.labels(name) == {"model_name", "position"}
     for name, value in (
-        ("drafts", 3), ("draft_tokens", 7), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 3)
-    ):  # fmt: skip
+        ("drafts", 3),
+        ("draft_tokens", 7),
+        ("accepted_tokens", 3),
+        ("accepted_tokens_per_pos", 3),
+    ):
         for prefix in ("outrider_", "vllm:"):
             assert page.value(f"{prefix}spec_decode_num_{name}_total") == value, name
 

@@ -53,9 +53,12 @@ SAMPLINGS = st.builds(
 
 
 CONSTRAINTS = [
-    None, Constraint.of_schema({"type": "object", "title": "é"}), Constraint.any_object(),
-    Constraint.of_regex("[ab]+"), Constraint.of_choices(["x", 'y"']),
-]  # fmt: skip
+    None,
+    Constraint.of_schema({"type": "object", "title": "é"}),
+    Constraint.any_object(),
+    Constraint.of_regex("[ab]+"),
+    Constraint.of_choices(["x", 'y"']),
+]
 
 
 @st.composite
@@ -65,15 +68,23 @@ def heads(draw: st.DrawFn) -> messages.RoundHead:
     sampling = draw(SAMPLINGS)
     constraint = draw(st.sampled_from(CONSTRAINTS))
     return messages.RoundHead(
-        session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")), tenant=draw(st.text(max_size=9)),
-        epoch=draw(st.integers(1, 2**32 - 1)), round=draw(U32), base_length=base_length,
-        prefix_digest=draw(U64), append=append,
+        session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")),
+        tenant=draw(st.text(max_size=9)),
+        epoch=draw(st.integers(1, 2**32 - 1)),
+        round=draw(U32),
+        base_length=base_length,
+        prefix_digest=draw(U64),
+        append=append,
         prompt_length=draw(st.integers(1, base_length + len(append))),
-        rule=draw(st.sampled_from(list(Rule))), seed=draw(U64), sampling=sampling,
-        sampling_hash=sampling.hash(), deadline_ms=draw(st.integers(0, limits.DEADLINE_MS_MAX)),
-        traceparent=draw(st.text(max_size=9)), constraint=constraint,
+        rule=draw(st.sampled_from(list(Rule))),
+        seed=draw(U64),
+        sampling=sampling,
+        sampling_hash=sampling.hash(),
+        deadline_ms=draw(st.integers(0, limits.DEADLINE_MS_MAX)),
+        traceparent=draw(st.text(max_size=9)),
+        constraint=constraint,
         constraint_hash=b"" if constraint is None else constraint.digest(),
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -85,15 +96,22 @@ def proposals(draw: st.DrawFn) -> SealedProposal:
 DEADLINE_US_MAX = 1000 * limits.DRAFT_DEADLINE_MS_MAX
 BUDGETS_US = st.integers(0, DEADLINE_US_MAX)
 VERIFY_ITEMS = st.builds(
-    messages.VerifyItem, heads(), proposals(), st.integers(0, limits.RUN_AHEAD_ROUNDS_MAX),
-    st.none() | st.integers(0, limits.LOGPROBS_MAX), st.integers(0, limits.NUM_DRAFT_TOKENS_MAX),
-    st.none() | st.integers(0, limits.SESSION_TOKENS_MAX), BUDGETS_US, st.booleans(),
-)  # fmt: skip
+    messages.VerifyItem,
+    heads(),
+    proposals(),
+    st.integers(0, limits.RUN_AHEAD_ROUNDS_MAX),
+    st.none() | st.integers(0, limits.LOGPROBS_MAX),
+    st.integers(0, limits.NUM_DRAFT_TOKENS_MAX),
+    st.none() | st.integers(0, limits.SESSION_TOKENS_MAX),
+    BUDGETS_US,
+    st.booleans(),
+)
 FEATURES = st.none() | st.builds(Features, U32, st.just(3), st.sampled_from([bytes(6), bytes(12)]))
 LOGPROBS = st.builds(
-    messages.PositionLogprobs, st.floats(max_value=0, allow_nan=False),
+    messages.PositionLogprobs,
+    st.floats(max_value=0, allow_nan=False),
     st.lists(st.tuples(IDS, st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -104,11 +122,20 @@ def verdict_replies(draw: st.DrawFn) -> messages.VerdictReply:
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
     following = draw(proposals())
     return messages.VerdictReply(
-        draw(KEYS), Verdict(accept, correction), draw(U32),
-        tuple(draw(LOGPROBS) for _ in range(size)), draw(FLOAT32), draw(FLOAT32), following,
-        draw(U32) if following else 0, draw(FLOAT32), draw(FLOAT32), draw(st.booleans()),
-        draw(FEATURES), draw(st.none() | st.just(AuditSums(num_draft_tokens, entropy=1.5))),
-    )  # fmt: skip
+        draw(KEYS),
+        Verdict(accept, correction),
+        draw(U32),
+        tuple(draw(LOGPROBS) for _ in range(size)),
+        draw(FLOAT32),
+        draw(FLOAT32),
+        following,
+        draw(U32) if following else 0,
+        draw(FLOAT32),
+        draw(FLOAT32),
+        draw(st.booleans()),
+        draw(FEATURES),
+        draw(st.none() | st.just(AuditSums(num_draft_tokens, entropy=1.5))),
+    )
 
 
 @given(VERIFY_ITEMS)
@@ -138,9 +165,17 @@ def test_draft_items_survive(
 RESYNCS = st.builds(messages.Resync, KEYS, U32, U64)
 REFUSALS = st.builds(messages.Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 PROPOSAL_REPLIES = st.builds(
-    messages.ProposalReply, KEYS, proposals(), U32, U32, FLOAT32, FLOAT32, FLOAT32,
-    st.lists(IDS, max_size=3).map(tuple), st.booleans(),
-)  # fmt: skip
+    messages.ProposalReply,
+    KEYS,
+    proposals(),
+    U32,
+    U32,
+    FLOAT32,
+    FLOAT32,
+    FLOAT32,
+    st.lists(IDS, max_size=3).map(tuple),
+    st.booleans(),
+)
 
 
 @given(verdict_replies() | RESYNCS | REFUSALS)
@@ -156,9 +191,20 @@ def test_draft_answers_survive(answer: messages.DraftAnswer) -> None:
 def test_descriptions_survive() -> None:
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
     described = messages.ReplicaDescription(
-        "m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64, costs, drafts_itself=True,
-        features="f", dtype_note="d", row_coupling=0.1,
-    )  # fmt: skip
+        "m",
+        "w",
+        "t",
+        49_152,
+        "bfloat16",
+        2048,
+        (0, 2),
+        64,
+        costs,
+        drafts_itself=True,
+        features="f",
+        dtype_note="d",
+        row_coupling=0.1,
+    )
     message = to_proto(described, types_pb2.ReplicaDescription)
     assert from_proto(message, messages.ReplicaDescription) == described
     message.step_costs.seconds[0] = -1.0
@@ -198,13 +244,16 @@ def refused(codec: Any, message: Any) -> str | None:
 @pytest.mark.parametrize(
     ("field", "bad", "good"),
     [
-        ("head.session_id", "0" * 31, "0" * 32), ("head.prompt_length", 3, 2),
+        ("head.session_id", "0" * 31, "0" * 32),
+        ("head.prompt_length", 3, 2),
         ("head.append", [limits.TOKEN_ID_MAX + 1], [limits.TOKEN_ID_MAX]),
         # Two are appended.
         ("head.base_length", limits.SESSION_TOKENS_MAX - 1, limits.SESSION_TOKENS_MAX - 2),
-        ("head.rule", 0, 1), ("head.epoch", 0, 1),
+        ("head.rule", 0, 1),
+        ("head.epoch", 0, 1),
         ("head.traceparent", *("x" * (limits.TRACEPARENT_CHARS_MAX + num) for num in (1, 0))),
-        ("head.constraint.kind", "x", "regex"), ("head.constraint_hash", b"12", b""),
+        ("head.constraint.kind", "x", "regex"),
+        ("head.constraint_hash", b"12", b""),
         ("head.sampling_params.top_p", 0.0, 1.0),
         ("proposal.token_ids", *([1] * (limits.NUM_DRAFT_TOKENS_MAX - num) for num in (0, 1))),
         ("run_ahead", limits.RUN_AHEAD_ROUNDS_MAX + 1, limits.RUN_AHEAD_ROUNDS_MAX),
@@ -214,7 +263,7 @@ def refused(codec: Any, message: Any) -> str | None:
         ("look_ahead", limits.LOOK_AHEAD_MAX + 1, limits.LOOK_AHEAD_MAX),
         ("budget_us", DEADLINE_US_MAX + 1, DEADLINE_US_MAX),
     ],
-)  # fmt: skip
+)
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     head = make_head((1, 2), rule=Rule.TOKEN)
     codec, item = VERIFY, messages.VerifyItem(head, SealedProposal((3,), b""))
@@ -233,13 +282,16 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
 @pytest.mark.parametrize(
     ("width", "num_bytes", "field"),
     [
-        (2, 4 * limits.FEATURES_MAX, None), (2**13, limits.FEATURES_BYTES_MAX, None),
+        (2, 4 * limits.FEATURES_MAX, None),
+        (2**13, limits.FEATURES_BYTES_MAX, None),
         (2**13, limits.FEATURES_BYTES_MAX + 2**14, "features.rows"),
-        (2, 4 * limits.FEATURES_MAX + 4, "features.rows"), (2, 6, "features.rows"),
-        (2, 0, "features.rows"), (limits.FEATURES_WIDTH_MAX, 2 * limits.FEATURES_WIDTH_MAX, None),
+        (2, 4 * limits.FEATURES_MAX + 4, "features.rows"),
+        (2, 6, "features.rows"),
+        (2, 0, "features.rows"),
+        (limits.FEATURES_WIDTH_MAX, 2 * limits.FEATURES_WIDTH_MAX, None),
         (limits.FEATURES_WIDTH_MAX + 1, 2 * (limits.FEATURES_WIDTH_MAX + 1), "features.width"),
     ],
-)  # fmt: skip
+)
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
     message = item_message(DRAFT, messages.DraftItem(make_head((1,)), 1))
     message.features.width, message.features.rows = width, bytes(num_bytes)
@@ -249,7 +301,7 @@ def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str 
 KEY = make_head((1,)).key
 VERDICT = messages.VerdictReply(
     KEY, Verdict((0.5,), (1, 2)), 3, (messages.PositionLogprobs(-1.0, ((1, -1.0),)),) * 3
-)  # fmt: skip
+)
 PROPOSED = messages.ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
 
 
@@ -304,10 +356,20 @@ def test_events_that_a_client_cannot_read_are_the_coordinators_fault(event: Any,
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_requests_survive(constraint: Constraint | None) -> None:
     full = GenerateRequest(
-        prompt=(1, 2), model="m", sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
-        max_tokens=7, stop=("a",), ignore_eos=True, seed=0, rule=Rule.BLOCK, num_draft_tokens=0,
-        deadline_ms=1000, logprobs=0, include_rounds=True, draft_deadline_ms=20,
-    )  # fmt: skip
+        prompt=(1, 2),
+        model="m",
+        sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
+        max_tokens=7,
+        stop=("a",),
+        ignore_eos=True,
+        seed=0,
+        rule=Rule.BLOCK,
+        num_draft_tokens=0,
+        deadline_ms=1000,
+        logprobs=0,
+        include_rounds=True,
+        draft_deadline_ms=20,
+    )
     for request in (GenerateRequest("hello", constraint=constraint), full):
         message = pb.GenerateRequest.FromString(
             request_codec.request_to_proto(request).SerializeToString()
@@ -330,10 +392,11 @@ def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
 @pytest.mark.parametrize(
     "request_",
     [
-        ResumeRequest("a" * 32), ResumeRequest("a" * 32, 0, 0, tokens_digest=EMPTY_DIGEST),
+        ResumeRequest("a" * 32),
+        ResumeRequest("a" * 32, 0, 0, tokens_digest=EMPTY_DIGEST),
         ResumeRequest("a" * 32, 2**32 - 1, 7, 1, 2**64 - 1),
     ],
-)  # fmt: skip
+)
 def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
     assert request_codec.resume_from_proto(request_codec.resume_to_proto(request_)) == request_
 

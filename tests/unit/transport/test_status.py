@@ -26,13 +26,18 @@ async def through_grpc(error: Exception) -> errors.OutriderError:
     "error",
     [
         errors.BadRequest("sampling.top_p", "2.0 is not in (0, 1]"),
-        errors.Unauthenticated("no key"), errors.PermissionDenied("not yours"),
-        errors.NotFound("gone"), errors.Incompatible("other weights"),
-        errors.StaleEpoch("taken over"), errors.DataLoss("lost"), errors.DeadlineExceeded("late"),
-        errors.Overloaded("full", 250), errors.Unavailable("no target", 1500),
+        errors.Unauthenticated("no key"),
+        errors.PermissionDenied("not yours"),
+        errors.NotFound("gone"),
+        errors.Incompatible("other weights"),
+        errors.StaleEpoch("taken over"),
+        errors.DataLoss("lost"),
+        errors.DeadlineExceeded("late"),
+        errors.Overloaded("full", 250),
+        errors.Unavailable("no target", 1500),
     ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 async def test_every_error_comes_back_as_itself(error: errors.OutriderError) -> None:
     back = await through_grpc(error)
     assert type(back) is type(error)

@@ -50,10 +50,20 @@ async def generation(
 
 @pytest.mark.parametrize(
     "shown",
-    [[], [""], ["Bearer"], ["Bearer "], [KEY], [f"Basic {KEY}"], [f"Bearer {KEY}x"],
-     [f"Bearer x {KEY}"], ["Bearer " + "a" * 600], ["Bearer schlüssel-mit-umlaut"],
-     [f"Bearer {KEY}", f"Bearer {KEY}"]],
-)  # fmt: skip
+    [
+        [],
+        [""],
+        ["Bearer"],
+        ["Bearer "],
+        [KEY],
+        [f"Basic {KEY}"],
+        [f"Bearer {KEY}x"],
+        [f"Bearer x {KEY}"],
+        ["Bearer " + "a" * 600],
+        ["Bearer schlüssel-mit-umlaut"],
+        [f"Bearer {KEY}", f"Bearer {KEY}"],
+    ],
+)
 def test_a_call_without_a_key_is_refused(shown: list[str]) -> None:
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
         knowing(KEY).identify(shown)

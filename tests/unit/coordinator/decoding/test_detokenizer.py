@@ -19,9 +19,15 @@ def completion(
 ) -> Completion:
     """Without a tokenizer if `lag` is None."""
     asked = GenerationParameters(
-        prompt=(1,), max_tokens=max_tokens, stop=stop, seed=1, rule=Rule.TOKEN, num_draft_tokens=0,
-        deadline_ms=1, sampling=SamplingParams(**sampling),
-    )  # fmt: skip
+        prompt=(1,),
+        max_tokens=max_tokens,
+        stop=stop,
+        seed=1,
+        rule=Rule.TOKEN,
+        num_draft_tokens=0,
+        deadline_ms=1,
+        sampling=SamplingParams(**sampling),
+    )
     return Completion(asked, (EOS,), None if lag is None else Letters(lag))
 
 
@@ -52,9 +58,11 @@ def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() 
 @given(
     text=st.text("ab", max_size=20),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
-    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40), lag=st.integers(0, 2),
-    min_tokens=st.integers(0, 8), max_tokens=st.integers(1, 20),
-)  # fmt: skip
+    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    lag=st.integers(0, 2),
+    min_tokens=st.integers(0, 8),
+    max_tokens=st.integers(1, 20),
+)
 def test_text_ends_at_the_first_stop_string_or_max_tokens_however_it_arrives(
     text: str, stop: list[str], cuts: list[int], lag: int, min_tokens: int, max_tokens: int
 ) -> None:
@@ -80,9 +88,10 @@ def _expected(text: str, stop: list[str], lag: int, min_tokens: int) -> tuple[st
     ends = [(num, max(0, num - lag)) for num in range(len(text) + 1)] + [(len(text), len(text))]
     for (_, before), (num_tokens, end) in itertools.pairwise(ends):
         found = [
-            (at, one) for one in stop
+            (at, one)
+            for one in stop
             if (at := text.find(one, max(0, before + 1 - len(one)), end)) >= 0
-        ]  # fmt: skip
+        ]
         if found and num_tokens > min_tokens:
             first, stop_string = min(found)
             return text[:first], stop_string, num_tokens

@@ -57,8 +57,11 @@ async def test_figures_of_rounds_with_a_draft() -> None:
     assert meter.figures == Figures(busy=0.0, tokens_per_second=0.0, loop_lag_ms=0.0)
     for _ in range(500):
         for proposal in (
-            drafted(0.0, 5.0), drafted(4.0, 5.0), drafted(6.0, 5.0), drafted(9.0, 5.0, ahead=True)
-        ):  # fmt: skip
+            drafted(0.0, 5.0),
+            drafted(4.0, 5.0),
+            drafted(6.0, 5.0),
+            drafted(9.0, 5.0, ahead=True),
+        ):
             meter.decided(proposal, num_accepted=2, num_tokens=3)
         meter.decided(Drafted(NOTHING_SEALED, "fallback", 0.0, 0), num_accepted=0, num_tokens=1)
         await asyncio.sleep(0.1)

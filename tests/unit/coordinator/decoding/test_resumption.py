@@ -505,9 +505,15 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
 
 
 PARAMETERS = GenerationParameters(
-    prompt=(1, 2), max_tokens=6, stop=("cd",), seed=7, rule=Rule.BLOCK, num_draft_tokens=3,
-    deadline_ms=1000, logprobs=2,
-)  # fmt: skip
+    prompt=(1, 2),
+    max_tokens=6,
+    stop=("cd",),
+    seed=7,
+    rule=Rule.BLOCK,
+    num_draft_tokens=3,
+    deadline_ms=1000,
+    logprobs=2,
+)
 RECORD = replace(
     new_session(prompt_ids=PARAMETERS.prompt),
     parameters=ParametersWriter().write(PARAMETERS, "")[0],

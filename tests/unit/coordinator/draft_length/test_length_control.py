@@ -186,9 +186,11 @@ TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
 
 
 @given(
-    bound=st.integers(0, NUM_DRAFT_TOKENS_MAX), max_tokens=st.integers(1, 400),
-    tables=st.booleans(), data=st.data(),
-)  # fmt: skip
+    bound=st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    max_tokens=st.integers(1, 400),
+    tables=st.booleans(),
+    data=st.data(),
+)
 def test_bounds_hold_for_any_history(
     bound: int, max_tokens: int, tables: bool, data: st.DataObject
 ) -> None:

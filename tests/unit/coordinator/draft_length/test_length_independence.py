@@ -20,9 +20,13 @@ from tests.support.length_world import BOUND, ENDLESS, RUN_AHEAD, World, control
 TARGET = StepCosts((1, 33), (0.02, 0.034))
 DRAFT = StepCosts((1, 65), (0.002, 0.004))
 EAGER = {
-    "MEMORY_ROUNDS": 2.0, "SHARED_MEMORY_ROUNDS": 4.0, "PRIOR_ROUNDS": 0.5,
-    "CHOICE_ROUNDS": 1, "PLAIN_ROUNDS": 2, "PLAIN_ROUNDS_MAX": 4,
-}  # fmt: skip
+    "MEMORY_ROUNDS": 2.0,
+    "SHARED_MEMORY_ROUNDS": 4.0,
+    "PRIOR_ROUNDS": 0.5,
+    "CHOICE_ROUNDS": 1,
+    "PLAIN_ROUNDS": 2,
+    "PLAIN_ROUNDS_MAX": 4,
+}
 """With these, lengths change within a few rounds, so an influence that must not exist is seen."""
 SHARED_NOISE = [Rule.TOKEN, Rule.BLOCK]
 Notes = Callable[[int, RoundLength], PlayedRound]
@@ -52,9 +56,15 @@ def at_random(seed: int) -> Notes:
         target_s = rng.uniform(0.01, 0.1)
         now += num * draft_s + target_s
         return PlayedRound(
-            num, tuple(float(depth < accepted) for depth in range(num)), 1 + accepted,
-            10 + index, num * draft_s, target_s, now, work_s=num * draft_s,
-        )  # fmt: skip
+            num,
+            tuple(float(depth < accepted) for depth in range(num)),
+            1 + accepted,
+            10 + index,
+            num * draft_s,
+            target_s,
+            now,
+            work_s=num * draft_s,
+        )
 
     return note
 

@@ -119,11 +119,14 @@ def spoiled() -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "tables", "of_plain", "of_drafted"),
     [
-        ("greedy", "true", 1.15, 0.98), ("greedy", "the draft looks slow", 1.15, 0.98),
-        ("greedy", "rows look dear", 1.15, 0.98), ("token", "true", 0.97, 1.0),
-        ("halved", "true", 1.0, 0.98), ("spoiled", "true", 0.965, 1.0),
+        ("greedy", "true", 1.15, 0.98),
+        ("greedy", "the draft looks slow", 1.15, 0.98),
+        ("greedy", "rows look dear", 1.15, 0.98),
+        ("token", "true", 0.97, 1.0),
+        ("halved", "true", 1.0, 0.98),
+        ("spoiled", "true", 0.965, 1.0),
     ],
-)  # fmt: skip
+)
 def test_a_new_deployment_finds_what_is_faster(
     name: str, tables: str, of_plain: float, of_drafted: float
 ) -> None:

@@ -64,9 +64,14 @@ class Overheard(MemoryLink):
 
 
 async def generate(
-    rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt: int, *,
-    lookup: SuffixDrafter | None = None, **settings: Any,
-) -> Played:  # fmt: skip
+    rule: Rule,
+    num_draft_tokens: int,
+    draft_step_s: float,
+    draft_salt: int,
+    *,
+    lookup: SuffixDrafter | None = None,
+    **settings: Any,
+) -> Played:
     """Runs one request. The draft equals the target if its salt is 1. With `lookup` there is
     none."""
     found = Played()
@@ -75,15 +80,24 @@ async def generate(
     costs = StepCosts((1, 17), (draft_step_s, draft_step_s))
     draft = draft_service(engines[1], draft_step_s, costs=costs)
     request = GenerateRequest(
-        (1, 2, 3), sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
-        rule=rule, seed=5, max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
-    )  # fmt: skip
+        (1, 2, 3),
+        sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
+        rule=rule,
+        seed=5,
+        max_tokens=NUM_TOKENS,
+        num_draft_tokens=num_draft_tokens,
+    )
     async with bench(
-        target=target, draft=draft, target_link=Overheard(target, found.heard),
-        drafts={} if lookup else {"d": Overheard(draft, found.heard)}, fallback=lookup,
-        observation=found, length_control=True,
-        lookup=DraftConfig() if lookup else CONFIG.lookup, **settings,
-    ) as made:  # fmt: skip
+        target=target,
+        draft=draft,
+        target_link=Overheard(target, found.heard),
+        drafts={} if lookup else {"d": Overheard(draft, found.heard)},
+        fallback=lookup,
+        observation=found,
+        length_control=True,
+        lookup=DraftConfig() if lookup else CONFIG.lookup,
+        **settings,
+    ) as made:
         start = asyncio.get_running_loop().time()
         async for event in made.service.generate(request):
             found.tokens += getattr(event, "token_ids", ())

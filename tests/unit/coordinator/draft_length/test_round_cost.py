@@ -14,9 +14,12 @@ DRAFT = StepCosts((1, 65), (0.003, 0.0094))
 
 
 def costs(
-    target: StepCosts = TARGET, draft: StepCosts | None = DRAFT, *,
-    num_sessions: int = 1, **delays: bool,
-) -> RoundCosts:  # fmt: skip
+    target: StepCosts = TARGET,
+    draft: StepCosts | None = DRAFT,
+    *,
+    num_sessions: int = 1,
+    **delays: bool,
+) -> RoundCosts:
     delays = {"drafting_delays": False, "messages_delay": False} | delays
     return RoundCosts(target, draft, 64, Load(num_sessions), **delays)
 
@@ -29,9 +32,15 @@ def note_load(
 
 
 def note_drafted(
-    one: RoundCosts, num_proposed: int, draft_s: float, step_s: float, rest_s: float, *,
-    queue_s: float = 0.0, work_s: float = 0.0,
-) -> None:  # fmt: skip
+    one: RoundCosts,
+    num_proposed: int,
+    draft_s: float,
+    step_s: float,
+    rest_s: float,
+    *,
+    queue_s: float = 0.0,
+    work_s: float = 0.0,
+) -> None:
     target_s = step_s + queue_s
     played = PlayedRound(
         num_proposed, (1.0,) * num_proposed, 1, 0, draft_s, target_s, 0.0, queue_s, work_s=work_s

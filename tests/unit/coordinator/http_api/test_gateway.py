@@ -121,9 +121,13 @@ class Deployment(httpx2.AsyncBaseTransport):
     async def run(self, method: str, path: str, receive: Any, told: list[Any]) -> None:
         """Calls the application without a client. `told` gets its messages."""
         scope = {
-            "type": "http", "method": method, "path": path, "headers": [],
-            "raw_path": path.encode(), "query_string": b"",
-        }  # fmt: skip
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [],
+            "raw_path": path.encode(),
+            "query_string": b"",
+        }
 
         async def send(message: Any) -> None:
             told.append(message)
@@ -178,12 +182,16 @@ async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        refusal(400), refusal(401, www_authenticate="Bearer"), refusal(404),
-        refusal(409, x_should_retry="false"), refusal(429, retry_after="3"), refusal(500),
+        refusal(400),
+        refusal(401, www_authenticate="Bearer"),
+        refusal(404),
+        refusal(409, x_should_retry="false"),
+        refusal(429, retry_after="3"),
+        refusal(500),
         refusal(504, x_should_retry="false"),
     ],
     ids=lambda step: str(step.status_code),
-)  # fmt: skip
+)
 async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx2.Response) -> None:
     made = Deployment(step)
     found = await made.call(BODY)
@@ -198,11 +206,12 @@ async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (refusal(503), "e503"), (ERRORS["refused"], "no coordinator answers: refused"),
+        (refusal(503), "e503"),
+        (ERRORS["refused"], "no coordinator answers: refused"),
         (ERRORS["reset"], "no coordinator answers: read error"),
     ],
     ids=["refused", "dead", "dead without a reason"],
-)  # fmt: skip
+)
 async def test_coordinators_are_asked_for_a_limited_time(
     step: Step, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,14 +256,21 @@ async def test_a_stream_whose_events_have_no_ids_is_not_begun_anew() -> None:
 
 async def test_headers_of_the_ends_are_passed_on_and_those_of_a_connection_are_not() -> None:
     answer = httpx2.Response(
-        200, headers={"connection": "x-own", "x-own": "1", "x-b": "2", "date": "then"},
+        200,
+        headers={"connection": "x-own", "x-own": "1", "x-b": "2", "date": "then"},
         stream=Body(b"{}"),
-    )  # fmt: skip
+    )
     made = Deployment(answer)
     found = await made.call(
-        {}, authorization="Bearer k", traceparent="t", connection="x-mine", x_mine="1",
-        te="trailers", accept_encoding="gzip", last_event_id="7",
-    )  # fmt: skip
+        {},
+        authorization="Bearer k",
+        traceparent="t",
+        connection="x-mine",
+        x_mine="1",
+        te="trailers",
+        accept_encoding="gzip",
+        last_event_id="7",
+    )
     [asked] = made.asked
     passed = {"authorization": "Bearer k", "traceparent": "t", "last-event-id": "7", "host": "a:1"}
     assert passed.items() <= dict(asked.headers).items()

@@ -50,19 +50,32 @@ ONE = [(0, started()), (0, tokens(0, [7], "a")), (0, tokens(1, [8, 9], "bc")), (
 
 def test_a_whole_chat_completion() -> None:
     assert whole(ONE, return_token_ids=True) == {
-        "id": "chatcmpl-" + "1".rjust(32, "0"), "object": "chat.completion", "created": 99,
+        "id": "chatcmpl-" + "1".rjust(32, "0"),
+        "object": "chat.completion",
+        "created": 99,
         "model": "m",
-        "choices": [{
-            "index": 0, "message": {"role": "assistant", "content": "abc", "refusal": None},
-            "logprobs": None, "finish_reason": "stop", "stop_reason": None, "token_ids": [7, 8, 9],
-        }],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "abc", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": [7, 8, 9],
+            }
+        ],
         "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
-        "metrics": {"speculative_decoding": {
-            "mean_acceptance_length": 2.0, "draft_acceptance_rate": pytest.approx(1 / 3),
-            "num_spec_steps": 2, "num_accepted_draft_tokens": 2, "num_draft_tokens": 6,
-            "num_spec_tokens": 4,
-        }},
-    }  # fmt: skip
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 2.0,
+                "draft_acceptance_rate": pytest.approx(1 / 3),
+                "num_spec_steps": 2,
+                "num_accepted_draft_tokens": 2,
+                "num_draft_tokens": 6,
+                "num_spec_tokens": 4,
+            }
+        },
+    }
 
 
 def test_a_streamed_chat_completion() -> None:
@@ -71,9 +84,7 @@ def test_a_streamed_chat_completion() -> None:
         ("chat.completion.chunk", "chatcmpl-" + "1".rjust(32, "0"))
     }
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
-    assert deltas == [
-        {"role": "assistant", "content": ""}, {"content": "a"}, {"content": "bc"}, {}
-    ]  # fmt: skip
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "bc"}, {}]
     assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None, None, None, "stop"]
     assert ["metrics" in chunk for chunk in found] == [False, False, False, True]
     assert not any("usage" in chunk for chunk in found)
@@ -157,8 +168,10 @@ def test_histograms_where_they_are_asked_for() -> None:
     told = whole(events, speculation={"histograms": True})["metrics"]["speculative_decoding"]
     assert told["acceptance_histogram"] == [0, 2, 0, 0, 1]
     assert told["acceptance_histogram_by_draft_length"] == {
-        "0": [1], "2": [0, 1, 0], "4": [0, 1, 0, 0, 1]
-    }  # fmt: skip
+        "0": [1],
+        "2": [0, 1, 0],
+        "4": [0, 1, 0, 0, 1],
+    }
 
 
 def test_logprobs_of_both_shapes() -> None:
@@ -166,8 +179,10 @@ def test_logprobs_of_both_shapes() -> None:
     ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]
     entries = [PositionLogprobs(-0.5, ((ids[0], -0.5), (ids[1], NOTHING))) for _ in ids]
     events: list[tuple[int, request.Event]] = [
-        (0, started()), (0, tokens(0, ids, "a é", entries)), (0, finished())
-    ]  # fmt: skip
+        (0, started()),
+        (0, tokens(0, ids, "a é", entries)),
+        (0, finished()),
+    ]
     (choice,) = whole(events, logprobs=True, top_logprobs=2)["choices"]
     content = choice["logprobs"]["content"]
     assert b"".join(bytes(one["bytes"]) for one in content) == "a é".encode() + b"\xf0"
@@ -244,19 +259,29 @@ def told(native: NativeEvents, event: request.Event) -> dict[str, Any]:
 def test_native_events_have_all_that_happened() -> None:
     native = NativeEvents(TEXT)
     assert told(native, started()) == {
-        "type": "started", "session_id": "1".rjust(32, "0"), "model": "m", "seed": 1,
-        "rule": "token", "num_prompt_tokens": 5,
-    }  # fmt: skip
+        "type": "started",
+        "session_id": "1".rjust(32, "0"),
+        "model": "m",
+        "seed": 1,
+        "rule": "token",
+        "num_prompt_tokens": 5,
+    }
     assert told(native, finished()) == {
-        "type": "finished", "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 4}, "stop_string": None,
+        "type": "finished",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 4},
+        "stop_string": None,
         "stop_token_id": None,
         "metrics": {
-            "num_rounds": 5, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
-            "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0, "tokens_per_second": 1.0,
+            "num_rounds": 5,
+            "num_draft_tokens": 6,
+            "num_accepted_draft_tokens": 2,
+            "mean_acceptance_length": 2.0,
+            "time_to_first_token_ms": 1.0,
+            "tokens_per_second": 1.0,
             "num_drafts": 2,
         },
-    }  # fmt: skip
+    }
     found = told(native, tokens(0, [1], "", [PositionLogprobs(-1.5, ((4, -0.5), (9, NOTHING)))]))
     assert found["logprobs"] == [{"logprob": -1.5, "top": [[4, -0.5], [9, -9999.0]]}]
 

@@ -34,9 +34,17 @@ WHOLE = (STARTED, TOKENS, FINISHED)
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
 OPEN_PATHS = {"/", "/docs", "/health", "/ping", "/page/page.js"}
 NOWHERE = (
-    "/v1/models?path=/health", "/v1/models/..%2f..%2fhealth", "/health%00", "/Health", "//",
-    "/docs/", "/redoc", "/health/", "/health/x", "//health",
-)  # fmt: skip
+    "/v1/models?path=/health",
+    "/v1/models/..%2f..%2fhealth",
+    "/health%00",
+    "/Health",
+    "//",
+    "/docs/",
+    "/redoc",
+    "/health/",
+    "/health/x",
+    "//health",
+)
 
 
 async def test_a_call_goes_on_with_its_callers_trace() -> None:
@@ -114,12 +122,15 @@ def test_the_document_tells_what_may_come() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "kinds"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]},
-         ("ChatCompletion", "ChatCompletionChunk")),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}]},
+            ("ChatCompletion", "ChatCompletionChunk"),
+        ),
         ("/v1/completions", {"prompt": [1, 2], "echo": True}, ("Completion", "Completion")),
         ("/v1/responses", {"input": "hi"}, ("ResponseObject", "ResponseEvent")),
     ],
-)  # fmt: skip
+)
 async def test_answers_are_as_the_document_says(
     path: str, body: dict[str, Any], kinds: tuple[str, str]
 ) -> None:
@@ -213,9 +224,12 @@ async def test_a_client_gone_before_its_body_is_no_bug(caplog: pytest.LogCapture
     receive = AsyncMock(side_effect=[begun, *[{"type": "http.disconnect"}] * 9])
     send = AsyncMock()
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-    }  # fmt: skip
+    }
     await front.app(scope, receive, send)
     assert receive.called
     assert (send.mock_calls, front.service.calls, caplog.text) == ([], [], "")
@@ -274,10 +288,13 @@ async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
     front, _ = locked(tmp_path)
     key = front.key
     refused: list[list[tuple[str, str]]] = [
-        [], [("authorization", f"Bearer {key[:-2]}xx")], [("authorization", f"Basic {key}")],
+        [],
+        [("authorization", f"Bearer {key[:-2]}xx")],
+        [("authorization", f"Basic {key}")],
         [("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")],
-        [("x-api-key", key)], [("cookie", f"authorization=Bearer {key}")],
-    ]  # fmt: skip
+        [("x-api-key", key)],
+        [("cookie", f"authorization=Bearer {key}")],
+    ]
     routes = {str(getattr(route, "path", "")) for route in front.app.routes} - {"/page"}
     paths = {path.replace("{name:path}", "a/b").replace("{path:path}", "a") for path in routes}
     assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"}

@@ -52,28 +52,59 @@ def test_silence_is_the_coordinators_default() -> None:
 
 def test_every_field_arrives() -> None:
     sampling = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "presence_penalty": 1,
-        "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+    }
     speculation = {
-        "enabled": True, "rule": "block", "num_draft_tokens": 3, "draft_deadline_ms": 20,
+        "enabled": True,
+        "rule": "block",
+        "num_draft_tokens": 3,
+        "draft_deadline_ms": 20,
         "histograms": True,
-    }  # fmt: skip
+    }
     asked = chat(
-        **sampling, logit_bias={"5": 1, "3": -2.5}, stop_token_ids=[7, 6], model="m",
-        max_completion_tokens=9, seed=8, stop=["a", "b"], ignore_eos=True, logprobs=True,
-        top_logprobs=2, speculation=speculation, deadline_ms=100, user="me", stream=True,
+        **sampling,
+        logit_bias={"5": 1, "3": -2.5},
+        stop_token_ids=[7, 6],
+        model="m",
+        max_completion_tokens=9,
+        seed=8,
+        stop=["a", "b"],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=2,
+        speculation=speculation,
+        deadline_ms=100,
+        user="me",
+        stream=True,
         return_token_ids=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
-    )  # fmt: skip
+    )
     assert only(asked) == GenerateRequest(
-        prompt=(ChatMessage("user", "hi"),), model="m",
+        prompt=(ChatMessage("user", "hi"),),
+        model="m",
         sampling=SamplingParams(
-            **sampling, logit_bias=((3, -2.5), (5, 1.0)), stop_token_ids=(7, 6)  # type: ignore[arg-type]
+            **sampling,
+            logit_bias=((3, -2.5), (5, 1.0)),
+            stop_token_ids=(7, 6),  # type: ignore[arg-type]
         ),
-        max_tokens=9, stop=("a", "b"), ignore_eos=True, seed=8, rule=Rule.BLOCK,
-        num_draft_tokens=3, deadline_ms=100, logprobs=2, include_rounds=True, draft_deadline_ms=20,
-    )  # fmt: skip
+        max_tokens=9,
+        stop=("a", "b"),
+        ignore_eos=True,
+        seed=8,
+        rule=Rule.BLOCK,
+        num_draft_tokens=3,
+        deadline_ms=100,
+        logprobs=2,
+        include_rounds=True,
+        draft_deadline_ms=20,
+    )
     assert asked.has_logprobs
     assert only(chat(speculation={"enabled": False})).num_draft_tokens == 0
 
@@ -138,10 +169,12 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant"}, {"role": "user"}]}, "messages[1].content"),
         ({"guided_json": {}}, "guided_json"),
-        ({"speculation": {"enabled": False, "num_draft_tokens": 4}},
-         "speculation.num_draft_tokens"),
+        (
+            {"speculation": {"enabled": False, "num_draft_tokens": 4}},
+            "speculation.num_draft_tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_names_the_field(fields: dict[str, Any], field: str) -> None:
     found = refused(chat, fields)
     assert found.field == field
@@ -160,12 +193,23 @@ def test_an_older_field_of_vllm_names_the_field_to_use(kind: str) -> None:
 
 def test_what_asks_for_nothing_is_accepted() -> None:
     idle = {
-        "tools": [], "tool_choice": "auto", "store": False, "modalities": ["text"],
-        "parallel_tool_calls": True, "metadata": {"a": "b"}, "response_format": {"type": "text"},
-        "service_tier": "auto", "best_of": 1, "user": "me", "audio": None, "logprobs": False,
-        "top_logprobs": 0, "messages": [{**USER, "name": "bob"}], "structured_outputs": {},
+        "tools": [],
+        "tool_choice": "auto",
+        "store": False,
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "metadata": {"a": "b"},
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "best_of": 1,
+        "user": "me",
+        "audio": None,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "messages": [{**USER, "name": "bob"}],
+        "structured_outputs": {},
         "guided_json": None,
-    }  # fmt: skip
+    }
     assert only(chat(**idle)) == only(chat())
     assert only(completion(echo=False, suffix="")) == only(completion())
 
@@ -181,14 +225,18 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
 @pytest.mark.parametrize(
     ("field", "in_chat", "in_completions"),
     [
-        ("sampling.temperature", "temperature", "temperature"), ("chat", "messages", "chat"),
+        ("sampling.temperature", "temperature", "temperature"),
+        ("chat", "messages", "chat"),
         ("chat.messages[2].role", "messages[2].role", "chat.messages[2].role"),
-        ("text", "text", "prompt[1]"), ("token_ids[3]", "token_ids[3]", "prompt[1][3]"),
-        ("logprobs", "top_logprobs", "logprobs"), ("stop[1]", "stop[1]", "stop[1]"),
-        ("stop[0]", "stop[0]", "stop"), ("max_tokens", "max_completion_tokens", "max_tokens"),
+        ("text", "text", "prompt[1]"),
+        ("token_ids[3]", "token_ids[3]", "prompt[1][3]"),
+        ("logprobs", "top_logprobs", "logprobs"),
+        ("stop[1]", "stop[1]", "stop[1]"),
+        ("stop[0]", "stop[0]", "stop"),
+        ("max_tokens", "max_completion_tokens", "max_tokens"),
         ("regex", "structured_outputs.regex", "regex"),
     ],
-)  # fmt: skip
+)
 def test_the_coordinators_errors_name_the_bodys_fields(
     field: str, in_chat: str, in_completions: str
 ) -> None:
@@ -229,14 +277,20 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
         ({"response_format": {"type": "json_object"}}, ANY, "response_format"),
         ({"response_format": DESCRIBED}, OF_SCHEMA, "response_format.json_schema.schema"),
         ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA, "structured_outputs.json"),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, OF_SCHEMA,
-         "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+            OF_SCHEMA,
+            "structured_outputs.json",
+        ),
         ({"structured_outputs": {"json_object": True}}, ANY, "structured_outputs.json_object"),
-        ({"structured_outputs": {"regex": "a", "grammar": None}}, REGEX,
-         "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a", "grammar": None}},
+            REGEX,
+            "structured_outputs.regex",
+        ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICES, "structured_outputs.choice"),
     ],
-)  # fmt: skip
+)
 def test_ways_to_ask_for_a_form(fields: dict[str, Any], constraint: Constraint, field: str) -> None:
     found = completion(**fields)
     assert (only(found).constraint, found.names[constraint.kind]) == (constraint, field)
@@ -247,17 +301,21 @@ def test_ways_to_ask_for_a_form(fields: dict[str, Any], constraint: Constraint, 
     [
         ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
         ({"response_format": {"type": "json_schema"}}, ".json_schema.schema: is missing"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
-         ".json_schema.schema: is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+            ".json_schema.schema: is missing",
+        ),
         ({"structured_outputs": {"json": 1}}, "structured_outputs.json: "),
         ({"structured_outputs": {"grammar": "x"}}, "'regex' or 'choice'; got 'grammar'"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: must be a list"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
         ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object: got 0"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-         "structured_outputs.regex: cannot be combined with response_format"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex: cannot be combined with response_format",
+        ),
     ],
-)  # fmt: skip
+)
 def test_forms_that_are_none(fields: dict[str, Any], said: str) -> None:
     assert said in refused(completion, fields).message
 
@@ -286,18 +344,24 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "messages": (NATIVE, lambda: filled('{"messages":[', '{"role":"a"}', "]}"), None),
     "items": (
         "/v1/responses",
-        lambda: json.dumps({"input": [USER] * (limits.HTTP_CONTAINERS_MAX - 2)}).encode(), "input",
+        lambda: json.dumps({"input": [USER] * (limits.HTTP_CONTAINERS_MAX - 2)}).encode(),
+        "input",
     ),
     "a schema": (
-        CHAT, lambda: filled(
+        CHAT,
+        lambda: filled(
             CONVERSATION + '"structured_outputs":{"json":{"enum":[', '["' + "x" * 260 + '"]', "]}}}"
-        ), "structured_outputs.json",
+        ),
+        "structured_outputs.json",
     ),
     "half characters": (
-        COMPLETIONS, lambda: filled('{"prompt":["', "\\u00e9" * 50, '\\ud800"]}'), None
+        COMPLETIONS,
+        lambda: filled('{"prompt":["', "\\u00e9" * 50, '\\ud800"]}'),
+        None,
     ),
     "a name": (
-        COMPLETIONS, lambda: json.dumps({"prompt": "x", "max_token" * 400_000: 1}).encode(),
+        COMPLETIONS,
+        lambda: json.dumps({"prompt": "x", "max_token" * 400_000: 1}).encode(),
         ("max_token" * 400_000)[:SHOWN_CHARS_MAX] + "...",
     ),
     "a key": (
@@ -309,31 +373,53 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "wrong biases": (CHAT, lambda: with_entries("logit_bias", 65_000, "[]"), None),
     "biases of texts": (CHAT, lambda: with_entries("logit_bias", 32_000, '"a"'), "logit_bias"),
     "constraints": (
-        CHAT, lambda: with_entries("structured_outputs", 65_000, "1"), "structured_outputs"
+        CHAT,
+        lambda: with_entries("structured_outputs", 65_000, "1"),
+        "structured_outputs",
     ),
     "template variables": (
-        CHAT, lambda: with_entries("chat_template_kwargs", 65_000, "1"), "chat_template_kwargs"
+        CHAT,
+        lambda: with_entries("chat_template_kwargs", 65_000, "1"),
+        "chat_template_kwargs",
     ),
     "long conversation": (CHAT, long_chat, "model"),
     "calls": (
-        CHAT, lambda: json.dumps({"messages": [
-            {"role": "assistant", "tool_calls": [CALL]}
-        ] * (limits.HTTP_CONTAINERS_MAX // 4 - 1)}).encode(), "model",
+        CHAT,
+        lambda: json.dumps(
+            {
+                "messages": [{"role": "assistant", "tool_calls": [CALL]}]
+                * (limits.HTTP_CONTAINERS_MAX // 4 - 1)
+            }
+        ).encode(),
+        "model",
     ),
     "parts": (
-        CHAT, lambda: json.dumps({"messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}] * limits.CONTENT_PARTS_MAX}
-        ]}).encode(), "model",
+        CHAT,
+        lambda: json.dumps(
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}] * limits.CONTENT_PARTS_MAX,
+                    }
+                ]
+            }
+        ).encode(),
+        "model",
     ),
     "arguments": (
-        CHAT, lambda: filled(
+        CHAT,
+        lambda: filled(
             '{"messages":[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f",'
-            '"arguments":"{\\"a\\":[', "1", ']}"}}]}]}'
-        ), "messages",
+            '"arguments":"{\\"a\\":[',
+            "1",
+            ']}"}}]}]}',
+        ),
+        "messages",
     ),
     "tokens": (COMPLETIONS, lambda: filled('{"prompt":[', "1234567", "]}"), "model"),
     "text with marks": (COMPLETIONS, lambda: filled('{"prompt":"', '[{\\"a\\":1}]', '"}'), "model"),
-}  # fmt: skip
+}
 
 
 async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
@@ -397,13 +483,14 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({"max_token": 1}, "max_token", "there is no such field; did you mean max_tokens?"),
         ({"speculation": {"rul": 1}}, "speculation.rul", "no such field; did you mean rule?"),
         (b"{", None, "the body is not JSON: EOF while parsing an object at line 1 column 1"),
-        (b'"\xff"', None, "unicode"), (b"[" * 16_000, None, "recursion limit"),
+        (b'"\xff"', None, "unicode"),
+        (b"[" * 16_000, None, "recursion limit"),
         (b'{"seed": ' + b"1" * 5000 + b"}", None, "number out of range"),
         (b"", None, "the body must be a JSON object, with Content-Type: application/json"),
         (b"[1]", None, "the body must be a JSON object, with Content-Type: application/json"),
     ],
     ids=lambda value: str(value)[:60],
-)  # fmt: skip
+)
 async def test_what_is_allowed_is_told(fields: Any, param: str | None, words: str) -> None:
     body = fields
     if isinstance(fields, dict):
@@ -414,9 +501,10 @@ async def test_what_is_allowed_is_told(fields: Any, param: str | None, words: st
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 600_000, '","' * 200_000, "\\" * 300_000 + ",:[{" * 150_000],
+    "text",
+    ["[" * 600_000, '","' * 200_000, "\\" * 300_000 + ",:[{" * 150_000],
     ids=["brackets", "quotes", "backslashes"],
-)  # fmt: skip
+)
 def test_marks_inside_of_texts_are_no_values(text: str) -> None:
     body = {"prompt": text, "stop": ['\\"', '"', "\\"]}
     assert read_body(b"\xef\xbb\xbf" + json.dumps(body).encode()) == body

@@ -39,9 +39,12 @@ def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 ANSWERED = message(
-    "assistant", [{"type": "output_text", "text": "b", "annotations": [], "logprobs": None}],
-    id="msg_1", status="completed", phase=None,
-)  # fmt: skip
+    "assistant",
+    [{"type": "output_text", "text": "b", "annotations": [], "logprobs": None}],
+    id="msg_1",
+    status="completed",
+    phase=None,
+)
 """An item of an earlier answer."""
 
 
@@ -54,63 +57,108 @@ WEATHER = {"name": "weather", "description": "now", "parameters": SCHEMA}
 FLAT = {"type": "function", "strict": True, **WEATHER}
 NESTED = {"type": "function", "function": WEATHER}
 THOUGHT = {
-    "type": "reasoning", "id": "rs_1", "summary": [],
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
     "content": [{"type": "reasoning_text", "text": "hm"}],
-}  # fmt: skip
+}
 THINKING: dict[str, Any] = {"role": "assistant", "reasoning_content": "hm"}
 SAME = {
-    "seed": 3, "top_k": 4, "stop": "x", "speculation": {"num_draft_tokens": 2},
+    "seed": 3,
+    "top_k": 4,
+    "stop": "x",
+    "speculation": {"num_draft_tokens": 2},
     "chat_template_kwargs": {"a": 1},
-}  # fmt: skip
+}
 """Fields that both APIs have."""
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "warm"}
-CALLED = {
-    "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}
-}  # fmt: skip
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "chat"),
     [
-        ({"input": [message("user", "a"), THOUGHT, ANSWERED, call(), call(), RESULT, ANSWERED]},
-         {"messages": [
-             ("user", "a"), {**THINKING, "content": "b", "tool_calls": [CALLED, CALLED]},
-             {"role": "tool", "content": "warm", "tool_call_id": "call_1"}, ("assistant", "b"),
-         ]}),
-        ({"input": [ANSWERED, ANSWERED, THOUGHT, call(), THOUGHT, THOUGHT]},
-         {"messages": [
-             *[("assistant", "b")] * 2, {**THINKING, "tool_calls": [CALLED]}, *[THINKING] * 2,
-         ]}),
-        ({"tools": [FLAT], "tool_choice": "required", "parallel_tool_calls": False},
-         {"tools": [NESTED], "tool_choice": "required", "parallel_tool_calls": False}),
-        ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}},
-         {"tools": [NESTED], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
-        ({"input": [{"role": "user", "content": "a"}], "instructions": "be brief"},
-         {"messages": [("system", "be brief"), ("user", "a")]}),
-        ({"input": [
-            message("developer", [{"type": "input_text", "text": one} for one in "xy"]),
-            {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
-            {**THOUGHT, "content": [{"type": "reasoning_text", "text": ""}]},
-            ANSWERED, message("user", "c"),
-         ]},
-         {"messages": [("system", "x\ny"), ("assistant", "b"), ("user", "c")]}),
+        (
+            {"input": [message("user", "a"), THOUGHT, ANSWERED, call(), call(), RESULT, ANSWERED]},
+            {
+                "messages": [
+                    ("user", "a"),
+                    {**THINKING, "content": "b", "tool_calls": [CALLED, CALLED]},
+                    {"role": "tool", "content": "warm", "tool_call_id": "call_1"},
+                    ("assistant", "b"),
+                ]
+            },
+        ),
+        (
+            {"input": [ANSWERED, ANSWERED, THOUGHT, call(), THOUGHT, THOUGHT]},
+            {
+                "messages": [
+                    *[("assistant", "b")] * 2,
+                    {**THINKING, "tool_calls": [CALLED]},
+                    *[THINKING] * 2,
+                ]
+            },
+        ),
+        (
+            {"tools": [FLAT], "tool_choice": "required", "parallel_tool_calls": False},
+            {"tools": [NESTED], "tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            {"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}},
+            {
+                "tools": [NESTED],
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            },
+        ),
+        (
+            {"input": [{"role": "user", "content": "a"}], "instructions": "be brief"},
+            {"messages": [("system", "be brief"), ("user", "a")]},
+        ),
+        (
+            {
+                "input": [
+                    message("developer", [{"type": "input_text", "text": one} for one in "xy"]),
+                    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+                    {**THOUGHT, "content": [{"type": "reasoning_text", "text": ""}]},
+                    ANSWERED,
+                    message("user", "c"),
+                ]
+            },
+            {"messages": [("system", "x\ny"), ("assistant", "b"), ("user", "c")]},
+        ),
         ({"max_output_tokens": 5, "top_p": 0.5}, {"max_completion_tokens": 5, "top_p": 0.5}),
         ({"text": {"format": {"type": "text"}}}, {}),
-        ({"text": {"format": {"type": "json_object"}}},
-         {"response_format": {"type": "json_object"}}),
-        ({"text": {"format": FORMAT, "verbosity": "medium"}},
-         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            {"response_format": {"type": "json_object"}},
+        ),
+        (
+            {"text": {"format": FORMAT, "verbosity": "medium"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        ),
         ({"include": [LOGPROBS]}, {"logprobs": True}),
         ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
         (SAME, SAME),
-        ({
-            "store": True, "background": False, "truncation": "disabled", "tools": [],
-            "previous_response_id": None, "tool_choice": "auto", "include": [], "user": "me",
-            "reasoning": {"effort": None}, "stream_options": {"include_obfuscation": False},
-            "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True,
-         }, {}),
+        (
+            {
+                "store": True,
+                "background": False,
+                "truncation": "disabled",
+                "tools": [],
+                "previous_response_id": None,
+                "tool_choice": "auto",
+                "include": [],
+                "user": "me",
+                "reasoning": {"effort": None},
+                "stream_options": {"include_obfuscation": False},
+                "metadata": {"a": "b"},
+                "service_tier": "auto",
+                "parallel_tool_calls": True,
+            },
+            {},
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_stands_for_a_chat_completion(fields: Any, chat: Any) -> None:
     messages = [
         one if isinstance(one, dict) else {"role": one[0], "content": one[1]}
@@ -157,11 +205,15 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("field", "own"),
     [
-        ("chat", "input"), ("token_ids", "input"), ("max_tokens", "max_output_tokens"),
-        ("logprobs", "top_logprobs"), ("json_schema", "text.format.schema"),
-        ("sampling.top_p", "top_p"), ("num_draft_tokens", "speculation.num_draft_tokens"),
+        ("chat", "input"),
+        ("token_ids", "input"),
+        ("max_tokens", "max_output_tokens"),
+        ("logprobs", "top_logprobs"),
+        ("json_schema", "text.format.schema"),
+        ("sampling.top_p", "top_p"),
+        ("num_draft_tokens", "speculation.num_draft_tokens"),
     ],
-)  # fmt: skip
+)
 def test_the_coordinators_errors_name_the_bodys_fields(field: str, own: str) -> None:
     assert asked(text={"format": FORMAT}).renamed(BadRequest(field, "is wrong"), 0).field == own
 
@@ -186,9 +238,12 @@ async def test_a_whole_response() -> None:
     assert found["status"] == "completed"
     assert [dict(sorted(one.items())) for one in found["output"]] == [item("abc", "completed")]
     assert found["usage"] == {
-        "input_tokens": 2, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": 3, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 5,
-    }  # fmt: skip
+        "input_tokens": 2,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
+    }
     assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
     assert found["metrics"]["speculative_decoding"]["num_spec_steps"] == 1
 
@@ -218,8 +273,9 @@ def told(stream: str) -> list[dict[str, Any]]:
 async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
     *events, last = told((await answered(TOKENS, Unavailable("gone"), stream=True)).text)
     assert [event["type"].removeprefix("response.") for event in events] == [
-        *STEPS[:4], "output_text.delta"
-    ]  # fmt: skip
+        *STEPS[:4],
+        "output_text.delta",
+    ]
     response = last["response"]
     assert (last["type"], response["status"]) == ("response.failed", "failed")
     assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "gone")
@@ -250,19 +306,41 @@ async def test_log_probabilities_are_those_of_chat() -> None:
 
 
 TEXTS = (
-    "<think>hm", "</think>I ", "look.<tool_call>", '{"name": "weather", "arg', 'uments": {"a":',
-    ' 1}}</tool_call><tool_call>{"name": "weather"}', "</tool_call>",
-)  # fmt: skip
+    "<think>hm",
+    "</think>I ",
+    "look.<tool_call>",
+    '{"name": "weather", "arg',
+    'uments": {"a":',
+    ' 1}}</tool_call><tool_call>{"name": "weather"}',
+    "</tool_call>",
+)
 STEPS = [
-    "created", "in_progress", "output_item.added", "content_part.added",
-    "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
-    "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
-    "output_text.done", "content_part.done", "output_item.done",
-    "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
-    "function_call_arguments.done", "output_item.done",
-    "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
-    "output_item.done", "completed",
-]  # fmt: skip
+    "created",
+    "in_progress",
+    "output_item.added",
+    "content_part.added",
+    "reasoning_text.delta",
+    "reasoning_text.done",
+    "content_part.done",
+    "output_item.done",
+    "output_item.added",
+    "content_part.added",
+    "output_text.delta",
+    "output_text.delta",
+    "output_text.done",
+    "content_part.done",
+    "output_item.done",
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+    "completed",
+]
 NO_TIMES = {"created_at": 0, "completed_at": 0}
 
 
@@ -280,8 +358,9 @@ async def test_reasoning_and_calls_are_items_of_their_own() -> None:
     assert [one["token"] for one in text["logprobs"]] == ["token_id:1", "token_id:2"]
     assert text == part("I look.", text["logprobs"])
     assert [(one["name"], one["arguments"]) for one in calls] == [
-        ("weather", '{"a": 1}'), ("weather", "{}")
-    ]  # fmt: skip
+        ("weather", '{"a": 1}'),
+        ("weather", "{}"),
+    ]
     assert len({one["id"] for one in whole["output"]} | {one["call_id"] for one in calls}) == 6
     assert (whole["tools"], whole["tool_choice"]) == ([FLAT], "auto")
     events = told((await answered(*texts, FINISHED, stream=True, **fields)).text)
@@ -309,5 +388,7 @@ async def test_a_call_that_must_come() -> None:
     ended = Finished(FinishReason.LENGTH, FINISHED.usage, FINISHED.metrics)
     [found] = (await answered(event, ended, **fields)).json()["output"]
     assert (found["type"], found["status"], found["arguments"]) == (
-        "function_call", "incomplete", '{"a":'
-    )  # fmt: skip
+        "function_call",
+        "incomplete",
+        '{"a":',
+    )

@@ -31,20 +31,30 @@ OTHER = {"authorization": f"Bearer {API_KEYS[1]}"}
 KEY = {"Idempotency-Key": "k"}
 SEEDED = {"seed": 7, "max_tokens": 12, "stream": True, "speculation": {"rule": "coupled"}}
 CHAT = {
-    **SEEDED, "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1,
-    "stream_options": {"include_usage": True}, "return_token_ids": True,
-}  # fmt: skip
+    **SEEDED,
+    "messages": [{"role": "user", "content": "hi"}],
+    "logprobs": True,
+    "top_logprobs": 1,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+}
 TEXT = {**SEEDED, "prompt": [1, 2], "logprobs": 1, "return_token_ids": True}
 RESPONSE = {
-    "input": "hi", "max_output_tokens": 12, "include": ["message.output_text.logprobs"],
-    "seed": 7, "speculation": {"rule": "coupled"}, "stream": True,
-}  # fmt: skip
+    "input": "hi",
+    "max_output_tokens": 12,
+    "include": ["message.output_text.logprobs"],
+    "seed": 7,
+    "speculation": {"rule": "coupled"},
+    "stream": True,
+}
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", CHAT), "choices": ("/v1/chat/completions", {**CHAT, "n": 3}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "choices": ("/v1/chat/completions", {**CHAT, "n": 3}),
     "prompts": ("/v1/completions", {**TEXT, "prompt": [[1, 2], [3]], "stop": ["cd"]}),
     "echo": ("/v1/completions", {**TEXT, "prompt": [3] * 40, "echo": True}),
-    "response": ("/v1/responses", RESPONSE), "events": ("/api/generate", TEXT),
-}  # fmt: skip
+    "response": ("/v1/responses", RESPONSE),
+    "events": ("/api/generate", TEXT),
+}
 Told = tuple[str, Any]
 """The id of an event, and its data."""
 
@@ -93,18 +103,26 @@ class Coordinator(Bench):
     def __init__(self, store: ScriptStore, first: "Coordinator | None" = None) -> None:
         self.mortal = Mortal(store)
         super().__init__(
-            text=Text(), store=self.mortal,  # type: ignore[arg-type]
-            name="c" if first is None else "d", target=None if first is None else first.target,
-            resume_grace_ms=int(GRACE_S * 1e3), length_control=False,
-        )  # fmt: skip
+            text=Text(),
+            store=self.mortal,  # type: ignore[arg-type]
+            name="c" if first is None else "d",
+            target=None if first is None else first.target,
+            resume_grace_ms=int(GRACE_S * 1e3),
+            length_control=False,
+        )
         access = AccessControl(watch_keys(None, given_keys(",".join(API_KEYS))))
         self.app = build_app(self.service, HttpOptions(access=access))
         self.shared = store
 
     async def call(
-        self, path: str, body: Any = None, headers: Mapping[str, str] = {},
-        leaves_after: int = 10_000, dies: bool = False, stays: bool = False,
-    ) -> tuple[int, dict[str, str], bytes]:  # fmt: skip
+        self,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] = {},
+        leaves_after: int = 10_000,
+        dies: bool = False,
+        stays: bool = False,
+    ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and content of a call. After some number of parts the client disconnects,
         or only stops reading if it `stays`. The coordinator may die then."""
         parts = list[bytes]()
@@ -131,12 +149,17 @@ class Coordinator(Bench):
                 await asyncio.Event().wait()
 
         given = {
-            "content-type": "application/json", "authorization": f"Bearer {API_KEYS[0]}", **headers
-        }  # fmt: skip
+            "content-type": "application/json",
+            "authorization": f"Bearer {API_KEYS[0]}",
+            **headers,
+        }
         scope = {
-            "type": "http", "method": "POST", "path": path, "query_string": b"",
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
             "headers": [(name.lower().encode(), one.encode()) for name, one in given.items()],
-        }  # fmt: skip
+        }
         await self.app(scope, receive, send)
         names = {name.decode(): value.decode() for name, value in head["headers"]}
         return head["status"], names, b"".join(parts)

@@ -33,9 +33,11 @@ async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
     """Those of a text and of a conversation. Special tokens are written by name."""
     ids = TEXT.encode("the <|end|>")
     assert await caller.call("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
-        "count": len(ids), "max_model_len": 64, "tokens": ids,
+        "count": len(ids),
+        "max_model_len": 64,
+        "tokens": ids,
         "token_strs": [TEXT.spell(one).decode() for one in ids],
-    }  # fmt: skip
+    }
     told = await caller.call("/tokenize", messages=CHAT, model="toy", add_special_tokens=False)
     assert (told["tokens"], told["token_strs"]) == (TEXT.encode_chat(CHAT), None)
     assert await caller.call("/detokenize", tokens=ids) == {"prompt": "the <|end|>"}
@@ -63,7 +65,8 @@ async def test_special_tokens_before_a_text_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
         ("/tokenize", {"prompt": "a" * 64 * 400}, "prompt"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
@@ -75,7 +78,7 @@ async def test_special_tokens_before_a_text_may_be_left_out() -> None:
         ("/detokenize", {"tokens": [1.0]}, "tokens[0]"),
         ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
     ],
-)  # fmt: skip
+)
 async def test_what_is_wrong_is_named(
     caller: Caller, path: str, body: dict[str, Any], field: str
 ) -> None:

@@ -35,9 +35,12 @@ from tests.support.told_answers import finished, started, tokens
 
 Parts = list[tuple[str, str]]
 CITY = {
-    "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
-    "additionalProperties": False, "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}
 
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
@@ -64,12 +67,16 @@ def test_a_conversation_with_calls_is_told_to_the_template() -> None:
     function = {"name": "weather", "arguments": {"city": "Rome"}}
     assert request.prompt == (
         ChatMessage("user", "hi"),
-        ChatMessage("assistant", "", {
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": "1", "type": "function", "function": function}],
-        }),
+        ChatMessage(
+            "assistant",
+            "",
+            {
+                "reasoning_content": "hm",
+                "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            },
+        ),
         ChatMessage("tool", "warm", {"tool_call_id": "1"}),
-    )  # fmt: skip
+    )
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     assert request.tools == (WEATHER, tool("clock", parameters=nothing))
     assert request.template_variables == {"enable_thinking": False}
@@ -96,8 +103,10 @@ MANY = [tool(f"t{number}") for number in range(TOOLS_MAX + 1)]
         ({"tools": BOTH, "tool_choice": "required", **REGEX}, "structured_outputs.regex"),
         ({"messages": [called("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called("{")]}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": [called() | {"tool_calls": called()["tool_calls"] * (CALLS_MAX + 1)}]},
-         "messages[0].tool_calls"),
+        (
+            {"messages": [called() | {"tool_calls": called()["tool_calls"] * (CALLS_MAX + 1)}]},
+            "messages[0].tool_calls",
+        ),
         ({"messages": [called(role="user", content="x")]}, "messages[0].tool_calls"),
         ({"messages": [{**USER, "role": "tool"}]}, "messages[0].tool_call_id"),
         ({"messages": [{**USER, "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
@@ -105,7 +114,7 @@ MANY = [tool(f"t{number}") for number in range(TOOLS_MAX + 1)]
         ({"chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs.a"),
         ({"chat_template_kwargs": {str(n): 1 for n in range(40)}}, "chat_template_kwargs"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
     assert refused(chat, fields).field == field
 
@@ -120,9 +129,11 @@ def test_far_too_large_tools_are_not_written_as_json(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
     asked = chat(
-        tools=BOTH, tool_choice="required", parallel_tool_calls=several,
+        tools=BOTH,
+        tool_choice="required",
+        parallel_tool_calls=several,
         response_format={"type": "json_object"},
-    )  # fmt: skip
+    )
     [request] = asked.requests
     assert asked.renamed(BadRequest("json_schema", "no"), 0).field == "tools"
     grammar_tokens().compile(request.constraint)
@@ -131,8 +142,12 @@ def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
     clock = {"name": "clock", "arguments": {}}
     assert schema.is_valid([good])
     assert schema.is_valid([good, clock]) is several
-    for wrong in ([], [{**good, "name": "x"}], [{**good, "arguments": {"city": "Paris"}}],
-                  [{**clock, "arguments": {"a": 1}}]):  # fmt: skip
+    for wrong in (
+        [],
+        [{**good, "name": "x"}],
+        [{**good, "arguments": {"city": "Paris"}}],
+        [{**clock, "arguments": {"a": 1}}],
+    ):
         assert not schema.is_valid(wrong)
 
 
@@ -168,17 +183,28 @@ THINKS, OPEN = AnswerForm(opens=False), AnswerForm(opens=True)
 TEXTS: list[tuple[AnswerForm, str, Parts]] = [
     (HELD_LIST, LISTED, F + G),
     (replace(HELD_LIST, several=False), LISTED, F),
-    (HELD_LIST, '[ {"name" : "f", "arguments" : {"a": "}\\"]", "b": [1, {}]} } ]',
-     [("name", "f"), ("arguments", '{"a": "}\\"]", "b": [1, {}]}')]),
+    (
+        HELD_LIST,
+        '[ {"name" : "f", "arguments" : {"a": "}\\"]", "b": [1, {}]} } ]',
+        [("name", "f"), ("arguments", '{"a": "}\\"]", "b": [1, {}]}')],
+    ),
     (HELD_LIST, '[{"name": "f", "arguments": {"a', [("name", "f"), ("arguments", '{"a')]),
     (HELD_LIST, '[{"name": "f', []),
     (AnswerForm(ARGUMENTS, ["f"]), '{"a": 1}', F),
     # Hermes-2-Pro and Qwen2.5
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', F),
-    (HERMES, 'I will.\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-     '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', [("content", "I will."), *F, *G]),
-    (replace(HERMES, several=False), '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
-     '<tool_call>{"name": "g", "arguments": {}}</tool_call> x', F),
+    (
+        HERMES,
+        'I will.\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+        [("content", "I will."), *F, *G],
+    ),
+    (
+        replace(HERMES, several=False),
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call> x',
+        F,
+    ),
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call> ok', F + OK),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', F),
     (HERMES, '<tool_call>{"name": "g", "arguments": null}', G),
@@ -189,8 +215,12 @@ TEXTS: list[tuple[AnswerForm, str, Parts]] = [
     (HERMES, "as <tool_call>oops", [("content", "as<tool_call>oops")]),
     # Llama 3.1 and 3.2
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}', F),
-    (LLAMA, '<|python_tag|>{"type": "function", "name": "f", "parameters": '
-     '{"a": 1}}; {"name": "g", "parameters": {}}', F + G),
+    (
+        LLAMA,
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": '
+        '{"a": 1}}; {"name": "g", "parameters": {}}',
+        F + G,
+    ),
     (LLAMA, '{"name": "x", "a": 3} is', [("content", '{"name": "x", "a": 3} is')]),
     (LLAMA, "<|python_tag|>f(a=1)", [("content", "<|python_tag|>f(a=1)")]),
     (LLAMA, " Hello ", [("content", " Hello ")]),
@@ -204,30 +234,39 @@ TEXTS: list[tuple[AnswerForm, str, Parts]] = [
     (MISTRAL, "[TOOL_CALLS] [1]", [("content", "[TOOL_CALLS][1]")]),
     # DeepSeek V3 and V3.1
     (DEEPSEEK, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
-    (DEEPSEEK, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
-     [("content", "Now."), *F, *G]),
+    (
+        DEEPSEEK,
+        f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
+        [("content", "Now."), *F, *G],
+    ),
     (DEEPSEEK, f"{CALL}function{SEP}oops", [("content", f"{CALL}function{SEP}oops")]),
     # Qwen3 and DeepSeek R1
-    (replace(HERMES, opens=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
-     '{"name": "f", "arguments": {"a": 1}}</tool_call>',
-     [("reasoning_content", "why\n\nso"), *OK, *F]),
-    (OPEN, "\nwhy</think>\nok",
-     [("reasoning_content", "why"), *OK]),
-    (OPEN, "<think>why</thi",
-     [("reasoning_content", "why</thi")]),
+    (
+        replace(HERMES, opens=False),
+        "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
+        '{"name": "f", "arguments": {"a": 1}}</tool_call>',
+        [("reasoning_content", "why\n\nso"), *OK, *F],
+    ),
+    (OPEN, "\nwhy</think>\nok", [("reasoning_content", "why"), *OK]),
+    (OPEN, "<think>why</thi", [("reasoning_content", "why</thi")]),
     (THINKS, " ok <think>", [("content", " ok <think>")]),
     (THINKS, "<thi", [("content", "<thi")]),
-]  # fmt: skip
+]
 
 
 LONG = "f" * 300
 FAR = [
     pytest.param(DEEPSEEK, f'{CALL}f{SEP}{{"a": 1}} {LONG}', [*F, ("content", LONG)], id="end"),
-    pytest.param(MISTRAL, f"[TOOL_CALLS]{LONG}{{}}",
-                 [("content", f"[TOOL_CALLS]{LONG}{{}}")], id="name"),
-    pytest.param(HERMES, f'a{" " * 300}<tool_call>{{"name": "g"}}',
-                 [("content", "a" + " " * 44), *G], id="space"),
-]  # fmt: skip
+    pytest.param(
+        MISTRAL, f"[TOOL_CALLS]{LONG}{{}}", [("content", f"[TOOL_CALLS]{LONG}{{}}")], id="name"
+    ),
+    pytest.param(
+        HERMES,
+        f'a{" " * 300}<tool_call>{{"name": "g"}}',
+        [("content", "a" + " " * 44), *G],
+        id="space",
+    ),
+]
 
 
 @pytest.mark.parametrize(("form", "text", "parts"), [*TEXTS, *FAR])
@@ -243,9 +282,13 @@ def test_what_is_certain_is_told_at_once() -> None:
     pieces = ("<tool_call>{", '"name": "f', '", "arguments": {"a', '": 1', "}}", "</tool_call>")
     found = [[tuple(part) for part in reader.push(piece)] for piece in pieces]
     assert found == [
-        [], [], [("name", "f"), ("arguments", '{"a')], [("arguments", '": 1')],
-        [("arguments", "}")], [],
-    ]  # fmt: skip
+        [],
+        [],
+        [("name", "f"), ("arguments", '{"a')],
+        [("arguments", '": 1')],
+        [("arguments", "}")],
+        [],
+    ]
 
 
 @pytest.mark.parametrize("form", [HERMES, THINKS, MISTRAL])
@@ -259,8 +302,9 @@ def test_no_text_takes_long(form: AnswerForm, text: str) -> None:
 
 
 @pytest.mark.parametrize("template", ['<|eot_id|> "parameters"', "<tool_call>", ""])
-@pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}},
-                                  {"structured_outputs": {"json": CITY}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "form", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": CITY}}]
+)
 def test_json_that_the_body_asks_for_is_no_call(template: str, form: dict[str, Any]) -> None:
     """The template still gets the tools, and need not show how calls are written. Under a regular
     expression, the answer may have calls."""
@@ -290,10 +334,14 @@ TOLD = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
 @pytest.mark.parametrize(
     ("mark", "calls"),
     [
-        ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), (CALL, "deepseek"),
-        ('<|eot_id|> "parameters"', "llama3"), ("<tool_call><function=", None), ("", None),
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        (CALL, "deepseek"),
+        ('<|eot_id|> "parameters"', "llama3"),
+        ("<tool_call><function=", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_the_template_says_how_calls_are_written(mark: str, calls: str | None) -> None:
     """Special tokens that are marks are kept in the text only for the parser that needs them."""
     formats = ChatFormats(text_of(TOLD + mark))
@@ -325,12 +373,16 @@ def test_ids_of_calls_fit_every_chat_template() -> None:
     [
         ("<think></think>", "auto", {}, [("content", "ab</think>c")]),
         ("</think><think>", "auto", {}, [("reasoning_content", "ab"), ("content", "c")]),
-        ("</think>{% if thinks %}<think>{% endif %}", "auto", {"thinks": True},
-         [("reasoning_content", "ab"), ("content", "c")]),
+        (
+            "</think>{% if thinks %}<think>{% endif %}",
+            "auto",
+            {"thinks": True},
+            [("reasoning_content", "ab"), ("content", "c")],
+        ),
         ("</think>", "deepseek_r1", {}, [("reasoning_content", "ab"), ("content", "c")]),
         ("</think>", "qwen3", {}, [("content", "ab</think>c")]),
     ],
-)  # fmt: skip
+)
 def test_reasoning_begins_where_the_template_has_begun_it(
     template: str, parser: str, variables: dict[str, Any], parts: Parts
 ) -> None:
@@ -350,18 +402,22 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
     text = text_of(read_chat_template(TEMPLATE))
     assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     turns = [
-        {"role": "system", "content": "Be brief."}, *SOLO,
+        {"role": "system", "content": "Be brief."},
+        *SOLO,
         {"role": "assistant", "content": "So.", "tool_calls": [ONE_CALL, ONE_CALL]},
         *({"role": "tool", "content": one, "tool_call_id": "1"} for one in "xy"),
-    ]  # fmt: skip
+    ]
     rendered = text.render(turns, [tool("f", parameters=CITY)])
     system, _, assistant, result, last = rendered.split("<|im_start|>")[1:]
     assert system.startswith("system\nBe brief.\n\n")
     assert json.dumps(tool("f", parameters=CITY)) in system.split("\n")
     assert assistant == f"assistant\nSo.\n{CALL_TEXT}\n{CALL_TEXT}<|im_end|>\n"
     assert read(HERMES, assistant, 5) == [
-        ("content", "assistant\nSo."), *F, *F, ("content", "<|im_end|>\n")
-    ]  # fmt: skip
+        ("content", "assistant\nSo."),
+        *F,
+        *F,
+        ("content", "<|im_end|>\n"),
+    ]
     responses = [f"\n<tool_response>\n{one}\n</tool_response>" for one in "xy"]
     assert result == f"tool{''.join(responses)}<|im_end|>\n"
     assert last == "assistant\n"
@@ -370,9 +426,12 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9")
     (tmp_path / "large").write_text("\u00e9" * (FILE_BYTES_MAX // 2) + "x", encoding="utf-8")
     for name, reason in (
-        ("wrong", "line 1"), ("none", "cannot read"), ("", "cannot read"),
-        ("latin", "is not UTF-8"), ("large", "larger than 1048576 bytes"),
-    ):  # fmt: skip
+        ("wrong", "line 1"),
+        ("none", "cannot read"),
+        ("", "cannot read"),
+        ("latin", "is not UTF-8"),
+        ("large", "larger than 1048576 bytes"),
+    ):
         with pytest.raises(SettingError, match=f"^chat_template: .*{reason}"):
             read_chat_template(str(tmp_path / name))
 
@@ -383,10 +442,11 @@ def test_a_template_without_tools_is_named() -> None:
     assert text.render(SOLO, (), {"mood": "gay"}) == "Higay"
     called = [*SOLO, {"role": "assistant", "content": "", "tool_calls": [ONE_CALL]}]
     for turns, tools, variables, field in (
-        (SOLO, [CLOCK], {}, "tools"), (called, [], {}, "chat"),
+        (SOLO, [CLOCK], {}, "tools"),
+        (called, [], {}, "chat"),
         (SOLO, [], {"tokenize": False}, "chat_template_kwargs.tokenize"),
         (SOLO, [], {"chat_template": "x"}, "chat_template_kwargs.chat_template"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(BadRequest) as caught:
             text.encode_chat(turns, tools, variables)
         assert caught.value.field == field

@@ -82,9 +82,11 @@ def test_what_was_drafted_in_vain_is_struck_through(
     one, or stand behind the text. The text of each token is its letter."""
     begun = {"proposed_token_ids": [*range(5)], "proposed_texts": [*"ABCDE"]}
     written = {
-        "token_ids": ["ABCDEX".index(letter) for letter in came], "texts": [*came],
-        "text_delta": came, "origins": ["accepted"] * num_accepted + ["correction"],
-    }  # fmt: skip
+        "token_ids": ["ABCDEX".index(letter) for letter in came],
+        "texts": [*came],
+        "text_delta": came,
+        "origins": ["accepted"] * num_accepted + ["correction"],
+    }
     script = f"""{NODE}
         const told = [true, false].map((keeps) => {{
             const paper = new Node("p");
@@ -96,7 +98,10 @@ def test_what_was_drafted_in_vain_is_struck_through(
         console.log(JSON.stringify(told));"""
     source = FOLDER.joinpath("writing.js").read_text("utf-8") + script
     ran = subprocess.run(
-        ["node", "--input-type=module"], input=source, capture_output=True, check=True,
+        ["node", "--input-type=module"],
+        input=source,
+        capture_output=True,
+        check=True,
         encoding="utf-8",
-    )  # fmt: skip
+    )
     assert json.loads(ran.stdout) == [kept, behind]

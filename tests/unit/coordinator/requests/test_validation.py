@@ -172,13 +172,23 @@ def stored(parameters: validation.GenerationParameters) -> SessionRecord:
 def test_parameters_are_stored_and_read_again() -> None:
     for constraint in (None, Constraint.any_object(), Constraint.of_choices(["x", "é"])):
         sampling = SamplingParams(
-            0.7, top_k=3, logit_bias=((5, -1.5), (7, 2.0)), stop_token_ids=(3,),
+            0.7,
+            top_k=3,
+            logit_bias=((5, -1.5), (7, 2.0)),
+            stop_token_ids=(3,),
             min_tokens=0 if constraint else 2,
-        )  # fmt: skip
+        )
         parameters = checked(
-            constraint=constraint, seed=2**64 - 1, stop=("a",), sampling=sampling, ignore_eos=True,
-            rule=Rule.BLOCK, include_rounds=True, draft_deadline_ms=20, logprobs=2,
-        )  # fmt: skip
+            constraint=constraint,
+            seed=2**64 - 1,
+            stop=("a",),
+            sampling=sampling,
+            ignore_eos=True,
+            rule=Rule.BLOCK,
+            include_rounds=True,
+            draft_deadline_ms=20,
+            logprobs=2,
+        )
         assert parameters.constraint == constraint
         assert validation.GenerationParameters.of(stored(parameters)) == parameters
         large = replace(parameters, stop=("a" * limits.SHARED_BYTES_MIN,))

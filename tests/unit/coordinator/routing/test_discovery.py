@@ -331,9 +331,13 @@ async def test_the_fleet_is_listed_from_the_registry_and_the_pools(world: World)
     own = Figures(tokens_per_second=80.0)
     shown = {one.name: one for one in world.fleet.replicas("served", 5, own)}
     assert {name: (one.state, one.load, one.here) for name, one in shown.items()} == {
-        "a": ("serving", 5, True), "c": ("serving", 3, False), "t1": ("serving", 0, False),
-        "t2": ("away", 2, False), "t9": ("joining", 0, False), "t10": ("leaving", 0, False),
-    }  # fmt: skip
+        "a": ("serving", 5, True),
+        "c": ("serving", 3, False),
+        "t1": ("serving", 0, False),
+        "t2": ("away", 2, False),
+        "t9": ("joining", 0, False),
+        "t10": ("leaving", 0, False),
+    }
     assert (shown["a"].model, shown["a"].figures) == ("served", own)
     first = shown["t1"]
     assert (first.model, first.node, first.device, first.figures.busy) == ("toy", "h", "cpu", 0.5)

@@ -98,9 +98,22 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
     assert wanted == [0, 3, 5, 6, 7, 8, 1, 4, 7, *[None] * 3, 7, 10, 13, 16, 19, 20]
     assert sources == [False, *[True] * 4, *[False] * 10, True, True]
     assert sent == [
-        (0, 3), (3, 5), (5, 6), (6, 7), (7, 8), (8, 9), (1, 4), (4, 7), (7, 10), None,
-        (7, 10), (10, 13), (13, 16), (16, 19), (19, 20),
-    ]  # fmt: skip
+        (0, 3),
+        (3, 5),
+        (5, 6),
+        (6, 7),
+        (7, 8),
+        (8, 9),
+        (1, 4),
+        (4, 7),
+        (7, 10),
+        None,
+        (7, 10),
+        (10, 13),
+        (13, 16),
+        (16, 19),
+        (19, 20),
+    ]
 
 
 def holding(*held: int | None) -> list[Any]:
@@ -367,13 +380,19 @@ async def test_the_look_up_replaces_a_proposal_that_cannot_be_used(
 
 
 def pushed(
-    round_index: int, base: int, assumed: tuple[int, ...], tokens: tuple[int, ...] = (1, 2, 3),
+    round_index: int,
+    base: int,
+    assumed: tuple[int, ...],
+    tokens: tuple[int, ...] = (1, 2, 3),
     q: bytes = b"",
-) -> ProposalReply:  # fmt: skip
+) -> ProposalReply:
     return ProposalReply(
-        ReplyKey("0" * 32, 1, round_index), SealedProposal(tokens, q), base,
-        base + len(assumed) - 1, assumed=assumed,
-    )  # fmt: skip
+        ReplyKey("0" * 32, 1, round_index),
+        SealedProposal(tokens, q),
+        base,
+        base + len(assumed) - 1,
+        assumed=assumed,
+    )
 
 
 def test_the_proposal_for_the_real_outcome_is_picked() -> None:

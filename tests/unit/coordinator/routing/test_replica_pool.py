@@ -158,7 +158,7 @@ async def test_a_request_waits_for_a_target_that_is_being_started() -> None:
         (((1, STARTING), (6, GIVEN_UP)), 6 + GONE_S, "target-9 is starting, after 4 failures"),
         (((1, STARTING),), START_S, "target-3 is starting, last start took 31 s; waited for 20 s"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_request_fails_when_no_target_is_expected_or_it_takes_too_long(
     begun: bool, changes: tuple[tuple[float, Starts], ...], ends_at: float, reason: str
@@ -496,16 +496,21 @@ async def test_only_late_answers_count_as_stale() -> None:
     route: SessionRoute[Any, Any] = SessionRoute(pool, context_of(session(name=SESSION)))
     route.begin(2)
     for answer in (
-        late_proposal(2), late_proposal(3), Resync(ReplyKey(SESSION, 1, 1), 0, 0),
+        late_proposal(2),
+        late_proposal(3),
+        Resync(ReplyKey(SESSION, 1, 1), 0, 0),
         late_proposal(1, ()),  # The answer to a prompt.
         late_proposal(1, assumed=(4,)),  # Drafted ahead for an outcome that did not happen.
-    ):  # fmt: skip
+    ):
         link.on_answer(answer)
     assert pool.num_stale == 0
     late = (
-        late_proposal(1), late_verdict(0), late_verdict(2, epoch=2), late_proposal(2),
+        late_proposal(1),
+        late_verdict(0),
+        late_verdict(2, epoch=2),
+        late_proposal(2),
         late_verdict(5, "cd" * 16),
-    )  # fmt: skip
+    )
     for num, answer in enumerate(late, start=1):
         link.on_answer(answer)
         assert pool.num_stale == num

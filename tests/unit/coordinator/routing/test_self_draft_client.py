@@ -34,9 +34,10 @@ def self_drafts(
     config = CONFIG
     if confident is not None:
         hybrid = DraftConfig(
-            model="hybrid:ngram,eagle3:heads", hybrid_min_score=confident,
+            model="hybrid:ngram,eagle3:heads",
+            hybrid_min_score=confident,
             hybrid_model_tokens=model_tokens,
-        )  # fmt: skip
+        )
         config = replace(CONFIG, lookup=hybrid)
     target: Any = SimpleNamespace(context=context_of(one, **fields), on_trial=None)
     return SelfDraftClient(target, NgramDrafter(), config)
@@ -45,9 +46,14 @@ def self_drafts(
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
     key = ReplyKey(NAME, 1, 0)
     return VerdictReply(
-        key, Verdict((), (1,)), 6, next_proposal=proposal, next_base_length=base_length,
-        next_draft_ms=250.0, next_work_ms=125.0,
-    )  # fmt: skip
+        key,
+        Verdict((), (1,)),
+        6,
+        next_proposal=proposal,
+        next_base_length=base_length,
+        next_draft_ms=250.0,
+        next_work_ms=125.0,
+    )
 
 
 def sealed(num_tokens: int) -> SealedProposal:

@@ -89,10 +89,12 @@ def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
     assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
     card = (place / "out" / "README.md").read_text()
     for words in (
-        "Training had 30 steps over ", "The seed was 3.",
+        "Training had 30 steps over ",
+        "The seed was 3.",
         "| written by | training documents | tokens of training documents | held-out documents |",
-        "| the target | ", f"| {last.sampled:.3f} | ",
-    ):  # fmt: skip
+        "| the target | ",
+        f"| {last.sampled:.3f} | ",
+    ):
         assert words in card, words
     ratio = r"over (\S+) tokens, which is\n  (\S+) times the training data"
     [(read, times)] = re.findall(ratio, card)
@@ -114,7 +116,7 @@ def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> N
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
     target: Target, whole: tuple[Path, Measured], tmp_path: Path, stage: str, part: float
-) -> None:  # fmt: skip
+) -> None:
     def kill(now: str, done: float, detail: str) -> None:
         if now == stage and done >= part:
             raise KeyboardInterrupt
@@ -193,9 +195,12 @@ def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path
         file.write_text(lines * '{"text": "12345"}\n')
         with pytest.raises(SettingError, match=said) as bad:
             run(
-                spelled, tmp_path, lambda stage, part, detail: stages.add(stage),
-                corpus=(file,), tokens=tokens,
-            )  # fmt: skip
+                spelled,
+                tmp_path,
+                lambda stage, part, detail: stages.add(stage),
+                corpus=(file,),
+                tokens=tokens,
+            )
         assert bad.value.key == "tokens"
     assert stages == {"writing"}
 
@@ -235,9 +240,12 @@ def test_the_command_makes_a_head_that_serves(
     result can be trained further."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
-        tmp_path / "target", vocab_size=336, eos_token_id=0, num_layers=7,
+        tmp_path / "target",
+        vocab_size=336,
+        eos_token_id=0,
+        num_layers=7,
         tokenizer=byte_level_tokenizer(),
-    )  # fmt: skip
+    )
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     lines = [{"text": f"{i} quick brown foxes jump over the lazy dog. "} for i in range(60)]
@@ -248,11 +256,21 @@ def test_the_command_makes_a_head_that_serves(
     command = ["distill", str(model), "--corpus", str(corpus), "--tokens", "300", "--kind"]
     code = main(
         [
-            *command, "eagle3", "--out", str(tmp_path / "out"), "--json",
-            "--draft-vocab", "64", "--steps", "4", "--prompts", str(tmp_path / "prompts.jsonl"),
-            "--measure", str(tmp_path / "measure.jsonl"),
+            *command,
+            "eagle3",
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+            "--draft-vocab",
+            "64",
+            "--steps",
+            "4",
+            "--prompts",
+            str(tmp_path / "prompts.jsonl"),
+            "--measure",
+            str(tmp_path / "measure.jsonl"),
         ]
-    )  # fmt: skip
+    )
     captured = capsys.readouterr()
     assert code == 0, captured.err
     found = json.loads(captured.out)
@@ -261,9 +279,15 @@ def test_the_command_makes_a_head_that_serves(
     assert 0 < found["acceptance_on_prompts"]["measured_tokens"] <= 4 * 128
     assert "training" not in captured.err
     again = [
-        *command, "eagle3", "--out", str(tmp_path / "again"), "--steps", "2",
-        "--start-from", str(tmp_path / "out"),
-    ]  # fmt: skip
+        *command,
+        "eagle3",
+        "--out",
+        str(tmp_path / "again"),
+        "--steps",
+        "2",
+        "--start-from",
+        str(tmp_path / "out"),
+    ]
     assert main(again) == 0
     *table, to_type = capsys.readouterr().out.splitlines()
     assert any("acceptance: measured tokens" in line for line in table)
@@ -288,9 +312,13 @@ def test_the_command_makes_a_head_that_serves(
     ],
 )
 def test_errors_name_the_flag(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str,
-) -> None:  # fmt: skip
+    target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    message: str,
+) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     code = main(["distill", str(target.directory), "--out", str(tmp_path / "out"), *flags])
     assert code == 2

@@ -223,9 +223,11 @@ def looking(*distances: int) -> Any:
         return SimpleNamespace(attentions=[torch.stack([torch.eye(128), w])[None] for w in weights])
 
     return SimpleNamespace(
-        config=config, base_model=read, get_input_embeddings=lambda: torch.nn.Embedding(1000, 1),
+        config=config,
+        base_model=read,
+        get_input_embeddings=lambda: torch.nn.Embedding(1000, 1),
         set_attn_implementation=lambda name: setattr(config, "_attn_implementation", name),
-    )  # fmt: skip
+    )
 
 
 def test_layers_that_copy_are_found_behind_those_that_gather() -> None:

@@ -84,14 +84,23 @@ def test_answers_to_one_prompt_are_held_out_together(tmp_path: Path) -> None:
     prompts = [(0, 1, index % 200, 2, 3, 4) for index in range(400)]
     (tmp_path / "conversations.jsonl").write_text(
         "".join(
-            json.dumps({"index": index, "prompt": prompts[index], "temperature": 1.0,
-                        "answer": [index] * 3}) + "\n"
+            json.dumps(
+                {
+                    "index": index,
+                    "prompt": prompts[index],
+                    "temperature": 1.0,
+                    "answer": [index] * 3,
+                }
+            )
+            + "\n"
             for index in range(400)
         )
-    )  # fmt: skip
+    )
     for changes, are_equal in (
-        ({}, True), ({"prompts": prompts}, True), ({"template": Template((0,) * 6, ())}, False)
-    ):  # fmt: skip
+        ({}, True),
+        ({"prompts": prompts}, True),
+        ({"template": Template((0,) * 6, ())}, False),
+    ):
         held = [one.is_held_out for one in corpus(tmp_path, **changes).documents()]
         assert (held[:200] == held[200:]) is are_equal
         assert 1 <= sum(held[:200]) <= 14

@@ -104,8 +104,9 @@ _calls = st.one_of(
     st.tuples(st.sampled_from(["forward", "take_slots"]), st.lists(_steps, max_size=3)),
     st.tuples(st.just("attach"), _names, _numbers, _names),
     st.tuples(st.just("keep"), _names, st.integers(0, 2**40)),
-    st.tuples(st.just("fork"), _names, _names), st.tuples(st.just("release"), _names),
-)  # fmt: skip
+    st.tuples(st.just("fork"), _names, _names),
+    st.tuples(st.just("release"), _names),
+)
 
 
 @given(st.lists(_calls, max_size=8))
@@ -185,12 +186,14 @@ def test_a_follower_that_fails_ends_the_steps() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (("forward", [_step("a", 4)]), EngineLost), (("attach", "b", (1, 2)), MemoryError),
-        (("fork", "a", "b"), MemoryError), (("keep", "a", 1), MemoryError),
+        (("forward", [_step("a", 4)]), EngineLost),
+        (("attach", "b", (1, 2)), MemoryError),
+        (("fork", "a", "b"), MemoryError),
+        (("keep", "a", 1), MemoryError),
         (("forward_draft", [_step("a", 4)], []), MemoryError),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_leader_that_fails_ends_its_followers(
     call: tuple[Any, ...], error: type[Exception]
 ) -> None:

@@ -25,10 +25,16 @@ holds."""
 
 def _config(family: str) -> Any:
     sizes = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     if family == "phi3":  # what a rank multiplies is gathered at once, and cut again
         return Phi3Config(**sizes, tie_word_embeddings=False)
     if family == "olmo2":
@@ -108,10 +114,15 @@ def test_a_model_that_cannot_be_shared_out_is_refused_with_the_reason(tmp_path: 
     with pytest.raises(SettingError, match=r"GPT2LMHeadModel\) has no plan"):
         check_shares(path, 2, key=KEY, name="tiny")
     experts = MixtralConfig(
-        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, num_local_experts=2,
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=2,
         architectures=["MixtralForCausalLM"],
-    )  # fmt: skip
+    )
     experts.save_pretrained(tmp_path / "mixtral")
     with pytest.raises(SettingError, match="unknown style moe_tp_experts"):
         check_shares(tmp_path / "mixtral", 2, key=KEY, name="tiny")
