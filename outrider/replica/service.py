@@ -108,7 +108,7 @@ class SteppedService(ReplicaService):
         self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
         self._queue = RequestQueue(description.max_num_seqs)
-        self._load = StepLoad(description.max_num_seqs, _now())
+        self._load: StepLoad | None = None
         self._leaving: Newest[str, bool] = Newest(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
         step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
@@ -151,7 +151,14 @@ class SteppedService(ReplicaService):
     @property
     def figures(self) -> Figures:
         """The replica's load, averaged over about `WINDOW_S`."""
-        return self._load.figures(_now(), self._worker.figures)
+        now = _now()
+        return self._load_since(now).figures(now, self._worker.figures)
+
+    def _load_since(self, now: float) -> StepLoad:
+        """The load since the first call, which a replica makes when it announces itself. The service
+        may be made on a thread without an event loop, and so without a clock."""
+        self._load = self._load or StepLoad(self._description.max_num_seqs, now)
+        return self._load
 
     def observe(self, observer: ObservedSteps) -> None:
         """Reports all further steps to `observer`."""
@@ -485,7 +492,7 @@ class SteppedService(ReplicaService):
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if not batch:
             return
-        self._load.stepped(batch, start, end)
+        self._load_since(start).stepped(batch, start, end)
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)
         self._put_back([work for work in batch if work.unfinished is not None])

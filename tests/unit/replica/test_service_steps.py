@@ -421,6 +421,12 @@ async def test_time_before_the_first_step_counts_as_idle() -> None:
     await desk.service.close()
 
 
+async def test_a_service_may_be_made_on_a_thread_without_an_event_loop() -> None:
+    desk = await asyncio.to_thread(Desk, step_s=0.01)
+    assert desk.service.figures.busy == 0
+    await desk.service.close()
+
+
 async def test_a_request_that_comes_during_a_step_shares_the_next_one() -> None:
     desk = Desk(step_s=0.01)
     desk.worker.during_step = lambda: len(desk.worker.steps) == 3 and desk.submit(3)
