@@ -1,4 +1,5 @@
-"""All limits. A request beyond a limit is refused, and the error names the request's field."""
+"""Limits of requests and resources. Other periods and timeouts stand beside their use. A request
+beyond a limit is refused, and the error names the request's field."""
 
 NUM_DRAFT_TOKENS_MAX = 16  # of a round
 TEMPERATURE_MAX = 2.0

@@ -5,7 +5,7 @@
 | missing | placed and started | at once; after failures, with growing delays |
 | one of its ranks has died | removed, and so missing | after at most `END_GRACE_S` |
 | hung (`hang_watch.py`) | killed, and so missing | at once |
-| surplus | drained and stopped | after `QUIET_S` without requests, or after `stop_timeout_s` |
+| surplus | drained (until quiet for `QUIET_S`), stopped | each may take `stop_timeout_s` |
 """
 
 import asyncio
