@@ -62,7 +62,8 @@ class DataTable:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    """The first cell of a row is the row's name."""
+    num_keys: int = 1
+    """Number of leading columns that name a row. Each part of the table has these columns."""
     bold: int | None = None
     """Index of the row to highlight."""
 
@@ -84,15 +85,17 @@ class DataTable:
         ]
         words = longest(word for text in (self.columns[0], *cells[0]) for word in text.split())
         least = min(words, options.max_width // 2)
-        rest = [*range(1, len(self.columns))]
+        keys, rest = [*range(self.num_keys)], [*range(self.num_keys, len(widths))]
+        room = options.max_width - least - sum(widths[place] + _GAP for place in keys[1:])
         while rest:
-            left, shown = options.max_width - least, [0]
-            while rest and (len(shown) == 1 or widths[rest[0]] + _GAP <= left):
+            left, shown = room, [*keys]
+            while rest and (len(shown) == len(keys) or widths[rest[0]] + _GAP <= left):
                 place = rest.pop(0)
-                widths[place] = min(widths[place], left - _GAP)
+                widths[place] = max(1, min(widths[place], left - _GAP))
                 left -= widths[place] + _GAP
                 shown.append(place)
-            yield self._part(shown, [min(widths[0], least + left), *(widths[i] for i in shown[1:])])
+            first = min(widths[0], least + max(0, left))
+            yield self._part(shown, [first, *(widths[place] for place in shown[1:])])
             if rest:
                 yield ""
 
@@ -112,19 +115,28 @@ class DataTable:
 
 
 def table(
-    title: str, rows: Sequence[Mapping[str, Any]], *, joined: str = "", bold: int | None = None
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    num_keys: int = 1,
+    joined: str = "",
+    bold: int | None = None,
 ) -> DataTable:
-    """A table with a column for each key of the rows. The first column names the rows. Rows that
-    differ only in the column `joined` become one row. `bold` is the index of the row to highlight,
-    and counts the rows before they are joined."""
-    shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    places = []
-    for row in shown:
-        key = tuple(value for name, value in row.items() if name != joined)
-        if (first := found.setdefault(key, row)) is not row:
-            first[joined] += f", {row[joined]}"
-        places.append([*found].index(key))
-    names = [name.replace("_", " ") for name in shown[0]]
+    """A table with a column for each key of the rows. The first `num_keys` columns name the rows.
+    If `joined` names a column, rows that differ only there become one row. `bold` is the index of
+    the row to highlight, and counts the rows before they are joined."""
+    found: dict[object, dict[str, str]] = {}
+    bold_key: object = None
+    for index, row in enumerate(rows):
+        shown = {name: _shown(value) for name, value in row.items()}
+        key: object = index
+        if joined:
+            key = tuple(value for name, value in shown.items() if name != joined)
+        if (first := found.setdefault(key, shown)) is not shown:
+            first[joined] += f", {shown[joined]}"
+        if index == bold:
+            bold_key = key
+    names = [name.replace("_", " ") for name in rows[0]]
     cells = [[*row.values()] for row in found.values()]
-    return DataTable(title, names, cells, None if bold is None else places[bold])
+    place = None if bold is None else [*found].index(bold_key)
+    return DataTable(title, names, cells, num_keys, place)

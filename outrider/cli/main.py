@@ -89,8 +89,11 @@ def parse(words: Sequence[str]) -> Arguments:
         if isinstance(error, click.NoSuchOption):
             from .vllm_flags import hint
 
-            if instead := hint(path, error.option_name):
-                message = f"no such option {error.option_name}: {instead}"
+            flag = error.option_name
+            if not flag.startswith("--"):  # Of `-tp`, click names only `-t`.
+                flag = next((word for word in map(str, words) if word.startswith(flag)), flag)
+            if instead := hint(path, flag):
+                message = f"No such option '{flag}': {instead}"
         _complain(f"{message.rstrip('.')} (see {path} --help)")
         sys.exit(2)
     except click.Abort:  # Ctrl-C while modules are imported.

@@ -1,5 +1,5 @@
 """Flags of `vllm serve` and `vllm bench serve` 0.32 that the commands of the same name here lack,
-and what to do instead. docs/serve.md has these tables."""
+and what to do instead. docs/serve.md has a table of the flags of `vllm serve`."""
 
 from collections.abc import Mapping
 
@@ -92,6 +92,7 @@ SERVE: Mapping[str, str] = {
     "--disable-uvicorn-access-log": _NO_SUCH_LOG,
     "--uvicorn-log-level": "give `--log-level`",
     "--otlp-traces-endpoint": "give `--telemetry otlp=URL`",
+    "--stream-interval": "give `--stream-interval-ms`",
     "--root-path": _PROXY,
     "--allowed-origins": _PROXY,
     "--middleware": _PROXY,
@@ -130,7 +131,7 @@ _TABLES = {"outrider serve": SERVE, "outrider bench serve": BENCH_SERVE}
 
 def hint(command: str, flag: str) -> str:
     """What to do instead of a flag of vLLM, such as `--block-size`; empty if the flag is unknown.
-    `command` is a command here, such as `outrider serve`. Of `-tp`, click reports only `-t`."""
+    `command` is a command here, such as `outrider serve`."""
     known = _TABLES.get(command, {})
-    name = flag.replace("_", "-") if flag.startswith("--") else f"{flag}p"
+    name = flag.replace("_", "-")
     return known.get(name) or known.get(name.replace("--no-", "--", 1), "")

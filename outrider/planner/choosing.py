@@ -200,6 +200,21 @@ def _accepted(
     return found
 
 
+COLUMNS = {
+    "rule": "rule",
+    "num_draft_tokens": "K",
+    "look_ahead": "look ahead",
+    "draft_replicas": "drafts",
+    "hit_rate": "hit rate",
+    "tokens_per_second": "tokens per second",
+    "speedup": "speed up",
+    "tokens_per_round": "tokens per round",
+    "proposed_per_round": "drafted per round",
+    "steps_per_round": "steps per round",
+}
+"""Field of `Option` -> its column, short enough for a terminal of 80 columns."""
+
+
 @dataclass(frozen=True)
 class PlanReport:
     """The output of `outrider plan`: JSON and tables."""
@@ -232,8 +247,13 @@ class PlanReport:
             yield self._acceptance(plan)
             title = f"Expected at temperature {plan.temperature:g}, concurrency {self.concurrency}"
             options = (plan.plain, *plan.options)
-            rows = [asdict(option) for option in options]
-            yield table(f"{title}{link}", rows, joined="rule", bold=options.index(plan.chosen))
+            yield table(
+                f"{title}{link}",
+                [{COLUMNS[key]: value for key, value in asdict(one).items()} for one in options],
+                num_keys=2,
+                joined="rule",
+                bold=options.index(plan.chosen),
+            )
             yield Text(self._sentence(plan), style="bold")
             yield from _advice(plan)
             yield self._certainty(plan)
@@ -248,6 +268,7 @@ class PlanReport:
                 for name, found in plan.acceptance.items()
                 for rule, chances in found["by_position"].items()
             ],
+            num_keys=2,
             joined="rule",
         )
 

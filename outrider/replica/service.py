@@ -155,8 +155,7 @@ class SteppedService(ReplicaService):
         return self._load_since(now).figures(now, self._worker.figures)
 
     def _load_since(self, now: float) -> StepLoad:
-        """The load since the first call, which a replica makes when it announces itself. The service
-        may be made on a thread without an event loop, and so without a clock."""
+        """The load, measured from the first call on: a replica is built outside its event loop."""
         self._load = self._load or StepLoad(self._description.max_num_seqs, now)
         return self._load
 

@@ -49,6 +49,17 @@ def test_a_table_that_does_not_fit_continues_below_and_repeats_its_first_column(
     assert ["one", "2" * 20] in lines
 
 
+def test_each_part_of_a_table_has_all_columns_that_name_a_row() -> None:
+    rows = [{"rule": "token", "K": k, "first": "1" * 20, "second": f"{k}" * 20} for k in (3, 4)]
+    lines = [line.split() for line in at_width(36, table("T", rows, num_keys=2))]
+    assert ["token", "4", "1" * 20] in lines
+    assert ["token", "4", "4" * 20] in lines
+
+
+def test_equal_rows_of_a_table_without_a_joined_column_all_appear() -> None:
+    assert len(table("T", [{"way": "a", "value": 1}] * 2).rows) == 2
+
+
 def test_a_cell_that_is_wider_than_the_terminal_is_folded() -> None:
     letters = "".join(chr(ord("a") + place % 26) for place in range(150))
     lines = at_width(40, table("T", [{"figure": letters, "value": letters[::-1]}]))

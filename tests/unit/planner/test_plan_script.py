@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
@@ -177,7 +177,7 @@ def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
     assert lines[1:] == num_noisy * [lines[-1]]
 
 
-def shown(**told: Any) -> str:
+def shown(*, width: int = 400, **told: Any) -> str:
     """The tables of a report."""
     known: dict[str, Any] = {
         "model": "t",
@@ -187,7 +187,22 @@ def shown(**told: Any) -> str:
         "concurrency": 1,
         "round_trip_ms": 0.0,
     }
-    return printed(*PlanReport(**(known | told)).tables())
+    return printed(*PlanReport(**(known | told)).tables(), width=width)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_plan_fits_a_terminal(width: int) -> None:
+    plan = choose(1, MODEL, _sample(MODEL, 1.0), TIMES)
+    text = shown(width=width, plans=(plan,))
+    assert "…" not in text
+    assert all(len(line) <= width for line in text.splitlines())
+    assert (text.count("\nrule ") == 1) == (width == 80)
+    found = {*text.split()}
+    for option in (plan.plain, *plan.options):
+        figures = (value for value in asdict(option).values() if isinstance(value, float))
+        assert {f"{figure:.3f}" for figure in figures} <= found
+    chances = (one for rules in plan.acceptance.values() for one in rules["by_position"].values())
+    assert {f"{chance:.3f}" for each in chances for chance in each if chance is not None} <= found
 
 
 def test_a_plan_says_how_to_deploy_it() -> None:

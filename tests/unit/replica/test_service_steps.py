@@ -411,6 +411,10 @@ async def test_two_rounds_that_are_known_run_before_their_answers_are_sent() -> 
     await desk.service.close()
 
 
+def test_a_service_is_built_outside_an_event_loop() -> None:
+    assert Desk(step_s=0.02).service.healthy
+
+
 async def test_time_before_the_first_step_counts_as_idle() -> None:
     desk = Desk(step_s=0.02)
     assert desk.service.figures.busy == 0
