@@ -217,7 +217,8 @@ class AccessControl:
         """Counts one request of the caller unless it `is_counted`, and holds a slot for each
         generation until the context ends. `resumes` has the ids of resumed sessions. If a limit is
         reached, raises `Overloaded` with the time to wait. A request for which too few slots are
-        free does not count. Raises `StoreUnavailable`. After an error, no slot is held."""
+        free does not count, unless it was counted before. Raises `StoreUnavailable`. After an
+        error, no slot is held."""
         names: list[str] = []
         counts = caller.requests_per_minute > 0 and not is_counted
         if (counts or caller.concurrency) and self._store is not None:
@@ -319,8 +320,7 @@ class RedisSlots:
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
         """Counts a request, and takes the named `slots`. Slots that the caller already holds
         do not count again. `depth` multiplies the size of the bucket, or is `COUNTED`. If the
-        bucket is empty or too few slots are free, raises `Overloaded`, and the request does not
-        count, even if it was counted before."""
+        bucket is empty or too few slots are free, raises `Overloaded`, and does neither."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute,

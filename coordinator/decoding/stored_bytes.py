@@ -53,6 +53,8 @@ class StoredBytes:
     def __init__(self, resume_grace_ms: int) -> None:
         self._kept_s = resume_grace_ms / 1e3 + limits.FINISHED_TTL_S
         self._memory, self._num_coordinators = StoreMemory(), 1
+        self._num_written = 0
+        """Bytes of sessions that were opened since `_memory` was learned."""
         self._learned = asyncio.Event()
         self._held: dict[str, _Held] = {}
         """By session id, and by name of an idempotency key."""
@@ -65,7 +67,7 @@ class StoredBytes:
 
     def learn(self, memory: StoreMemory, num_coordinators: int) -> None:
         """Sets the store's memory, and the number of coordinators that use the store."""
-        self._memory, self._num_coordinators = memory, num_coordinators
+        self._memory, self._num_coordinators, self._num_written = memory, num_coordinators, 0
         self._learned.set()
         self._learned.clear()
 
@@ -92,7 +94,7 @@ class StoredBytes:
 
     def check(self, tenant: str) -> None:
         """Raises `Overloaded` if the tenant's next session has no room in the store."""
-        most, used = self._memory.most, self._memory.used
+        most, used = self._memory.most, self._memory.used + self._num_written
         if most and used > most * limits.STORE_FULL_SHARE:
             raise Overloaded(
                 f"the session store is almost full, with {used} of {most} bytes (maxmemory of "
@@ -112,16 +114,20 @@ class StoredBytes:
             )
 
     async def room(self, tenant: str) -> None:
-        """Waits while the tenant's running sessions must not take more memory."""
-        while self._memory.used >= (
-            self._memory.most * limits.STORE_PAUSED_FROM
-        ) and self._is_above_share(tenant):
+        """Waits while the tenant's running sessions must not take more memory, because other
+        tenants have sessions, too."""
+        while (
+            self._memory.used >= self._memory.most * limits.STORE_PAUSED_FROM
+            and self._is_above_share(tenant)
+            and self._totals.total() > self._totals[tenant]
+        ):
             await self._learned.wait()
 
     def hold(self, record: SessionRecord, parameters: GenerationParameters) -> None:
         """Counts a session that runs from now on."""
         num_tokens = record.prompt_length + parameters.max_tokens
         num_bytes = SESSION_BYTES + len(record.parameters) + TOKEN_BYTES * num_tokens
+        self._num_written += num_bytes - TOKEN_BYTES * parameters.max_tokens
         if parameters.logprobs is not None:
             num_bytes += LOGPROB_BYTES * parameters.max_tokens * (1 + parameters.logprobs)
         shared = _size(record.shared)

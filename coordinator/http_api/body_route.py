@@ -68,10 +68,12 @@ class Turns:
     async def _next_step(self) -> AsyncIterator[None]:
         async with self._step:  # Locks are given in the order in which they are asked for.
             began = time.thread_time()
-            yield
-            # One turn of the loop would not do: other requests need many turns, one after another.
-            rest_s = min(time.thread_time() - began, limits.HTTP_BODY_REST_MS / 1e3)
-            await asyncio.sleep(rest_s)
+            try:
+                yield
+            finally:  # Also after the step that refuses the body.
+                # One turn of the loop would not do: other requests need many, one after another.
+                rest_s = min(time.thread_time() - began, limits.HTTP_BODY_REST_MS / 1e3)
+                await asyncio.sleep(rest_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,5 @@
 """Measurements and their reports."""
+
+from outrider.services import secure
+
+secure()

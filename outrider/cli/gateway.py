@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,7 +139,8 @@ def _open_many_files() -> None:
     """Allows this process as many open files as it may allow itself, because each request may need
     three: two sockets and a temporary file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(ValueError, OSError):  # Some systems refuse a limit that they state.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _exports(scrape: Scrape) -> Exports:

@@ -206,12 +206,12 @@ class Cluster:
         return {name: sorted(ranks, key=lambda actor: actor.rank) for name, ranks in found.items()}
 
     async def draining(self) -> frozenset[str]:
-        """The names of the machines that Ray drains: the autoscaler or the cloud will take them
-        away, and Ray places no more actors on them. Raises `Unavailable`."""
+        """Ray's ids of the nodes that Ray drains: the autoscaler or the cloud will take them away,
+        and Ray places no more actors on them. Raises `Unavailable`."""
         if self.local:
             return frozenset()
-        with asking_head():
-            return await asyncio.to_thread(_draining_machines)
+        with asking_head():  # Only code of Ray's autoscaler and of Ray Train asks for this.
+            return frozenset(await asyncio.to_thread(ray._private.state.state.get_draining_nodes))
 
     async def clear(self) -> None:
         with asking_head():
@@ -261,16 +261,6 @@ class Cluster:
             )
             found.append(one)
         return found
-
-
-def _draining_machines() -> frozenset[str]:
-    # Only the autoscaler's and the train library's own code can ask for this (Ray 2.60).
-    drained = ray._private.state.state.get_draining_nodes()
-    if not drained:
-        return frozenset()
-    return frozenset(
-        node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] in drained
-    )
 
 
 async def _late(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:

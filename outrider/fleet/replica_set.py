@@ -53,6 +53,8 @@ so."""
 QUIET_S = 1.0
 """A leaving replica counts as drained when it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
+DRAIN_LOOK_S = 1.0
+"""Pause between two looks for nodes that Ray drains."""
 FIRST_REST_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
 REST_S_MAX = 30.0
@@ -71,7 +73,9 @@ class ReplicaView:
     leaves: bool = False
     """Whether the replica gets no new work and will end."""
     stale: bool = False
-    """Whether the replica will be replaced: it has old settings, or its machine is drained."""
+    """Whether the replica has old settings and will be replaced."""
+    drained: bool = False
+    """Whether a rank's node is drained by Ray. The replica leaves once another serves instead."""
     places: tuple[Place, ...] = ()
     """Where the ranks run, the serving rank first; empty while the replica does not serve."""
     http_address: str = ""
@@ -158,17 +162,17 @@ class Replica:
         }
 
     def view(self, plan: str, draining: Collection[str] = ()) -> ReplicaView:
-        is_old = self.member.plan != plan or any(one.place.node in draining for one in self.ranks)
         places = tuple(actor.place for actor in self.ranks) if self.address else ()
         return ReplicaView(
             self.name,
             self.role,
             self.address,
             leaves=self.leaves,
-            stale=is_old and not self.on_trial,
+            stale=self.member.plan != plan and not self.on_trial,
             places=places,
             http_address=self.found.http_address,
             on_trial=self.on_trial,
+            drained=any(one.place.ray_node in draining for one in self.ranks),
         )
 
     async def begin(self, config: object) -> None:
@@ -303,8 +307,7 @@ def next_steps(
     crowded: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
-    begins with the oldest replica. A *stale* replica has old settings, or runs on a machine that
-    Ray drains.
+    begins with the oldest replica. A *stale* replica has old settings.
 
     Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
     that do not serve yet leave first, then stale replicas, then the youngest replicas.
@@ -314,13 +317,17 @@ def next_steps(
     `in_place`, the stale replica ends before the new replica is started.
 
     The cluster has no room for missing replicas of the `crowded` roles. If such a role has several
-    replicas, a stale replica leaves to make room."""
+    replicas, a stale replica leaves to make room.
+
+    Drained replicas do not count. They leave once enough other replicas serve, and not earlier,
+    because nothing can be started in the room that they leave."""
     starts: list[Role] = []
     leaves: list[str] = []
-    stale = {one.role for one in fleet if one.stale and not one.leaves}
+    stale = {one.role for one in fleet if one.stale and not (one.leaves or one.drained)}
     rolled = next((role for role in reversed(ROLES) if role in stale), None)
     for role in ROLES:
-        stay = [one for one in reversed(fleet) if one.role == role and not one.leaves]
+        there = [one for one in reversed(fleet) if one.role == role and not one.leaves]
+        stay = [one for one in there if not one.drained]
         stay.sort(key=lambda one: (bool(one.address), not one.stale))
         num_more = wanted.get(role, 0) - len(stay)
         if role == rolled and all(one.address for one in stay):
@@ -336,6 +343,8 @@ def next_steps(
             starts += [role] * num_more
         if num_more < 0:
             leaves += [one.name for one in stay[:-num_more]]
+        if sum(bool(one.address) for one in stay) >= wanted.get(role, 0):
+            leaves += [one.name for one in there if one.drained]
     return starts, leaves
 
 
@@ -375,7 +384,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._hangs = HangWatch(registry, self._serving)
         self._draining: Collection[str] = frozenset()
-        """Names of the machines that Ray drains."""
+        """Ray's ids of the nodes that Ray drains."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -519,6 +528,7 @@ class Fleet:
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._run())
             parts.create_task(self._hangs.run())
+            parts.create_task(self._watch_drains())
 
     async def _run(self) -> None:
         for one in self.replicas:
@@ -529,15 +539,20 @@ class Fleet:
                 await self._registry.announce_starts([self.starts(role) for role in ROLES])
             except OutriderError as error:
                 _log.info("the wanted numbers of replicas cannot be read: %s", error)
-            try:
-                self._draining = await self._cluster.draining()
-            except Unavailable as error:
-                _log.info("machines that are drained are not noticed: %s", error)
             self._step()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):
                     await self._changed.wait()
             self._changed.clear()
+
+    async def _watch_drains(self) -> None:
+        """A task of its own, because the call may last as long as Ray's head does not answer."""
+        while True:
+            try:
+                self._draining = await self._cluster.draining()
+            except Unavailable as error:
+                _log.info("nodes that are drained are not noticed: %s", error)
+            await asyncio.sleep(DRAIN_LOOK_S)
 
     def _step(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -5,7 +5,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -94,7 +94,9 @@ class FairQueue(Generic[Place]):
             try:
                 return await given
             except asyncio.CancelledError:
-                if not given.cancelled():
+                if given.cancelled():
+                    self._forget(tenant, given)
+                else:
                     self.give_back(given.result())
                 raise
 
@@ -112,12 +114,21 @@ class FairQueue(Generic[Place]):
         while self._waiting:
             tenant, works = self._waiting.popitem(last=False)
             given = works.popleft()
+            while given.done() and works:  # Cancelled work takes no turn from its tenant.
+                given = works.popleft()
             if works:
                 self._waiting[tenant] = works
             if not given.done():
                 given.set_result(place)
                 return
         self._idle.append(place)
+
+    def _forget(self, tenant: str, given: asyncio.Future[Place]) -> None:
+        works = self._waiting.get(tenant, deque())
+        with suppress(ValueError):
+            works.remove(given)
+        if not works:
+            self._waiting.pop(tenant, None)
 
 
 class FairThreads:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outrider.foundation.logs import JsonLines, LogFile, make_room
-
-if TYPE_CHECKING:
-    pass
-
 
 STANDARD_ERROR = "-"  # as a log directory: log to standard error
 

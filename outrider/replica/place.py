@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    pass
+import sys
+from typing import NamedTuple
 
 
 class Place(NamedTuple):
@@ -15,6 +13,7 @@ class Place(NamedTuple):
 
     pid: int
     node: str  # name of the machine; actors on the same machine reach each other over loopback
+    ray_node: str = ""  # Ray's id of the node; empty outside Ray
 
 
 class PlacedActor:
@@ -22,4 +21,11 @@ class PlacedActor:
 
     async def ping(self) -> Place:
         """Returns where the actor runs."""
-        return Place(os.getpid(), socket.gethostname())
+        return Place(os.getpid(), socket.gethostname(), _ray_node())
+
+
+def _ray_node() -> str:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    return str(ray.get_runtime_context().get_node_id())

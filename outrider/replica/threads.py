@@ -11,13 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from outrider.config.deployment import VLLM
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from outrider.config.deployment import DraftConfig, ReplicaConfig
 from outrider.errors import SettingError
-
-if TYPE_CHECKING:
-    pass
-
 
 VLLM_VERSION = "0.32"  # the minor version whose internals `vllm_engine.py` calls
 

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("redis")]
 
 ROOT = Path(__file__).parents[2]
 LAST = re.compile(r"requests=(\d+) http=(\d+) grpc=(\d+) frames=(\d+) failed=(\d+) control=(\d+)")
-LEAST = 12
+LEAST = 6
 CONTROL_S = "20"
 """Other tests use the machine, too."""
 

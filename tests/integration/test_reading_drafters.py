@@ -40,9 +40,13 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
     given = load_config({"grpc_port": 0, "http": False, **settings}, {})
     found = await asyncio.to_thread(resolve_models, given)
     with EmbeddedRedis(directory) as redis, pytest.MonkeyPatch.context() as patch:
-        for module in ("coordinator.actor", "outrider.replica.engines"):
-            for name in ("log_to", "use_threads"):  # These change the whole process.
-                patch.setattr(f"{module}.{name}", lambda *_: None)
+        for name in (  # These change the whole process.
+            "coordinator.actor.log_to",
+            "coordinator.actor.use_threads",
+            "outrider.replica.logs.log_to",
+            "outrider.replica.threads.use_threads",
+        ):
+            patch.setattr(name, lambda *_: None)
         address = replace(found.coordinator.redis, url=redis.url)
         found = replace(found, coordinator=found.coordinator.reaching(address))
         spec = plan_fleet(given, found, 0.0, "here", local=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,7 +22,12 @@ PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the installed wheel, without the packages that it needs."""
     folder = tmp_path_factory.mktemp("wheel")
-    make = ("wheel", ROOT, "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+    # Built elsewhere, because setuptools leaves files of earlier builds in a folder `build`.
+    for name in OURS:
+        shutil.copytree(ROOT / name, folder / "source" / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    make = ("wheel", folder / "source", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
     subprocess.run([*PIP, *make], check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:

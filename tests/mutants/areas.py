@@ -36,9 +36,10 @@ AREAS: Final = {
     ),
     "transport": Area(("outrider/transport",), ("tests/unit/transport",)),
     "store": Area(
-        ("outrider/sessions",),
+        ("outrider/sessions", "outrider/redis"),
         (
             "tests/unit/sessions",
+            "tests/unit/redis",
             "tests/integration/test_redis_store.py",
             "tests/unit/coordinator/decoding",
         ),

@@ -200,6 +200,10 @@ class Machines:
     async def free_groups(self, kept: Collection[str] = ()) -> None:
         await self.head.wait()
 
+    async def draining(self) -> frozenset[str]:
+        await self.head.wait()
+        return frozenset()
+
 
 HEAD_STEP_S = 0.002
 NUM_SEQUENCES = 3

@@ -100,7 +100,7 @@ class Machines:
         """While set, `saved`, `save` and `remove` raise this error."""
 
         self.drained: set[str] = set()
-        """Names of machines that Ray drains."""
+        """Ray's ids of the nodes that Ray drains."""
 
     async def draining(self) -> frozenset[str]:
         return frozenset(self.drained)

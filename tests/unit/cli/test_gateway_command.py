@@ -87,7 +87,7 @@ async def test_its_metrics_have_what_it_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSALS", Counter[str]())
-    monkeypatch.setattr("deploy.cli.gateway.REFUSALS", refusals.REFUSALS)
+    monkeypatch.setattr("outrider.cli.gateway.REFUSALS", refusals.REFUSALS)
     async with (
         gateway(["--coordinators", "http://127.0.0.1:1"], capsys) as url,
         httpx.AsyncClient(base_url=url) as http,

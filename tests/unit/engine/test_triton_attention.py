@@ -141,7 +141,7 @@ def test_the_trial_compiles_every_form_that_steps_need() -> None:
     kernels have no forms under the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = Path(__file__).parents[2] / "triton_forms.py"
+    script = Path(__file__).parents[2] / "support" / "triton_forms.py"
     ran = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
     )

@@ -35,8 +35,6 @@ from tests.support.fleet_world import Sitter, playing
 
 pytestmark = pytest.mark.virtual
 
-BETWEEN_MACHINES = {"host": "0.0.0.0", "insecure": True}  # noqa: S104 (nothing listens)
-
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(
@@ -62,11 +60,11 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(
         assert [world.actor(one).config.port for one in (name, other)] == [7000, 7000]
 
 
-async def test_replicas_on_a_machine_that_is_drained_are_replaced_one_by_one() -> None:
-    """A new replica serves before an old one leaves. Replicas on other machines stay."""
-    async with playing(**BETWEEN_MACHINES, num_targets=2) as world:
+async def test_a_replica_on_a_drained_node_leaves_once_another_serves() -> None:
+    """Replicas on other nodes stay, and an upgrade may begin."""
+    async with playing(num_targets=2) as world:
         old, other = world.names("target")
-        world.actor(old).place = Place(1, "there")
+        world.actor(old).place = Place(1, "here", "there")
         world.machines.drained = {"there"}
         most = 0
         for _ in range(100):
@@ -76,6 +74,21 @@ async def test_replicas_on_a_machine_that_is_drained_are_replaced_one_by_one() -
         assert (old not in world.names("target"), other in world.names("target")) == (True, True)
         assert (most, len(world.names("target"))) == (3, 2)
         assert world.machines.starts == ["target"]
+
+
+async def test_a_replica_on_a_drained_node_stays_while_no_other_node_has_room() -> None:
+    async with playing() as world:
+        (old,) = world.names("target")
+        world.actor(old).place = Place(1, "here", "there")
+        world.machines.room, world.machines.drained = len(world.machines.actors), {"there"}
+        await asyncio.sleep(120)
+        assert world.names("target") == [old]
+        assert world.fleet.hopeless is None
+        assert world.fleet.overview(upgrades=True, trial=None).num_stale == 0
+        world.machines.room += 1
+        await asyncio.sleep(60)
+        assert len(world.names("target")) == 1
+        assert world.names("target") != [old]
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:

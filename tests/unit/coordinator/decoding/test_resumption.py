@@ -371,7 +371,7 @@ async def test_a_session_is_cancelled_by_any_coordinator(
     dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If its coordinator lives, its stream gets its last event. Other tenants cannot cancel it."""
-    monkeypatch.setattr("coordinator_bench.STEP_S", 0.1)
+    monkeypatch.setattr("tests.support.coordinator_bench.STEP_S", 0.1)
     async with two() as (made, other), aclosing(made.service.generate(SEEDED, "a")) as events:
         broken = await taken(events)
         with pytest.raises(errors.NotFound):

@@ -86,10 +86,32 @@ async def test_a_tenant_may_exceed_its_share_while_the_store_has_room() -> None:
         await asyncio.sleep(1.0)
         for _ in range(10):
             await run(made)
+            await asyncio.sleep(1.0)
         assert stored(made).of("a") > 10_000
         fill(made, 10_000, limits.STORE_SHARED_FROM)
         await asyncio.sleep(1.0)
         assert await told(lambda: run(made)) == "tenant_store_memory"
+
+
+async def test_many_sessions_at_once_do_not_exceed_a_share_unseen() -> None:
+    """Those that were opened since the store's memory was read count, too."""
+    async with bench() as made:
+        fill(made, 20_000, limits.STORE_SHARED_FROM - 0.2)
+        await asyncio.sleep(1.0)
+        ends = await asyncio.gather(*(run(made) for _ in range(10)), return_exceptions=True)
+        refused = [one for one in ends if isinstance(one, errors.Overloaded)]
+        assert {one.limit for one in refused} == {"tenant_store_memory"}
+        assert len(refused) > 5
+
+
+async def test_running_sessions_of_the_only_tenant_go_on() -> None:
+    async with bench(target=target_service(step_s=0.1)) as made:
+        large = replace(REQUEST, logprobs=20)
+        running = asyncio.create_task(run(made, large))
+        await asyncio.sleep(0.5)
+        fill(made, 32_000, limits.STORE_PAUSED_FROM)
+        await asyncio.sleep(30.0)
+        assert isinstance((await running)[-1], Finished)
 
 
 async def test_sessions_above_their_tenants_share_wait_until_the_store_has_room() -> None:
