@@ -62,6 +62,16 @@ def loggers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def garbage() -> Iterator[None]:
+    """Restores the garbage collector: a coordinator that is started in this process changes it."""
+    thresholds = gc.get_threshold()
+    yield
+    if gc.get_threshold() != thresholds:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
 def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hides the deployment and settings of the user who runs the tests."""
     for variable in list(os.environ):

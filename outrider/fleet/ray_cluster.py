@@ -379,6 +379,8 @@ OBJECT_STORE_BYTES = 100 * 2**20
 _TEMPORARY_BYTES_MAX = 16
 """Longest path of the system's temporary directory, in bytes. Outrider and Ray append about 90
 bytes for Ray's sockets, and the path of a socket may have at most 107 bytes."""
+_LATE_START = "timed out during startup"
+"""Part of Ray's message if its processes did not start in time."""
 _RAY_FOLDER = "r"
 """Ray's directory. All users can open it, so it is made inside a directory of mode 0700."""
 ENVIRONMENT = {
@@ -459,7 +461,7 @@ class RayConnection:
             use_token(self.token)
         try:
             with _without_secrets():
-                ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+                _init(options)
         except ray.exceptions.AuthenticationError as error:
             reason = str(error).partition("\n")[0]
             raise SettingError(
@@ -474,6 +476,22 @@ class RayConnection:
 
     async def disconnect(self) -> None:
         await asyncio.to_thread(self._open.close)
+
+
+def _init(options: Mapping[str, Any]) -> None:
+    """Initialises Ray. It waits 30 s for the processes that it starts, and a busy machine may take
+    longer. So a second attempt follows."""
+    for is_last in (False, True):
+        try:
+            ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+            return
+        except Exception as error:  # Ray raises no class of its own.
+            if _LATE_START not in str(error):
+                raise
+            ray.shutdown()
+            if is_last:
+                raise ConnectionError(one_line(error)) from error
+            _log.warning("Ray did not start in time, and is started again")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("deployment")]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.xdist_group("deployment")]
 
 ROOT = Path(__file__).parents[2]
 OURS = {"coordinator", "draft_service", "outrider", "target_service"}
@@ -37,9 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.fixture(
-    params=[True, pytest.param(False, marks=pytest.mark.full)], ids=["packages", "plain folders"]
-)
+@pytest.fixture(params=[True, False], ids=["packages", "plain folders"])
 def decoys(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     for name in (*OURS - {"outrider"}, "deploy", "benchmarks", "tests", "fleet"):
         folder = tmp_path / "decoys" / name
@@ -49,11 +47,7 @@ def decoys(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "decoys"
 
 
-@pytest.mark.parametrize(
-    "is_first",
-    [pytest.param(False, marks=pytest.mark.full), True],
-    ids=["working directory", "path"],
-)
+@pytest.mark.parametrize("is_first", [False, True], ids=["working directory", "path"])
 def test_other_packages_do_not_hide_ours(
     installed: Path, decoys: Path, tmp_path: Path, is_first: bool
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from coordinator.http_api.server import HttpOptions
+from outrider import limits
 from outrider.errors import BadRequest
 from outrider.interfaces.request import GenerateRequest
 from outrider.sessions.store import FinishReason
@@ -136,6 +137,8 @@ async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) ->
         front = http_front(watched.stack, options)
         async with front as url, httpx.AsyncClient(base_url=url) as http:
             await http.get("/health")
+            body = b"x" * (limits.HTTP_BODY_BYTES_MAX + 1)
+            assert (await http.post("/v1/completions", content=body)).status_code == 413
             by_http = Page.parse((await http.get("/metrics")).text)
         pages = [by_http, *[await watched.page(role) for role in ROLES if role != "coordinator"]]
     names = set().union(*(page.names for page in pages))

@@ -2,15 +2,23 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
-from outrider.services import ROOT
+from outrider.services import ROOT, SERVICES
 
 DECOY = "coordinator"
 PROGRAM = "import sys; sys.path[:0] = [{decoys!r}, {root!r}]; {first}"
 OURS = f"import outrider.services as s; s.secure(); import {DECOY}.actor"
+
+
+def test_the_wheel_has_no_common_names_at_its_root() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    found = find_packages(str(ROOT), **project["tool"]["setuptools"]["packages"]["find"])
+    assert {name.partition(".")[0] for name in found} == {"outrider", *SERVICES}
 
 
 def run(decoys: Path, first: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.actor import CoordinatorActor
+from coordinator.actor import GARBAGE_OBJECTS, CoordinatorActor
 from outrider.config.deployment import CoordinatorConfig
 
 
@@ -25,11 +25,12 @@ async def test_garbage_collections_skip_what_exists_at_the_start(
     for name in ("use_threads", "log_to"):
         monkeypatch.setattr(f"coordinator.actor.{name}", lambda *_: None)
     threshold, actor = gc.get_threshold(), CoordinatorActor()
+    gc.set_threshold(700, 10, 10)
     try:
         assert await actor.start(CoordinatorConfig(), "") == "address"
         kept: Any = actor.host
         assert not any(one is kept.kept for one in gc.get_objects())
-        assert gc.get_threshold()[0] > threshold[0]
+        assert gc.get_threshold()[0] == GARBAGE_OBJECTS
     finally:
         gc.unfreeze()
         gc.set_threshold(*threshold)

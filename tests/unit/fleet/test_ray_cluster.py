@@ -170,3 +170,28 @@ def test_other_users_enter_neither_the_directory_of_a_local_ray_nor_that_of_its_
     assert [*map(stat.S_IMODE, modes)] == [0o700, 0o700, 0o600]
     asyncio.run(connection.disconnect())
     assert not Path("/tmp", ours).exists()
+
+
+@pytest.mark.parametrize("num_late", [0, 1, 2])
+async def test_ray_that_starts_late_is_started_once_more(
+    num_late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray waits for its own processes for 30 s, whatever the machine is doing."""
+    starts: list[str] = []
+
+    def init(**options: Any) -> None:
+        starts.append(options["address"])
+        if len(starts) <= num_late:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    context = SimpleNamespace(gcs_address="host:1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    connection = RayConnection("host:1", "space")
+    if num_late == 2:
+        with pytest.raises(SettingError, match="cannot start or reach Ray: The current node timed"):
+            await connection.connect()
+    else:
+        await connection.connect()
+    assert starts == ["host:1"] * min(num_late + 1, 2)
