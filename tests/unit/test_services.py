@@ -36,9 +36,10 @@ def decoys(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_that_is_found_first_does_not_hide_ours(decoys: Path) -> None:
-    done = run(decoys, OURS)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("first", ["cli", "fleet", "bench"])
+def test_a_folder_that_is_found_first_does_not_hide_ours(decoys: Path, first: str) -> None:
+    done = run(decoys, f"import outrider.{first}, {DECOY}; print({DECOY}.__file__)")
+    assert done.stdout.strip() == str(ROOT / DECOY / "__init__.py"), done.stderr
 
 
 def test_an_imported_package_of_the_same_name_is_named(decoys: Path) -> None:

@@ -96,6 +96,21 @@ async def test_what_waits_is_limited() -> None:
     assert sorted(begun) == ["a0", "a2", "a3", "b1", "c0"]
 
 
+async def test_cancelled_work_costs_its_tenant_no_turn() -> None:
+    queue, begun = FairQueue[int]([]), list[str]()
+    left, *_ = (take(queue, begun, name) for name in ("a0", "a1", "b0", "c0"))
+    only = take(queue, begun, "d0")
+    await settle()
+    left.cancel()
+    only.cancel()
+    await settle()
+    assert sum(map(len, queue._waiting.values())) == 3
+    for _ in range(3):
+        queue.give_back(0)
+        await settle()
+    assert begun == ["a1", "b0", "c0"]
+
+
 async def test_sizes_are_limited_but_something_may_always_wait() -> None:
     queue, begun = FairQueue[str]([], WaitingRoom(THINGS)), list[str]()
     waiting = asyncio.create_task(queue.take("a", 100))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.body_route import Turns, _validate_items
 from outrider import limits
+from outrider.errors import BadRequest
 from outrider.foundation.api_keys import given_keys
 from outrider.interfaces.request import ChatMessage
 from tests.support.http_front import Front
@@ -124,18 +125,23 @@ async def test_tenants_take_turns() -> None:
     assert len({*turns_of_steps}) == len(turns_of_steps) == 33
 
 
-async def test_other_requests_have_time_between_the_steps() -> None:
-    """Many turns of the event loop follow each step, in which no tenant has a step."""
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_other_requests_have_time_between_the_steps(refuses: bool) -> None:
+    """Many turns of the event loop follow each step, in which no tenant has a step. This also holds
+    for the step that refuses a body."""
     turns, times = Turns(), list[float]()
 
     async def validate(tenant: str) -> None:
         async with turns.begin(tenant) as step:
             for _ in range(2):
-                async with step():
-                    times.append(time.monotonic())
-                    began = time.thread_time()
-                    while time.thread_time() < began + 0.02:
-                        pass
+                with suppress(BadRequest):
+                    async with step():
+                        times.append(time.monotonic())
+                        began = time.thread_time()
+                        while time.thread_time() < began + 0.02:
+                            pass
+                        if refuses:
+                            raise BadRequest("messages", "is wrong")
 
     await asyncio.gather(validate("a"), validate("b"))
     assert min(later - earlier for earlier, later in pairwise(times)) >= 0.0245
