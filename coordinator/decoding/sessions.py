@@ -402,9 +402,11 @@ class OwnedSessions:
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """Calls `SessionStore.take_over`. If the call fails, but the store may have done the
-        take-over, releases the session. Raises `Unavailable` while an earlier call to the store
-        takes over, releases or ends the session. The earlier call may have the same epoch as the
-        new run. If it reached the store after the take-over, it would end the new run."""
+        take-over, releases the session, and with `cancels` also cancels it: the former owner, which
+        may not know yet that it has lost the session, can no longer do so. Raises `Unavailable`
+        while an earlier call to the store takes over, releases or ends the session. The earlier
+        call may have the same epoch as the new run. If it reached the store after the take-over, it
+        would end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -417,7 +419,10 @@ class OwnedSessions:
                 error, errors.StoreUnavailable
             )
             if sent.is_set() and not is_refused:
-                self._release(replace(seen, epoch=seen.epoch + 1))
+                taken = replace(seen, epoch=seen.epoch + 1)
+                self._release(taken)
+                if cancels:
+                    self.give_up(taken, released(self.owner))
             raise
         finally:
             self._unsettled.discard(session_id)

@@ -1,6 +1,7 @@
 """Clients that call `Cancel`, and what its answer promises."""
 
 import asyncio
+import math
 from collections import Counter
 
 from outrider.client import Client
@@ -74,6 +75,12 @@ class Cancels:
         if not self._redis.is_split:
             record = await self._redis.at_once().load(session_id)
             check(record.finish_reason is not None, f"{session_id} is cancelled, but not ended")
+
+    def is_late(self, record: SessionRecord) -> bool:
+        """Whether a session has not ended because the owner that answered had already lost it to
+        another coordinator, whose cancellation the store will get later."""
+        epoch, _ = self._ends.get(record.session_id, (math.inf, 0))
+        return record.finish_reason is None and record.epoch > epoch
 
     def check_end(self, record: SessionRecord) -> None:
         """Raises `InvariantError` if a session has gone on at the owner that answered `Cancel`."""

@@ -36,6 +36,7 @@ from outrider.errors import (
     check,
 )
 from outrider.interfaces.request import Event, GenerateRequest
+from outrider.sessions.store import SessionRecord
 from outrider.speculation.sampling_params import SamplingParams
 from tests.simulation import nodes
 from tests.simulation.answers import Answer
@@ -46,12 +47,15 @@ from tests.simulation.keyed import keyed_events
 from tests.simulation.network import NOISE, Adversary, Odds
 from tests.simulation.plans import Plan, draw_plans
 from tests.simulation.processes import run_processes
+from tests.simulation.redis_host import Redis
 from tests.simulation.slots import limited_events
 from tests.simulation.toy import ranked_law, ranks_of, rule_of
 from tests.simulation.world import World
 
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""
+CANCELLED_S = 5.0
+"""If the coordinator that answered `Cancel` had lost the session, the store has its end then."""
 ROUNDED_S = 0.001
 """The remaining time of a resumed request is rounded to milliseconds."""
 IN_PARTS_SHARE = 0.3
@@ -310,15 +314,24 @@ class _Seed:
         finally:
             canceller.close()
         world.shapes.update(answer.shapes)
-        is_kept = history.num_losses == num_losses or history.is_kept(answer.session_id)
-        if is_kept and not redis.is_split:
-            record = await redis.at_once().load(answer.session_id)
+        record = await _stored(redis, answer.session_id, num_losses)
+        if record is not None and world.cancels.is_late(record):
+            await asyncio.sleep(CANCELLED_S)
+            record = await _stored(redis, answer.session_id, num_losses)
+        if record is not None:
             answer.check_stored(record)
             if plan.key and history.num_losses == 0:
                 first = self._by_key.setdefault(plan.key, answer)
                 answer.check_same(first)
                 world.shapes["same_key"] += first is not answer
             world.cancels.check_end(record)
+
+
+async def _stored(redis: Redis, session_id: str, num_losses: int) -> SessionRecord | None:
+    """The session as it is stored; None if the store may have lost something of it."""
+    history = redis.history
+    is_kept = history.num_losses == num_losses or history.is_kept(session_id)
+    return await redis.at_once().load(session_id) if is_kept and not redis.is_split else None
 
 
 class Deadline:

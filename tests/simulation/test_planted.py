@@ -292,7 +292,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     stop_found_too_late: ("death", "hang_up"),
     constraint_lost_at_a_resumption: ("death", "hang_up"),
     cancel_disregarded: (),
-    cancel_lost_at_a_take_over: ("death", "stall", "hang_up"),
+    cancel_lost_at_a_take_over: ("death",),
 }
 """Greater faults with which each is searched; empty for all."""
 

@@ -489,6 +489,24 @@ async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers(
         assert await broken.end(made) is CANCELLED
 
 
+async def test_a_cancellation_whose_answer_is_lost_is_recorded() -> None:
+    """The take-over's answer is lost. The former owner, to which the client turns next, no longer
+    owns the session, so it cannot store the end."""
+    async with opened(resume_grace_ms=600_000) as made:
+        broken = await left(made)
+        take_over = made.store.take_over
+
+        async def unanswered(*arguments: Any) -> SessionRecord:
+            await take_over(*arguments)
+            raise errors.StoreUnavailable("the answer is lost")
+
+        planted(made, take_over=unanswered)
+        with pytest.raises(errors.StoreUnavailable, match="answer is lost"):
+            await made.service.cancel(broken.session_id)
+        await asyncio.sleep(1.0)
+        assert await broken.end(made) is CANCELLED
+
+
 async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
