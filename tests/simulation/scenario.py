@@ -303,21 +303,24 @@ class _Seed:
                     if answer.num_events == plan.cancel_after:
                         canceller.begin(answer.session_id)
             answer.check_end(canceller.has_begun, deadline.has_passed)
+            num_at_end = history.num_losses
             await canceller.done()
         except DeadlineExceeded as error:
             check(deadline.has_passed, f"too early: {error}")
             world.shapes["deadline_error"] += 1
             return
         except StaleEpoch:  # Another coordinator may have taken the session over to end it.
+            num_at_end = history.num_losses
             if not await canceller.done():
                 raise
         finally:
             canceller.close()
         world.shapes.update(answer.shapes)
-        record = await _stored(redis, answer.session_id, num_losses)
+        lost = num_losses, num_at_end
+        record = await _stored(redis, answer.session_id, *lost)
         if record is not None and world.cancels.is_late(record):
             await asyncio.sleep(CANCELLED_S)
-            record = await _stored(redis, answer.session_id, num_losses)
+            record = await _stored(redis, answer.session_id, *lost)
         if record is not None:
             answer.check_stored(record)
             if plan.key and history.num_losses == 0:
@@ -327,11 +330,15 @@ class _Seed:
             world.cancels.check_end(record)
 
 
-async def _stored(redis: Redis, session_id: str, num_losses: int) -> SessionRecord | None:
-    """The session as it is stored; None if the store may have lost something of it."""
+async def _stored(
+    redis: Redis, session_id: str, num_at_start: int, num_at_end: int
+) -> SessionRecord | None:
+    """The session as it is stored; None if the store may have lost something of it. The numbers
+    are those of losses before its stream began, and when it ended."""
     history = redis.history
-    is_kept = history.num_losses == num_losses or history.is_kept(session_id)
-    return await redis.at_once().load(session_id) if is_kept and not redis.is_split else None
+    is_kept = history.num_losses == num_at_start or history.is_kept(session_id)
+    has_lost = redis.has_lost(num_at_end)  # Afterwards, `Cancel` may have ended it again.
+    return await redis.at_once().load(session_id) if is_kept and not has_lost else None
 
 
 class Deadline:
