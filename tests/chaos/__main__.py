@@ -25,7 +25,9 @@ from tests.chaos.load import Load, Work
 from tests.chaos.machines import Machines
 
 LOAD_SHARE: Final = 0.7
-EMULATED: Final = "emulated:vocab_size=1000,verify_ms=75,draft_ms=5"
+EMULATED: Final = "emulated:vocab_size=1000,verify_ms=75,verify_tokens=64,draft_ms=5"
+"""The target reads 850 tokens of prompts in a second. If it read much less, the sessions that leave
+a target would wait mostly for each other's prompts."""
 WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
 REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
 
