@@ -41,9 +41,6 @@ _LONG: Mapping[str, TypeAdapter[Any]] = {
     "input": TypeAdapter(ItemTurn),
 }
 """Fields with lists that may be long. In long bodies, their items are validated one by one."""
-_PRESENT = b"{}"
-"""Stands for a body that is validated already. FastAPI looks whether there is a body, and takes
-its value from `Request.json`."""
 Step = Callable[[], AbstractAsyncContextManager[None]]
 Validate = Callable[[Any], tuple[Any, Sequence[Mapping[str, Any]]]]
 """Returns the validated value, and pydantic's errors."""
@@ -87,6 +84,23 @@ class Admission:
     turns: Turns = field(default_factory=Turns)
 
 
+class ValidatedRequest(Request):
+    """A request whose body is read and validated already."""
+
+    def __init__(self, request: Request, given: bool, value: Any) -> None:
+        """`given` says whether there is a body. `value` is what its validation has returned."""
+        super().__init__(request.scope, request.receive)
+        self._content, self._value = b"{}" if given else b"", value
+
+    async def body(self) -> bytes:
+        """Stands for the body. FastAPI only looks whether it is empty, and takes its value from
+        `json`. A body that is not JSON is refused."""
+        return self._content
+
+    async def json(self) -> Any:
+        return self._value
+
+
 class BodyRoute(APIRoute):
     """If the route takes a body, counts the request of the caller before the body is parsed.
     `Request.app.state.admission` must be an `Admission`."""
@@ -98,7 +112,7 @@ class BodyRoute(APIRoute):
 
         validate = partial(body_field.validate, loc=("body",))
 
-        async def take_in(request: Request) -> None:
+        async def take_in(request: Request) -> ValidatedRequest:
             admission: Admission = request.app.state.admission
             caller = request.state.caller
             has_key = "idempotency-key" in request.headers
@@ -110,14 +124,13 @@ class BodyRoute(APIRoute):
                     request.state.digest = await _digest(request, data)
                 await admission.access.count(caller, lambda: admission.resumes(request))
                 is_json = "json" in request.headers.get("content-type", "").lower()
-                request._body = data and _PRESENT
-                request._json = None
+                value = None
                 if data and is_json:
-                    request._json = await _validated(data, validate, admission.turns, caller.tenant)
+                    value = await _validated(data, validate, admission.turns, caller.tenant)
+                return ValidatedRequest(request, bool(data), value)
 
         async def respond(request: Request) -> Response:
-            await take_in(request)
-            return await handle(request)
+            return await handle(await take_in(request))
 
         return respond
 
