@@ -13,6 +13,8 @@
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 
-`coordinator/requests/validation.py` checks the requests of both gRPC and HTTP. Its errors name
-fields of `GenerateRequest`. The HTTP API replaces these names by the names of the body's fields.
+The fields of `SamplingParams` and `GenerateRequest` state their limits in their types. The bodies
+have the same types, so pydantic checks these limits. `coordinator/requests/validation.py` checks
+what depends on the model. In its errors, the body's fields have the names in
+`GenerateRequest.names`.
 """

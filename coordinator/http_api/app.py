@@ -81,13 +81,11 @@ class Generated(LiveResponse):
         return self._event(self._answer.failed(error), self._progress.num_parts)
 
 
-async def _interleaved(
-    streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
-) -> Events:
+async def _interleaved(streams: Sequence[AsyncGenerator[Event]], progress: Progress) -> Events:
     """Merges the events of all streams. Yields the first event of each stream. Resumed streams then
     repeat events that the client has. Yields these events stream by stream, and later events
     as they arrive. An error of one stream ends all. Streams pause while `EVENTS_AHEAD_MAX` events
-    are queued. A stream raises `BadRequest` only in place of its first event."""
+    are queued."""
     tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -101,9 +99,7 @@ async def _interleaved(
 
     try:
         first = await asyncio.gather(*map(anext, streams), return_exceptions=True)
-        for index, begun in enumerate(first):
-            if isinstance(begun, BadRequest):
-                raise asked.renamed(begun, index)
+        for begun in first:
             if isinstance(begun, OtherTokens):
                 reason = "does not match the stored tokens; leave it out to get the whole answer"
                 raise BadRequest("Last-Event-ID", reason)
@@ -223,7 +219,7 @@ class Generations:
                     resumed = [one.session_id for one in keys]
             for stream in streams:
                 await exits.enter_async_context(aclosing(stream))
-            interleaved = _interleaved(streams, asked, progress)
+            interleaved = _interleaved(streams, progress)
             running = await exits.enter_async_context(aclosing(interleaved))
             admitted = self._access.admit(caller, resumed, number, is_counted=True)
             grant = await exits.enter_async_context(admitted)
@@ -338,7 +334,7 @@ def _add_generation(
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
         echoes = parameters.prompt_logprobs is not None
-        asked = TranslatedBody(body, (parameters,), names={}, echoes=echoes, form=form)
+        asked = TranslatedBody(body, (parameters,), echoes=echoes, form=form)
         return runs.answer(request, asked, _RESUMED[prefix], headers, session_id)
 
     described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
@@ -367,10 +363,7 @@ def _add_tokens(app: FastAPI, service: CoordinatorService) -> None:
         """Returns the tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
         tenant = request.state.caller.tenant
-        try:
-            token_ids = await service.tokenize(asked.requests[0], special, tenant)
-        except BadRequest as error:
-            raise asked.renamed(error, 0) from error
+        token_ids = await service.tokenize(asked.requests[0], special, tenant)
 
         def as_json() -> str:
             strs, text, length = None, service.text, service.served.max_model_len

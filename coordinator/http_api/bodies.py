@@ -1,6 +1,6 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
-The coordinator checks the limits of the translated requests. Some clients send every field of
+The coordinator checks the limits that depend on the model. Some clients send every field of
 OpenAI's API. So a field that Outrider does not implement is accepted if its value has no effect,
 such as OpenAI's default. Any other value is refused.
 """
@@ -29,12 +29,36 @@ from coordinator.http_api.tools import (
     parsed_arguments,
     tools_of,
 )
+from coordinator.requests.validation import wrong_role, wrong_stop_string
 from outrider import limits
 from outrider.errors import BadRequest, did_you_mean
 from outrider.grammar.constraint import Constraint
-from outrider.interfaces.request import ChatMessage, GenerateRequest, Prompt
+from outrider.interfaces.request import (
+    ChatMessage,
+    DeadlineMs,
+    DraftDeadlineMs,
+    FieldNames,
+    GenerateRequest,
+    Logprobs,
+    NumDraftTokens,
+    Prompt,
+    StopStrings,
+)
 from outrider.speculation.random_streams import choice_seed
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import (
+    Bias,
+    LogitBias,
+    MinP,
+    MinTokens,
+    Penalty,
+    RepetitionPenalty,
+    Rule,
+    SamplingParams,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 Unserved = Mapping[str, tuple[Any, ...]]
 """Name of a field that is not implemented -> its accepted values, besides null."""
@@ -50,8 +74,6 @@ _REPLACED = {
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
-NamedConstraints = list[tuple[str, Constraint]]
-"""Constraints, each with the name of the field that asks for it."""
 Item = TypeVar("Item")
 FailFastList = Annotated[list[Item], Field(fail_fast=True)]
 """A list that may be long. Its validation stops at the first wrong item."""
@@ -159,9 +181,9 @@ class Speculation(Body):
     """false = plain decoding by the target alone."""
     rule: Annotated[Rule, Field(strict=False)] | None = None
     """How draft tokens are accepted. The default depends on the sampling parameters."""
-    num_draft_tokens: int | None = None
-    """Largest number of draft tokens in a round, 0..16."""
-    draft_deadline_ms: int | None = None
+    num_draft_tokens: NumDraftTokens | None = None
+    """Largest number of draft tokens in a round."""
+    draft_deadline_ms: DraftDeadlineMs | None = None
     """Time limit for drafting in a round, ms."""
     histograms: bool = False
     """Report how many rounds accepted 0, 1, 2, ... draft tokens."""
@@ -187,6 +209,31 @@ class StreamedBody(Body):
             reason = "applies only to streams; leave it out, or set stream to true"
             raise field_error("stream_options", reason)
         return self
+
+
+# Tags appear in pydantic's error paths. `wrong_body` drops each part that contains a space.
+_ONE, _SEVERAL = "a string", "several strings"
+_CHAT, _RAW = "with messages", "with a prompt"
+
+
+def _stop_string(text: str) -> str:
+    if reason := wrong_stop_string(text):
+        raise ValueError(reason)
+    return text
+
+
+StopString = Annotated[str, pydantic.AfterValidator(_stop_string)]
+StopField = Annotated[
+    Annotated[StopString, pydantic.Tag(_ONE)]
+    | Annotated[StopStrings[FailFastList[StopString]], pydantic.Tag(_SEVERAL)],
+    pydantic.Discriminator(
+        lambda value: {str: _ONE, list: _SEVERAL}.get(type(value)),
+        custom_error_type="wrong_type",
+        custom_error_message=(
+            f"must be a string or a list of at most {limits.STOP_STRINGS_MAX} strings"
+        ),
+    ),
+]
 
 
 def _without_nulls(given: Any) -> Any:
@@ -222,32 +269,25 @@ class GenerationBody(Body):
 
     model: str = ""
     """The name of the served model. May be left out."""
-    min_tokens: int = 0
+    min_tokens: MinTokens = 0
     """An EOS token, stop token or stop string can end the text only after this many tokens."""
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     seed: int | None = Field(default=None, ge=-(2 ** (limits.SEED_BITS - 1)), le=limits.SEED_MAX)
     """A negative seed S is the same as S + 2**64."""
-    stop: Annotated[
-        str | Annotated[FailFastList[str], Field(max_length=limits.STOP_STRINGS_MAX)],
-        must_be(f"a string or a list of at most {limits.STOP_STRINGS_MAX} strings"),
-    ] = []
-    stop_token_ids: Annotated[FailFastList[int], Field(max_length=limits.STOP_TOKEN_IDS_MAX)] = []
+    stop: StopField = []
+    stop_token_ids: StopTokenIds[FailFastList[int]] = []
     """Ids of tokens that end the text like an EOS token."""
     stream: bool = False
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[
-        dict[str, float],
-        Field(max_length=limits.LOGIT_BIAS_ENTRIES_MAX),
-        at_most(limits.LOGIT_BIAS_ENTRIES_MAX),
-    ] = {}
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[LogitBias[dict[str, Bias]], at_most(limits.LOGIT_BIAS_ENTRIES_MAX)] = {}
     """For each token id, a number that is added to the token's logit."""
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool = False
-    deadline_ms: int | None = None
+    deadline_ms: DeadlineMs | None = None
     """Time after which the answer is cut off, ms."""
     speculation: Speculation = Speculation()
     structured_outputs: Annotated[
@@ -259,23 +299,24 @@ class GenerationBody(Body):
 
     def _translated(
         self,
-        prompts: Sequence[Prompt],
-        names: Mapping[str, str],
+        prompts: Mapping[str, Prompt],
+        max_tokens_field: str,
         tools: Tools = NO_TOOLS,
         formats: ChatFormats | None = None,
         **own: Any,
     ) -> TranslatedBody:
-        """Makes the requests for these prompts. `names` becomes a part of `TranslatedBody.names`.
-        Without `formats`, the answers are not parsed. `own` has further fields of the requests."""
+        """Makes the requests for these prompts, by their names in errors. `max_tokens_field` is the
+        body's name of `max_tokens`. Without `formats`, the answers are not parsed. `own` has
+        further fields of the requests."""
         found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
-            reason = f"cannot be combined with {found[0][0]}; give only one of these fields"
-            raise BadRequest(found[1][0], reason)
+            reason = f"cannot be combined with {found[0].field}; give only one of these fields"
+            raise BadRequest(found[1].field, reason)
         if not speculation.enabled and speculation.num_draft_tokens:
             raise BadRequest(
                 "speculation.num_draft_tokens", "must be 0 or be left out if enabled is false"
             )
-        constraint = found[0][1] if found else None
+        constraint = found[0] if found else None
         if formats is not None:
             form = formats.form(tools, constraint, own["template_variables"])
         request = GenerateRequest(
@@ -300,12 +341,11 @@ class GenerationBody(Body):
             None if self.seed is None else choice_seed(self.seed % 2**limits.SEED_BITS, choice)
             for choice in range(n)
         ]
-        requests = tuple(
-            replace(request, prompt=prompt, seed=seed) for prompt in prompts for seed in seeds
-        )
-        more = {"stop[0]": "stop"} if isinstance(self.stop, str) else {}
-        more |= {constraint.kind.value: field for field, constraint in found}
-        return TranslatedBody(self, requests, {**_NAMES, **names, **more}, n, form=form)
+        requests = list[GenerateRequest]()
+        for name, prompt in prompts.items():
+            names = FieldNames(name, max_tokens_field, rule="speculation.rule", sampling="")
+            requests += [replace(request, prompt=prompt, seed=seed, names=names) for seed in seeds]
+        return TranslatedBody(self, tuple(requests), n, form=form)
 
     def _sampling(self) -> SamplingParams:
         given = self.model_fields_set & {field.name for field in fields(SamplingParams)}
@@ -317,17 +357,15 @@ class GenerationBody(Body):
         listed = {"logit_bias": tuple(biases), "stop_token_ids": tuple(self.stop_token_ids)}
         return SamplingParams(**values | listed)
 
-    def _constraints(self, tools: Tools) -> NamedConstraints:
+    def _constraints(self, tools: Tools) -> Sequence[Constraint]:
         # If the answer must be a tool call, the response format is ignored.
-        held = tools.constraint()
-        found = [("tools", held)] if held else self._format()
+        found = [tools.constraint() or self._format()]
         for kind, value in self.structured_outputs.items():
             if not (kind == "json_object" and value is False):
-                field = f"structured_outputs.{kind}"
-                found.append((field, _constraint(field, kind, value)))
-        return found
+                found.append(_constraint(f"structured_outputs.{kind}", kind, value))
+        return [one for one in found if one is not None]
 
-    def _format(self) -> NamedConstraints:
+    def _format(self) -> Constraint | None:
         raise NotImplementedError
 
 
@@ -338,20 +376,20 @@ class ChoicesBody(GenerationBody, StreamedBody):
     response_format: dict[str, Any] = {"type": "text"}
     """The form of the answer: text, json_object, or json_schema with its schema."""
 
-    def _format(self) -> NamedConstraints:
+    def _format(self) -> Constraint | None:
         place = "response_format"
-        return format_constraints(self.response_format, place, f"{place}.json_schema.schema")
+        return format_constraint(self.response_format, place, f"{place}.json_schema.schema")
 
 
-def format_constraints(given: Mapping[str, Any], field: str, schema_field: str) -> NamedConstraints:
+def format_constraint(given: Mapping[str, Any], field: str, schema_field: str) -> Constraint | None:
     """Returns the constraint of a response format, if any. Raises `BadRequest`."""
     match given:
         case {"type": "text"}:
-            return []
+            return None
         case {"type": "json_object"}:
-            return [(field, Constraint.any_object())]
+            return Constraint.any_object(field)
         case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
-            return [(schema_field, Constraint.of_schema(schema, schema_field))]
+            return Constraint.of_schema(schema, schema_field)
         case {"type": "json_schema"}:
             raise BadRequest(schema_field, "is missing")
     kind = given.get("type")
@@ -365,7 +403,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
         case "regex":
             return Constraint.of_regex(value, field)
         case "json_object" if value is True:
-            return Constraint.any_object()
+            return Constraint.any_object(field)
         case "json_object":
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
         case _ if isinstance(value, list):
@@ -407,6 +445,8 @@ def lines(content: str | list[Any]) -> str:
 def _known_role(role: str) -> str:
     if role == "function":
         raise ValueError(f"{role!r} is not supported; use tool instead")
+    if reason := wrong_role(role):
+        raise ValueError(reason)
     return "system" if role == "developer" else role
 
 
@@ -494,7 +534,7 @@ TemplateVariables = Annotated[
 
 
 class ConversationBody(GenerationBody):
-    top_logprobs: int = 0
+    top_logprobs: Logprobs = 0
     parallel_tool_calls: bool = True
     """false = at most one call."""
     chat_template_kwargs: TemplateVariables = {}
@@ -502,10 +542,10 @@ class ConversationBody(GenerationBody):
 
     def _conversation(
         self,
-        turns: tuple[ChatMessage, ...],
+        conversation: Mapping[str, tuple[ChatMessage, ...]],
         functions: Sequence[FunctionTool],
         choice: str | NamedFunction,
-        names: Mapping[str, str],
+        max_tokens_field: str,
         max_tokens: int | None,
         logprobs: bool,
         formats: ChatFormats | None,
@@ -518,8 +558,8 @@ class ConversationBody(GenerationBody):
             several=self.parallel_tool_calls,
         )
         return self._translated(
-            [turns],
-            {**names, "logprobs": "top_logprobs"},
+            conversation,
+            max_tokens_field,
             tools,
             formats,
             max_tokens=max_tokens,
@@ -547,14 +587,16 @@ class ChatBody(ChoicesBody, ConversationBody):
             raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "needs logprobs to be true")
-        names = {"chat": "messages", "chat.messages": "messages"}
-        if new is not None:
-            names["max_tokens"] = "max_completion_tokens"
         functions, choice = [tool.function for tool in self.tools], self.tool_choice
         named = choice.function if isinstance(choice, NamedTool) else choice
-        most = old if new is None else new
         return self._conversation(
-            tuple(self.messages), functions, named, names, most, self.logprobs, formats
+            {"messages": tuple(self.messages)},
+            functions,
+            named,
+            "max_tokens" if new is None else "max_completion_tokens",
+            old if new is None else new,
+            self.logprobs,
+            formats,
         )
 
 
@@ -571,7 +613,7 @@ class CompletionBody(ChoicesBody):
             f"list of 1 to {limits.PROMPTS_MAX} lists of token ids"
         ),
     ]
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     echo: bool = False
     """Begin the answer with the prompt. If logprobs is given, the answer also has the
     log-probabilities of the prompt's tokens, and max_tokens may be 0."""
@@ -581,9 +623,11 @@ class CompletionBody(ChoicesBody):
         prompts: list[Any] = (
             [given] if isinstance(given, str) or isinstance(given[0], int) else given
         )
+        names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
+        each = [one if isinstance(one, str) else tuple(one) for one in prompts]
         asked = self._translated(
-            [one if isinstance(one, str) else tuple(one) for one in prompts],
-            {"text": "prompt", "token_ids": "prompt"},
+            dict(zip(names, each, strict=True)),
+            "max_tokens",
             max_tokens=self.max_tokens,
             default_max_tokens=_COMPLETION_TOKENS,
             logprobs=self.logprobs,
@@ -625,16 +669,11 @@ class DetokenizeBody(Body):
     tokens: FailFastList[int]
 
 
-_NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-
-
 @dataclass(frozen=True, slots=True)
 class TranslatedBody:
     body: GenerationBody | ResumeBody
     requests: tuple[GenerateRequest, ...]
     """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""
-    names: Mapping[str, str]
-    """Name of a field of `GenerateRequest` -> name of the body's field."""
     n: int = 1
     echoes: bool = False
     """Whether each answer begins with its prompt."""
@@ -643,20 +682,6 @@ class TranslatedBody:
     @property
     def has_logprobs(self) -> bool:
         return self.requests[0].logprobs is not None
-
-    def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """Returns the coordinator's error about request `index`, with the body's field name."""
-        name = error.field.removeprefix("sampling.")
-        head, bracket, rest = name.partition("[")
-        name = self.names.get(name) or self.names.get(head, head) + bracket + rest
-        if name.startswith("prompt") and len(self.requests) > self.n:
-            name = name.replace("prompt", f"prompt[{index // self.n}]", 1)
-        return BadRequest(name, error.reason)
-
-
-# Tags appear in pydantic's error paths. `wrong_body` drops each part that contains a space.
-_CHAT = "with messages"
-_RAW = "with a prompt"
 
 
 def _kind(value: object) -> str:

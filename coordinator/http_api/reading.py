@@ -146,7 +146,8 @@ def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
     if kind == UNKNOWN_FIELD or _names_a_field(last):
         parts.append(last)
     field = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in parts
+        f"[{part}]" if isinstance(part, int) or part.isdecimal() else f".{_cut(part)}"
+        for part in parts
     ).removeprefix(".")
     if not field:
         wanted = "must be a JSON object, with Content-Type: application/json"
@@ -167,10 +168,12 @@ def of_body(reason: str) -> errors.BadRequest:
 
 
 def _names_a_field(part: object) -> bool:
-    """Whether a part of an error's path is a field or an index. Other parts name a union's members.
-    The names of members are in `_WORDS_OF_TYPES`, or are not identifiers."""
+    """Whether a part of an error's path is a field, an index or a token id. Other parts name a
+    union's members. The names of members are in `_WORDS_OF_TYPES`, or are not identifiers."""
     return isinstance(part, int) or (
-        isinstance(part, str) and part.isidentifier() and part not in _WORDS_OF_TYPES
+        isinstance(part, str)
+        and (part.isidentifier() or part.isdecimal())
+        and part not in _WORDS_OF_TYPES
     )
 
 

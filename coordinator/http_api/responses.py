@@ -23,6 +23,7 @@ from coordinator.http_api.bodies import (
     without_effect,
 )
 from coordinator.http_api.tools import ChatFormats, Part, call_for_template, call_id_of
+from outrider.grammar.constraint import Constraint
 from outrider.interfaces.request import ChatMessage, Event, Finished, RoundReport, Started
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.sessions.store import FinishReason
@@ -178,14 +179,11 @@ class ResponsesBody(bodies.ConversationBody):
 
     def translate(self, formats: ChatFormats) -> bodies.TranslatedBody:
         """Like `ChatBody.translate`."""
-        # If `_turns` returns an empty tuple, the coordinator's error names `token_ids`.
-        names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
-        names["max_tokens"] = "max_output_tokens"
         return self._conversation(
-            self._turns(),
+            {"input": self._turns()},
             self.tools,
             self.tool_choice,
-            names,
+            "max_output_tokens",
             self.max_output_tokens,
             bool(self.include or self.top_logprobs),
             formats,
@@ -214,9 +212,9 @@ class ResponsesBody(bodies.ConversationBody):
             ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
         )
 
-    def _format(self) -> bodies.NamedConstraints:
+    def _format(self) -> Constraint | None:
         given = {**self.text.format, "json_schema": self.text.format}
-        return bodies.format_constraints(given, "text.format", "text.format.schema")
+        return bodies.format_constraint(given, "text.format", "text.format.schema")
 
 
 _KINDS = {

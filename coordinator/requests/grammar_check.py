@@ -74,7 +74,7 @@ class ConstraintChecks:
                 ) from None
         self._reasons.move_to_end(key)
         if reason := self._reasons[key]:
-            raise BadRequest(constraint.kind, reason)
+            raise BadRequest(constraint.field or constraint.kind, reason)
 
     async def close(self) -> None:
         for compiler in self._compilers:

@@ -16,6 +16,7 @@ from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
+from outrider.foundation.bounds import check_bounds
 from outrider.foundation.fair_turns import TwoLanes, Waiting
 from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
-_NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_variables"}
+_NOT_STORED = {"prompt", "model", "names", "default_max_tokens", "tools", "template_variables"}
 _OWN = {"seed", "max_tokens"}
 """Parameters in which the sessions of one request may differ, besides the prompt."""
+_EXCLUDED: Any = dict.fromkeys(_NOT_STORED, True) | {"constraint": {"field"}}
+"""`_NOT_STORED` and the part of a constraint that is not stored, for pydantic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +77,11 @@ class ParametersWriter:
         common = [tenant, *(getattr(parameters, name) for name in _common_fields())]
         # The sessions of a request have the same objects, so the comparison is fast.
         if self._last is None or self._last[0] != common:
-            text = _adapter().dump_json(parameters, exclude=_NOT_STORED).decode()
+            text = _adapter().dump_json(parameters, exclude=_EXCLUDED).decode()
             if len(text) < limits.SHARED_BYTES_MIN:
                 return text, None
-            text = _adapter().dump_json(parameters, exclude=_NOT_STORED | _OWN).decode()
+            others = _EXCLUDED | dict.fromkeys(_OWN, True)
+            text = _adapter().dump_json(parameters, exclude=others).decode()
             self._last = common, Shared.of(tenant, text)
         return _adapter().dump_json(parameters, include=_OWN).decode(), self._last[1]
 
@@ -93,38 +97,33 @@ _adapter = cache(lambda: TypeAdapter(GenerationParameters))
 
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     """Checks every field that can be checked before the prompt is tokenized. Raises `BadRequest`
-    for the first field outside its limits (`outrider.limits`)."""
-    sampling = request.sampling
-    check_sampling(sampling, vocab_size=model.vocab_size)
+    for the first field outside its limits."""
+    sampling, names = request.sampling, request.names
+    check_bounds(request)
+    check_sampling(sampling, names.sampling, model.vocab_size)
     if sampling.min_tokens and request.constraint is not None:
         kind = request.constraint.kind.value
         reason = f"cannot be combined with {kind}, which decides where the answer ends"
-        raise BadRequest("sampling.min_tokens", reason)
+        raise BadRequest(f"{names.sampling}min_tokens", reason)
     num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})
     if sampling.min_tokens and num_ends >= model.vocab_size:
         reason = "all tokens would end the answer, so min_tokens cannot be reached; give fewer ids"
-        raise BadRequest("sampling.stop_token_ids", reason)
+        raise BadRequest(f"{names.sampling}stop_token_ids", reason)
     check_roles(request.prompt)
-    if len(request.stop) > (most := limits.STOP_STRINGS_MAX):
-        raise BadRequest("stop", f"got {len(request.stop)} strings; allowed: up to {most}")
-    most = limits.STOP_STRING_BYTES_MAX
     for index, text in enumerate(request.stop):
-        if not 1 <= (size := len(text.encode())) <= most:
-            raise BadRequest(f"stop[{index}]", f"has {size} bytes; allowed: 1..{most}")
-    bounds = (
-        ("max_tokens", int(request.prompt_logprobs is None), model.max_model_len),
-        ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
-        ("deadline_ms", 1, limits.DEADLINE_MS_MAX),
-        ("draft_deadline_ms", 1, limits.DRAFT_DEADLINE_MS_MAX),
-        ("logprobs", 0, limits.LOGPROBS_MAX),
-        ("seed", 0, limits.SEED_MAX),
-    )
-    for field, low, high in bounds:
-        value = getattr(request, field)
-        if value is not None and not low <= value <= high:
-            raise BadRequest(field, f"got {value}; allowed: {low}..{high}")
+        if reason := wrong_stop_string(text):
+            raise BadRequest(f"stop[{index}]", reason)
+    least, most = int(request.prompt_logprobs is None), model.max_model_len
+    if (given := request.max_tokens) is not None and not least <= given <= most:
+        raise BadRequest(names.max_tokens, f"got {given}; allowed: {least}..{most}")
     if request.rule is Rule.GREEDY and not sampling.greedy:
-        raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
+        raise BadRequest(names.rule, "greedy needs temperature 0; allowed: token, block, coupled")
+
+
+def wrong_stop_string(text: str) -> str:
+    """Says why a text cannot be a stop string; empty = it can be one."""
+    size, most = len(text.encode()), limits.STOP_STRING_BYTES_MAX
+    return "" if 1 <= size <= most else f"has {size} bytes; allowed: 1..{most}"
 
 
 def resolve(
@@ -156,13 +155,13 @@ def resolve(
             known[field.name] = value
     if known["max_tokens"] > room:
         raise BadRequest(
-            "max_tokens",
+            request.names.max_tokens,
             f"got {known['max_tokens']}; allowed: up to {room}, because the prompt has {num_ids} "
             f"tokens, and the model's length is {length}",
         )
     if (least := request.sampling.min_tokens) > known["max_tokens"]:
         reason = f"got {least}; allowed: up to max_tokens, which is {known['max_tokens']}"
-        raise BadRequest("sampling.min_tokens", reason)
+        raise BadRequest(f"{request.names.sampling}min_tokens", reason)
     known |= {
         "prompt": prompt_ids,
         "model": "",
@@ -190,14 +189,19 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def check_roles(prompt: Prompt) -> None:
-    """Raises `BadRequest` if the role of a chat message is not a plain name. Chat templates write
-    roles between special tokens, so a role with special tokens could forge a message."""
-    most = limits.ROLE_CHARS_MAX
+    """Raises `BadRequest` if the role of a chat message is not a plain name."""
     for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
-        if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
-            allowed = "a name such as system, user or assistant, of up to"
-            reason = f"got {turn.role[:most]!r}; allowed: {allowed} {most} letters, digits, - and _"
+        if isinstance(turn, ChatMessage) and (reason := wrong_role(turn.role)):
             raise BadRequest(f"chat.messages[{index}].role", reason)
+
+
+def wrong_role(role: str) -> str:
+    """Says why a text cannot be the role of a chat message; empty = it can be one. Chat templates
+    write roles between special tokens, so a role with special tokens could forge a message."""
+    if _ROLE.fullmatch(role):
+        return ""
+    most, allowed = limits.ROLE_CHARS_MAX, "a name such as system, user or assistant, of up to"
+    return f"got {role[:most]!r}; allowed: {allowed} {most} letters, digits, - and _"
 
 
 class PromptEncoder:
@@ -233,14 +237,14 @@ class PromptEncoder:
         *,
         add_special_tokens: bool = True,
     ) -> tuple[str, tuple[int, ...]]:
-        """Returns the field to name in errors (`text`, `chat` or `token_ids`), and the prompt's
-        token ids. `add_special_tokens` affects only plain text. Simultaneous calls with the same
-        prompt object tokenize it once. Raises `BadRequest` if the prompt cannot be tokenized, or
-        has more bytes than `tokens_max` tokens can have, and `Overloaded` if too many wait."""
+        """Returns the field to name in errors (`FieldNames.prompt`), and the prompt's token ids.
+        `add_special_tokens` affects only plain text. Simultaneous calls with the same prompt object
+        tokenize it once. Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes
+        than `tokens_max` tokens can have, and `Overloaded` if too many wait."""
         text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
-            return "token_ids", given
-        field = "text" if isinstance(prompt, str) else "chat"
+            return request.names.prompt or "token_ids", given
+        field = request.names.prompt or ("text" if isinstance(prompt, str) else "chat")
         if text is None:
             raise BadRequest(field, "the model has no tokenizer; give token ids")
         turns, contents = list[dict[str, Any]](), [given]
@@ -256,8 +260,9 @@ class PromptEncoder:
 
         def tokenize() -> tuple[int, ...]:
             if turns:
-                return tuple(text.encode_chat(turns, request.tools, request.template_variables))
-            return tuple(text.encode(given, add_special_tokens))
+                tools, variables = request.tools, request.template_variables
+                return tuple(text.encode_chat(turns, tools, variables, field))
+            return tuple(text.encode(given, add_special_tokens, field))
 
         return field, await self._calls.share(
             (id(prompt), add_special_tokens),

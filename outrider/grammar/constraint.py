@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ class ConstraintKind(StrEnum):
     CHOICE = "choice"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Constraint:
     """A constraint that the whole completion must match. The class methods that make a constraint
     do not check whether it can be compiled."""
@@ -36,6 +36,8 @@ class Constraint:
     text: str
     """A schema as compact JSON, a regular expression, or a JSON list of choices. The keys of a
     schema keep their order, because this order also holds for the keys of an answer."""
+    field: str = dataclasses.field(default="", compare=False)
+    """The request's field that asks for the constraint, for errors."""
 
     @classmethod
     def of_schema(
@@ -54,12 +56,12 @@ class Constraint:
             level = [inner for outer in level for inner in containers_in(outer)]
         if level:
             raise _too_deep(field)
-        return cls(ConstraintKind.JSON_SCHEMA, text)
+        return cls(ConstraintKind.JSON_SCHEMA, text, field)
 
     @classmethod
-    def any_object(cls) -> Constraint:
+    def any_object(cls, field: str = ConstraintKind.JSON_OBJECT) -> Constraint:
         """Any JSON object."""
-        return cls(ConstraintKind.JSON_OBJECT, '{"type":"object"}')
+        return cls(ConstraintKind.JSON_OBJECT, '{"type":"object"}', field)
 
     @classmethod
     def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
@@ -74,7 +76,7 @@ class Constraint:
             bare += "$"  # The first of the removed $ is escaped.
         if not bare:
             raise BadRequest(field, "is empty; it must match some text")
-        return cls(ConstraintKind.REGEX, bare)
+        return cls(ConstraintKind.REGEX, bare, field)
 
     @classmethod
     def of_choices(cls, choices: Iterable[str], field: str = ConstraintKind.CHOICE) -> Constraint:
@@ -86,7 +88,7 @@ class Constraint:
             if not isinstance(choice, str) or not choice:
                 raise BadRequest(f"{field}[{index}]", "must be a non-empty string")
         text = _dumped(list(dict.fromkeys(listed)), field)
-        return cls(ConstraintKind.CHOICE, text)
+        return cls(ConstraintKind.CHOICE, text, field)
 
     @classmethod
     def read(cls, kind: str, text: str, field: str = "constraint") -> Constraint:

@@ -2,15 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
+from annotated_types import Interval, MaxLen
+
+from outrider import limits
 from outrider.foundation.values import value
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.messages import PositionLogprobs
-from outrider.limits import MAX_TOKENS_DEFAULT
 from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
+
+Entries = TypeVar("Entries")
+StopStrings = Annotated[Entries, MaxLen(limits.STOP_STRINGS_MAX)]
+Seed = Annotated[int, Interval(ge=0, le=limits.SEED_MAX)]
+NumDraftTokens = Annotated[int, Interval(ge=0, le=limits.NUM_DRAFT_TOKENS_MAX)]
+DeadlineMs = Annotated[int, Interval(ge=1, le=limits.DEADLINE_MS_MAX)]
+DraftDeadlineMs = Annotated[int, Interval(ge=1, le=limits.DRAFT_DEADLINE_MS_MAX)]
+Logprobs = Annotated[int, Interval(ge=0, le=limits.LOGPROBS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +38,45 @@ Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How errors name the fields that only the coordinator can check, because it knows the model.
+    The defaults are gRPC's names."""
+
+    prompt: str = ""
+    """Empty = text, chat or token_ids, by the kind of the prompt."""
+    max_tokens: str = "max_tokens"
+    rule: str = "rule"
+    sampling: str = "sampling."
+    """Precedes the names of sampling parameters."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Asks for one completion. None = the coordinator's default. Limits: `outrider.limits`."""
+    """Asks for one completion. None = the coordinator's default. The types state the limits, as far
+    as they do not depend on the model."""
 
     prompt: Prompt
     model: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: StopStrings[tuple[str, ...]] = ()
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
     rule: Rule | None = None
-    num_draft_tokens: int | None = None
+    num_draft_tokens: NumDraftTokens | None = None
     """Largest number of draft tokens in a round; 0 = plain decoding by the target alone."""
-    deadline_ms: int | None = None
-    logprobs: int | None = None
+    deadline_ms: DeadlineMs | None = None
+    logprobs: Logprobs | None = None
     """How many of the likeliest tokens to report at every position; None = no log-probabilities."""
     include_rounds: bool = False
     """Whether to send a `RoundReport` for every round."""
-    draft_deadline_ms: int | None = None
+    draft_deadline_ms: DraftDeadlineMs | None = None
     """Time limit for drafting in a round, ms. At the limit, the draft returns what it has drawn."""
     constraint: Constraint | None = None
     """The completion must match the constraint, and ends when no further token can match."""
     # Only HTTP requests set the following fields. gRPC does not send them.
-    prompt_logprobs: int | None = None
+    names: FieldNames = field(default_factory=FieldNames, compare=False)
+    prompt_logprobs: Logprobs | None = None
     """Like `logprobs`, but for the prompt. If this field is set, `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +85,7 @@ class GenerateRequest:
     """Special tokens to keep in the text, such as marks of tool calls. Others are omitted."""
     answer_form: str = ""
     """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = no parser."""
-    default_max_tokens: int = MAX_TOKENS_DEFAULT
+    default_max_tokens: int = limits.MAX_TOKENS_DEFAULT
     """Used if `max_tokens` is None. The room in the model's context may reduce this number."""
 
 

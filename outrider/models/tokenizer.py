@@ -70,9 +70,9 @@ class TokenizerText:
             tokenizer.chat_template = chat_template
         return cls(tokenizer, name or str(path))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
-        _check_unicode("text", text)
+    def encode(self, text: str, add_special_tokens: bool = True, field: str = "text") -> list[int]:
+        """Raises `BadRequest` for the `field` if its text is not Unicode (a lone surrogate)."""
+        _check_unicode(field, text)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     @property
@@ -106,11 +106,13 @@ class TokenizerText:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        field: str = "chat",
     ) -> str:
-        """The text of a conversation, up to the beginning of the answer. Raises `BadRequest` if the
-        model has no chat template, the template fails, or `variables` has a wrong name."""
+        """The text of a conversation, up to the beginning of the answer. Raises `BadRequest` for
+        the `field` if the model has no chat template, or the template fails. Also raises it if
+        `variables` has a wrong name."""
         if not self.chat_template:
-            raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
+            raise BadRequest(field, f"model {self._name} has no chat template; send a prompt")
         if wrong := variables.keys() & _not_for_templates():
             raise BadRequest(
                 f"chat_template_kwargs.{min(wrong)}", "is not a variable of a chat template"
@@ -126,21 +128,22 @@ class TokenizerText:
                 )
             )
         except Exception as error:  # A template may raise anything.
-            raise BadRequest("chat", f"the model's chat template failed: {error}") from error
+            raise BadRequest(field, f"the model's chat template failed: {error}") from error
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        field: str = "chat",
     ) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer. Each message has at
-        least `role` and `content`. Raises `BadRequest` if the model has no chat template, or its
-        template fails or does not support tools that the conversation needs."""
+        least `role` and `content`. Raises the errors of `render`. Also raises `BadRequest` if the
+        template does not support tools that the conversation needs."""
         if tools or any("tool_calls" in message for message in messages):
-            self.check_tools("tools" if tools else "chat")
-        rendered = self.render(messages, tools, variables)
-        _check_unicode("chat", rendered)
+            self.check_tools("tools" if tools else field)
+        rendered = self.render(messages, tools, variables, field)
+        _check_unicode(field, rendered)
         return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
     def backend_json(self) -> str:

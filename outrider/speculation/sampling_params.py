@@ -6,9 +6,13 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
+from typing import Annotated, TypeVar
+
+from annotated_types import Interval, MaxLen
 
 from outrider import limits
 from outrider.errors import BadRequest
+from outrider.foundation.bounds import beyond, check_bounds
 
 
 class Rule(StrEnum):
@@ -30,24 +34,40 @@ class Rule(StrEnum):
         return self in (Rule.TOKEN, Rule.BLOCK)
 
 
+Entries = TypeVar("Entries")
+_BIAS = Interval(ge=-limits.LOGIT_BIAS_MAX, le=limits.LOGIT_BIAS_MAX)
+
+Temperature = Annotated[float, Interval(ge=0.0, le=limits.TEMPERATURE_MAX)]
+TopP = Annotated[float, Interval(gt=0.0, le=1.0)]
+TopK = Annotated[int, Interval(ge=-1)]
+MinP = Annotated[float, Interval(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Interval(ge=-limits.PENALTY_MAX, le=limits.PENALTY_MAX)]
+RepetitionPenalty = Annotated[float, Interval(gt=0.0, le=limits.REPETITION_PENALTY_MAX)]
+Bias = Annotated[float, _BIAS]
+LogitBias = Annotated[Entries, MaxLen(limits.LOGIT_BIAS_ENTRIES_MAX)]
+MinTokens = Annotated[int, Interval(ge=0)]
+StopTokenIds = Annotated[Entries, MaxLen(limits.STOP_TOKEN_IDS_MAX)]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """The transforms from logits to the sampled distribution."""
+    """The transforms from logits to the sampled distribution. The types state the limits, as far as
+    they do not depend on the model. `check_sampling` checks all limits."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
     """0 or -1 = off."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: LogitBias[tuple[tuple[int, Bias], ...]] = ()
     """Pairs of a token id and the bias to add to its logit, sorted by id."""
-    min_tokens: int = 0
+    min_tokens: MinTokens = 0
     """Until the completion has this many tokens, EOS and stop tokens cannot be drawn, and stop
     strings are ignored."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: StopTokenIds[tuple[int, ...]] = ()
     """Tokens that end the completion, like EOS."""
 
     @property
@@ -89,49 +109,25 @@ class TokenHistory:
 NO_HISTORY = TokenHistory()
 
 
-_RANGES = (
-    ("temperature", 0.0, limits.TEMPERATURE_MAX, True),
-    ("min_p", 0.0, 1.0, True),
-    ("presence_penalty", -limits.PENALTY_MAX, limits.PENALTY_MAX, True),
-    ("frequency_penalty", -limits.PENALTY_MAX, limits.PENALTY_MAX, True),
-    ("top_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, limits.REPETITION_PENALTY_MAX, False),
-)
-"""For each real parameter: name, minimum, maximum, and whether the minimum itself is allowed."""
-
-
 def check_sampling(
-    params: SamplingParams, field: str = "sampling", vocab_size: int | None = None
+    params: SamplingParams, path: str = "sampling.", vocab_size: int | None = None
 ) -> None:
-    """Raises `BadRequest` for a parameter outside its limits. Without `vocab_size`, `top_k` and
-    token ids are not compared with the vocabulary."""
-    for name, low, high, is_closed in _RANGES:
-        value = getattr(params, name)
-        if not (low <= value <= high and (is_closed or value > low)):  # Also refuses NaN.
-            allowed = f"{low:g}..{high:g}" if is_closed else f"above {low:g}, at most {high:g}"
-            raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {allowed}")
-    if params.top_k < -1 or (vocab_size is not None and params.top_k > vocab_size):
-        most = "the vocabulary's size" if vocab_size is None else str(vocab_size)
-        reason = f"got {params.top_k}; allowed: -1 or 0 (off), or 1..{most}"
-        raise BadRequest(f"{field}.top_k", reason)
-    if params.min_tokens < 0:
-        raise BadRequest(f"{field}.min_tokens", f"got {params.min_tokens}; allowed: 0..max_tokens")
-    given = [token_id for token_id, _ in params.logit_bias]
-    _check_ids(given, f"{field}.logit_bias", limits.LOGIT_BIAS_ENTRIES_MAX, vocab_size)
-    most_bias = limits.LOGIT_BIAS_MAX
+    """Raises `BadRequest` for a parameter outside its limits. The error's field is the parameter's
+    name after `path`. Without `vocab_size`, `top_k` and token ids are not compared with the
+    vocabulary."""
+    check_bounds(params, path)
+    if vocab_size is not None and params.top_k > vocab_size:
+        reason = f"got {params.top_k}; allowed: -1 or 0 (off), or 1..{vocab_size}"
+        raise BadRequest(f"{path}top_k", reason)
+    _check_ids([token_id for token_id, _ in params.logit_bias], f"{path}logit_bias", vocab_size)
+    most = limits.LOGIT_BIAS_MAX
     for token_id, bias in params.logit_bias:
-        if not abs(bias) <= most_bias:
-            reason = f"got {bias}; allowed: {-most_bias:g}..{most_bias:g}"
-            raise BadRequest(f"{field}.logit_bias[{token_id}]", reason)
-    stops, most_stops = params.stop_token_ids, limits.STOP_TOKEN_IDS_MAX
-    _check_ids(stops, f"{field}.stop_token_ids", most_stops, vocab_size)
+        if not -most <= bias <= most:  # For many entries, faster than `beyond`.
+            raise BadRequest(f"{path}logit_bias[{token_id}]", beyond(bias, _BIAS))
+    _check_ids(params.stop_token_ids, f"{path}stop_token_ids", vocab_size)
 
 
-def _check_ids(
-    token_ids: Sequence[int], field: str, entries_max: int, vocab_size: int | None
-) -> None:
-    if len(token_ids) > entries_max:
-        raise BadRequest(field, f"got {len(token_ids)} entries; allowed: up to {entries_max}")
+def _check_ids(token_ids: Sequence[int], field: str, vocab_size: int | None) -> None:
     for token_id in token_ids:
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             allowed = "0 or more" if vocab_size is None else f"0..{vocab_size - 1}"

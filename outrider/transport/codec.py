@@ -288,7 +288,7 @@ def sampling_from_proto(
         raise BadRequest(f"{path}.logit_bias", reason)
     bias = tuple(sorted(message.logit_bias.items()))
     params = from_proto(message, SamplingParams, path, logit_bias=bias)
-    check_sampling(params, path)
+    check_sampling(params, f"{path}.")
     return params
 
 

@@ -42,7 +42,7 @@ class SlowText:
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
-    def encode(self, text: str, _: bool = True) -> list[int]:
+    def encode(self, text: str, *_: object) -> list[int]:
         time.sleep(self._seconds)
         return [1] * (len(text) // 4 or 1)
 

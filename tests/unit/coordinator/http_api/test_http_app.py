@@ -73,7 +73,7 @@ async def test_one_choice_that_fails_ends_all() -> None:
     class Mixed(Service):
         async def generate(self, request: GenerateRequest, *rest: Any, **more: Any) -> Any:
             if request.prompt == (9,):
-                raise BadRequest("token_ids[0]", "9 is not a token id")
+                raise BadRequest(f"{request.names.prompt}[0]", "9 is not a token id")
             if request.prompt == (2,):
                 yield STARTED
                 raise Unavailable("gone")
@@ -163,7 +163,7 @@ async def test_answers_are_as_the_document_says(
 @pytest.mark.parametrize("prompt", [[2**40], [-1]])
 async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]) -> None:
     """The coordinator refuses invalid tokens, which could not be decoded."""
-    service = Service(BadRequest("token_ids[0]", "is not a token id"))
+    service = Service(BadRequest("prompt[0]", "is not a token id"))
     service.text = TokenizerText(byte_level_tokenizer(), "toy")
     body = {"prompt": prompt, "echo": True}
     found = await Front(service).send("POST", "/v1/completions", json=body)

@@ -22,7 +22,7 @@ from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.request_codec import request_from_proto, request_to_proto
-from tests.support.http_bodies import USER, chat, refused
+from tests.support.http_bodies import USER, chat, refused, refused_by_coordinator
 from tests.support.http_front import Front
 from tests.support.told_coordinator import ToldCoordinator
 
@@ -165,6 +165,23 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"echo": True}, "echo"),
         ({"surprise": None}, "surprise"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"logit_bias": {"3": 100.5}}, "logit_bias[3]"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"speculation": {"num_draft_tokens": 17}}, "speculation.num_draft_tokens"),
+        ({"speculation": {"draft_deadline_ms": 0}}, "speculation.draft_deadline_ms"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", "x" * 257]}, "stop[1]"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"messages": [USER, {"role": "a b", "content": "x"}]}, "messages[1].role"),
         ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].id"),
         ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant"}, {"role": "user"}]}, "messages[1].content"),
@@ -223,29 +240,46 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
 
 
 @pytest.mark.parametrize(
-    ("field", "in_chat", "in_completions"),
+    ("fields", "field"),
     [
-        ("sampling.temperature", "temperature", "temperature"),
-        ("chat", "messages", "chat"),
-        ("chat.messages[2].role", "messages[2].role", "chat.messages[2].role"),
-        ("text", "text", "prompt[1]"),
-        ("token_ids[3]", "token_ids[3]", "prompt[1][3]"),
-        ("logprobs", "top_logprobs", "logprobs"),
-        ("stop[1]", "stop[1]", "stop[1]"),
-        ("stop[0]", "stop[0]", "stop"),
-        ("max_tokens", "max_completion_tokens", "max_tokens"),
-        ("regex", "structured_outputs.regex", "regex"),
+        ({"top_k": 101}, "top_k"),
+        ({"stop_token_ids": [5, 100]}, "stop_token_ids"),
+        ({"logit_bias": {"100": 1}}, "logit_bias"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 9, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+        ({"max_tokens": 63}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"speculation": {"rule": "greedy"}}, "speculation.rule"),
+        ({"prompt": "a"}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt[0]"),
+        ({"prompt": [1, 2, 100]}, "prompt[2]"),
+        ({"prompt": [[1] * 64]}, "prompt"),
+        ({"prompt": [[100], [1]]}, "prompt[0][0]"),
     ],
 )
-def test_the_coordinators_errors_name_the_bodys_fields(
-    field: str, in_chat: str, in_completions: str
+async def test_the_coordinators_errors_name_the_bodys_fields(
+    fields: dict[str, Any], field: str
 ) -> None:
-    """Of several prompts, each here with two choices, the error says which is wrong."""
-    error = BadRequest(field, "is wrong")
-    told = chat(max_completion_tokens=5, structured_outputs={"regex": "a"}).renamed(error, 0)
-    assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")
-    asked = completion(prompt=[[1], [2], [3]], n=2, stop="x")
-    assert asked.renamed(error, 3).field == in_completions
+    request = completion(**{"prompt": [1, 2]} | fields).requests[0]
+    error = await refused_by_coordinator(request)
+    assert (error.field, error.message.startswith(f"{field}: ")) == (field, True)
+
+
+async def test_the_coordinators_errors_name_the_fields_of_a_conversation() -> None:
+    for fields, field in (
+        ({"max_tokens": 65}, "max_tokens"),
+        ({"max_completion_tokens": 65}, "max_completion_tokens"),
+        ({}, "messages"),
+    ):
+        assert (await refused_by_coordinator(only(chat(**fields)))).field == field
+
+
+async def test_errors_say_which_of_several_prompts_is_wrong() -> None:
+    """Here each prompt has two choices."""
+    asked = completion(prompt=[[1], [2], [3, 100]], n=2)
+    names = [request.names.prompt for request in asked.requests]
+    assert names == [f"prompt[{index // 2}]" for index in range(6)]
+    assert (await refused_by_coordinator(asked.requests[5])).field == "prompt[2][1]"
 
 
 JSON = st.recursive(
@@ -292,8 +326,9 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
     ],
 )
 def test_ways_to_ask_for_a_form(fields: dict[str, Any], constraint: Constraint, field: str) -> None:
-    found = completion(**fields)
-    assert (only(found).constraint, found.names[constraint.kind]) == (constraint, field)
+    found = only(completion(**fields)).constraint
+    assert found is not None
+    assert (found, found.field) == (constraint, field)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +507,8 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({f"f{n}": 1 for n in range(limits.HTTP_FIELDS_MAX)}, None, "the body has 129 fields"),
         ({"messages": [USER] * (limits.CHAT_MESSAGES_MAX + 1)}, "messages", "at most 4096 items"),
         ({"logit_bias": BIASES}, "logit_bias", "should have at most 1024 items"),
-        ({"stop": ["a"] * 17}, "stop", "must be a string or a list of at most 16 strings"),
+        ({"stop": ["a"] * 17}, "stop", "list should have at most 16 items"),
+        ({"stop": 5}, "stop", "must be a string or a list of at most 16 strings; got 5"),
         ({"n": 17}, "n", "should be less than or equal to 16; got 17"),
         ({"functions": [{}]}, "functions", "is not supported; leave it out, or give []"),
         ({"prompt": "a"}, "prompt", "is not supported; leave it out"),

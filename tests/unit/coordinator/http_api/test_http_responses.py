@@ -12,13 +12,13 @@ from pydantic import TypeAdapter
 from coordinator.http_api.bodies import ChatBody, TranslatedBody
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.tools import ChatFormats
-from outrider.errors import BadRequest, Unavailable
+from outrider.errors import Unavailable
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, Finished, Tokens
 from outrider.limits import CHAT_MESSAGES_MAX
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
-from tests.support.http_bodies import refused
+from tests.support.http_bodies import refused, refused_by_coordinator
 from tests.support.http_front import Front
 from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
@@ -203,19 +203,27 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], said: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "own"),
+    ("fields", "field"),
     [
-        ("chat", "input"),
-        ("token_ids", "input"),
-        ("max_tokens", "max_output_tokens"),
-        ("logprobs", "top_logprobs"),
-        ("json_schema", "text.format.schema"),
-        ("sampling.top_p", "top_p"),
-        ("num_draft_tokens", "speculation.num_draft_tokens"),
+        ({}, "input"),
+        ({"input": [{"type": "reasoning", "content": ""}]}, "input"),
+        ({"max_output_tokens": 65}, "max_output_tokens"),
+        ({"top_k": 101}, "top_k"),
+        ({"speculation": {"rule": "greedy"}}, "speculation.rule"),
     ],
 )
-def test_the_coordinators_errors_name_the_bodys_fields(field: str, own: str) -> None:
-    assert asked(text={"format": FORMAT}).renamed(BadRequest(field, "is wrong"), 0).field == own
+async def test_the_coordinators_errors_name_the_bodys_fields(
+    fields: dict[str, Any], field: str
+) -> None:
+    [request] = asked(**fields).requests
+    assert (await refused_by_coordinator(request)).field == field
+
+
+def test_constraints_name_their_field() -> None:
+    for form, field in ((FORMAT, "text.format.schema"), ({"type": "json_object"}, "text.format")):
+        [request] = asked(text={"format": form}).requests
+        assert request.constraint is not None
+        assert request.constraint.field == field
 
 
 async def answered(*events: Event | Exception, **fields: Any) -> Any:
