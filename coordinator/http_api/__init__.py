@@ -9,7 +9,7 @@
 | `tools.py` | reads tools, and splits an answer's text into content, reasoning and calls |
 | `answers.py` | turns the events of sessions into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
-| `schemas.py` | the schemas of answers, for the OpenAPI document |
+| `schemas.py` | the types of answers, from which the OpenAPI document is made |
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from coordinator.http_api import schemas
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
 from coordinator.http_api.tools import ARGUMENTS, PLAIN, AnswerForm, Part, Reader, call_id_of
 from outrider.interfaces.messages import PositionLogprobs
@@ -118,9 +119,9 @@ class EventStream:
         """Returns the whole answer. Must be called after all choices have ended."""
         raise NotImplementedError
 
-    def failed(self, error: Json) -> Json:
+    def failed(self, error: schemas.ErrorBody) -> Json:
         """Returns the server-sent event that ends a stream with this error."""
-        return error
+        return {**error}
 
 
 class Answer(EventStream):
@@ -158,7 +159,7 @@ class Answer(EventStream):
     """Returns the new text of a choice, for a chunk."""
     message: Callable[[_Choice], Json]
     """Returns all text of a choice, for a whole answer."""
-    logprobs: Callable[[Sequence[Scored]], Json]
+    logprobs: Callable[[Sequence[Scored]], schemas.ChatLogprobs | schemas.CompletionLogprobs]
 
     def whole(self) -> Json:
         choices = [
@@ -248,13 +249,13 @@ class Answer(EventStream):
             found["token_ids"] = tokens.token_ids
         return found
 
-    def _usage(self) -> Json:
+    def _usage(self) -> schemas.Usage:
         # The `n` choices of a prompt follow each other. The prompt counts once for all of them.
         asked = sum(one.num_prompt_tokens for one in self._choices[:: self._asked.n])
         told = sum(one.num_tokens for one in self._choices)
         return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
 
-    def _metrics(self) -> Json:
+    def _metrics(self) -> schemas.AnswerMetrics:
         """Returns statistics of all choices together, with vLLM's names and meanings. Only rounds
         with draft tokens count as steps. Accepted draft tokens after an EOS or stop string also
         count."""
@@ -262,7 +263,7 @@ class Answer(EventStream):
         num_drafts = sum(one.num_drafts for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
         proposed = sum(one.num_draft_tokens for one in each)
-        found: Json = {
+        found: schemas.SpeculativeDecoding = {
             "mean_acceptance_length": 1 + accepted / max(1, num_drafts),
             "draft_acceptance_rate": accepted / max(1, proposed),
             "num_spec_steps": num_drafts,
@@ -307,37 +308,45 @@ class ChatAnswer(Answer):
         found = self._joined_parts(choice)
         for call in found.get("tool_calls", ()):
             del call["index"]
-        nothing = None if "tool_calls" in found else ""
-        return {"message": {"role": "assistant", "content": nothing, "refusal": None, **found}}
+        whole: schemas.AssistantMessage = {
+            "role": "assistant",
+            "content": None if "tool_calls" in found else "",
+            "refusal": None,
+            **found,
+        }
+        return {"message": whole}
 
-    def _joined_parts(self, choice: _Choice) -> Json:
-        found: Json = {}
-        calls: list[Json] = []
+    def _joined_parts(self, choice: _Choice) -> schemas.AssistantMessage:
+        found: schemas.AssistantMessage = {}
+        calls: list[schemas.ToolCall] = []
         for kind, text in choice.parts:
             if kind == "name":
                 index, choice.num_calls = choice.num_calls, choice.num_calls + 1
                 call_id = call_id_of(choice.session_id, index)
-                function = {"name": text, "arguments": ""}
-                call = {"index": index, "id": call_id, "type": "function", "function": function}
-                calls.append(call)
+                function: schemas.FunctionCall = {"name": text, "arguments": ""}
+                calls.append(
+                    {"index": index, "id": call_id, "type": "function", "function": function}
+                )
             elif kind == "arguments":
                 if not calls:
                     index = choice.num_calls - 1
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += text
             else:
-                found[kind] = found.get(kind, "") + text
+                found[kind] = (found.get(kind) or "") + text
         return {**found, "tool_calls": calls} if calls else found
 
-    def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        content = []
+    def logprobs(self, tokens: Sequence[Scored]) -> schemas.ChatLogprobs:
+        content: list[schemas.ChatToken] = []
         for _, each in tokens:
-            own, *top = [
-                {"token": as_text(data), "bytes": list(data), "logprob": logprob}
-                for data, logprob in each
-            ]
+            own, *top = [_likely(data, logprob) for data, logprob in each]
             content.append({**own, "top_logprobs": top})
         return {"content": content, "refusal": None}
+
+
+def _likely(data: bytes, logprob: float | None) -> schemas.LikelyToken:
+    # Only the first token of a prompt has none, and chat completions do not show prompts.
+    return {"token": as_text(data), "bytes": list(data), "logprob": cast(float, logprob)}
 
 
 class CompletionAnswer(Answer):
@@ -350,11 +359,11 @@ class CompletionAnswer(Answer):
 
     message = delta
 
-    def logprobs(self, tokens: Sequence[Scored]) -> Json:
+    def logprobs(self, tokens: Sequence[Scored]) -> schemas.CompletionLogprobs:
         own = [one[0] for _, one in tokens]
-        likeliest: list[Json | None] = []
+        likeliest: list[dict[str, float] | None] = []
         for _, each in tokens:  # Of tokens with the same text, the first is kept.
-            top = {as_text(data): logprob for data, logprob in reversed(each)}
+            top = {as_text(data): cast(float, logprob) for data, logprob in reversed(each)}
             likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {
             "tokens": [as_text(data) for data, _ in own],

@@ -73,11 +73,12 @@ class Generated(LiveResponse):
     def _event(self, part: Json, number: int, event_id: str = "") -> bytes:
         name = b""
         if self._answer.is_named:
-            name, part = f"event: {part['type']}\n".encode(), {**part, "sequence_number": number}
+            named: schemas.ResponseEvent = {"type": part["type"], "sequence_number": number}
+            name, part = f"event: {named['type']}\n".encode(), {**part, **named}
         line = f"\nid: {event_id}".encode() if event_id else b""
         return name + b"data: " + reading.to_json(part) + line + b"\n\n"
 
-    def _error_events(self, error: Json) -> bytes:
+    def _error_events(self, error: schemas.ErrorBody) -> bytes:
         return self._event(self._answer.failed(error), self._progress.num_parts)
 
 
@@ -254,8 +255,8 @@ class PageFiles(StaticFiles):
 
 
 _ERRORS: schemas.Responses = {
-    "4XX": {"model": reading.ErrorBody, "description": "The request is wrong, or exceeds a limit."},
-    "5XX": {"model": reading.ErrorBody, "description": "The request cannot be served now."},
+    "4XX": {"model": schemas.ErrorBody, "description": "The request is wrong, or exceeds a limit."},
+    "5XX": {"model": schemas.ErrorBody, "description": "The request cannot be served now."},
 }
 _EVENTS = """A stream of server-sent events, each a JSON object with its `type`: `started`, `round`,
 `tokens` or `finished`. docs/window.md describes their fields. The stream ends with `[DONE]`. If an

@@ -13,7 +13,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -21,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
+from coordinator.http_api.schemas import ErrorBody
 from outrider import errors, limits
 from outrider.foundation.api_keys import ANYBODY
 from outrider.foundation.refusals import count_refusal
@@ -65,18 +65,7 @@ def json_response(
     return Response(to_json(value), status, headers, "application/json")
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorDetail
-
-
-def error_body(error: Exception) -> dict[str, Any]:
+def error_body(error: Exception) -> ErrorBody:
     """Returns the body for an error. An error that is not an `OutriderError` is a bug, and the
     client gets only a general message. Logs the traceback of errors with status 500."""
     shown = errors.OutriderError("internal error; the server's log has its traceback")
@@ -129,7 +118,7 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, raised)
 
 
-def _body(message: str, name: str, param: str | None, code: str) -> dict[str, Any]:
+def _body(message: str, name: str, param: str | None, code: str) -> ErrorBody:
     message = message[: limits.ERROR_MESSAGE_CHARS_MAX]
     return {"error": {"message": message, "type": name, "param": param, "code": code}}
 

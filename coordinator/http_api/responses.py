@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coordinator.http_api import bodies
+from coordinator.http_api import bodies, schemas
 from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
 from coordinator.http_api.bodies import (
     ANY_VALUE,
@@ -236,7 +236,7 @@ class _Item:
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
         self.status, self._text = "in_progress", ""
-        self._logprobs: list[Json] = []
+        self._logprobs: list[schemas.ChatToken] = []
 
     def body(self) -> Json:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
@@ -250,7 +250,7 @@ class _Item:
         if self.kind != "name":
             yield self._event("content_part.added", part=self._part())
 
-    def grown(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
+    def grown(self, text: str, logprobs: Sequence[schemas.ChatToken]) -> Iterator[Json]:
         self._text += text
         self._logprobs += logprobs
         if text or logprobs:
@@ -269,7 +269,7 @@ class _Item:
         own: Json = {"type": self._grows, "text": self._text, **self._scored(self._logprobs)}
         return own | {"annotations": []} if self.kind == "content" else own
 
-    def _scored(self, logprobs: Sequence[Json]) -> Json:
+    def _scored(self, logprobs: Sequence[schemas.ChatToken]) -> Json:
         return {"logprobs": [*logprobs]} if self.kind == "content" else {}
 
     def _event(self, name: str, /, **fields: Any) -> Json:
@@ -295,7 +295,7 @@ class ResponseAnswer(ChatAnswer):
     def whole(self) -> Json:
         return self._response(self._status)
 
-    def failed(self, error: Json) -> Json:
+    def failed(self, error: schemas.ErrorBody) -> Json:
         for item in self._items[-1:]:
             item.status = "incomplete"
         detail = error["error"]
@@ -342,15 +342,15 @@ class ResponseAnswer(ChatAnswer):
         self._items.append(_Item(kind, session_id, len(self._items), call))
 
     @property
-    def _status(self) -> str:
+    def _status(self) -> Literal["completed", "incomplete"]:
         [choice] = self._choices
         is_whole = choice.finished and choice.finished.finish_reason is FinishReason.STOP
         return "completed" if is_whole else "incomplete"
 
-    def _response(self, status: str, error: Json | None = None) -> Json:
+    def _response(self, status: schemas.ResponseStatus, error: Json | None = None) -> Json:
         sampling = self._asked.requests[0].sampling
         [choice] = self._choices
-        found: Json = {
+        found: schemas.ResponseObject = {
             "id": self._envelope["id"],
             "object": "response",
             "model": self._envelope["model"],
@@ -363,8 +363,6 @@ class ResponseAnswer(ChatAnswer):
             "output": [item.body() for item in self._items],
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            **self._asked.body.model_dump(include=_REPEATED),
-            **_ALWAYS,
         }
         if choice.finished:
             if status == "incomplete":  # `stop_reason` has the exact reason.
@@ -379,4 +377,4 @@ class ResponseAnswer(ChatAnswer):
             }
             found["stop_reason"] = stop_reason(choice.finished)
             found["metrics"] = self._metrics()
-        return found
+        return {**found, **self._asked.body.model_dump(include=_REPEATED), **_ALWAYS}

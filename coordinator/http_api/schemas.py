@@ -1,21 +1,28 @@
-"""Pydantic classes that describe the HTTP answers in the OpenAPI document. Answers with generated
-text are built as plain dicts, because these classes are too slow for the chunks of a stream."""
+"""The types of HTTP answers, from which FastAPI makes the OpenAPI document. Errors and answers with
+generated text are dicts, because instances of classes are too slow for the chunks of a stream."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import FastAPI
 from fastapi.openapi.constants import REF_TEMPLATE
-from pydantic import BaseModel, ConfigDict
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, Field, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12.
 
 Responses = dict[int | str, dict[str, Any]]
 
 
-class Schema(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-class Usage(Schema):
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+class Usage(TypedDict):
     """Numbers of tokens, for all choices together. A prompt with several choices counts once."""
 
     prompt_tokens: int
@@ -23,33 +30,25 @@ class Usage(Schema):
     total_tokens: int
 
 
-class SpeculativeDecoding(Schema):
+class SpeculativeDecoding(TypedDict):
     """Statistics of drafting, for all choices together. `num_spec_steps` counts the
     rounds with draft tokens."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
     num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
     num_spec_tokens: int
-    acceptance_histogram: list[int] = []
-    acceptance_histogram_by_draft_length: dict[str, list[int]] = {}
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    acceptance_histogram: NotRequired[list[int]]
+    acceptance_histogram_by_draft_length: NotRequired[dict[str, list[int]]]
 
 
-AnswerMetrics = dict[Literal["speculative_decoding"], SpeculativeDecoding]
+class AnswerMetrics(TypedDict):
+    speculative_decoding: SpeculativeDecoding
 
 
-class Choice(Schema):
-    index: int
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: str | int | None
-    """The stop string or stop token that ended the text, or `deadline` or `cancelled`."""
-    token_ids: list[int] = []
-    """Only present if return_token_ids is true."""
-
-
-class LikelyToken(Schema):
+class LikelyToken(TypedDict):
     token: str
     bytes: list[int]
     logprob: float
@@ -59,34 +58,66 @@ class ChatToken(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(Schema):
+class ChatLogprobs(TypedDict):
     content: list[ChatToken]
     refusal: None
 
 
-class FunctionCall(Schema):
-    name: str = ""
-    """In a stream, only the first part of a call has the name and the id."""
-    arguments: str
-    """JSON as the model wrote it. It may be invalid."""
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: Annotated[
+        list[float | None], Field(description="The entry of a prompt's first token is null.")
+    ]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
-class ToolCall(Schema):
-    index: int = 0
-    """In a stream, the index of the call to which this part belongs."""
-    id: str = ""
-    type: Literal["function"] = "function"
+class FunctionCall(TypedDict):
+    name: NotRequired[
+        Annotated[
+            str,
+            Field(
+                description="In a stream, only the first part of a call has the name and the id."
+            ),
+        ]
+    ]
+    arguments: Annotated[str, Field(description="JSON as the model wrote it. It may be invalid.")]
+
+
+class ToolCall(TypedDict):
+    index: NotRequired[
+        Annotated[
+            int, Field(description="In a stream, the index of the call to which this part belongs.")
+        ]
+    ]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: FunctionCall
 
 
-class AssistantMessage(Schema):
+class AssistantMessage(TypedDict, total=False):
     """A message, or the part of a message that a chunk adds."""
 
-    role: Literal["assistant"] = "assistant"
-    content: str | None = None
-    refusal: None = None
-    reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: Annotated[
+        str | int | None,
+        Field(
+            description="The stop string or stop token that ended the text, or `deadline` or "
+            "`cancelled`."
+        ),
+    ]
+    token_ids: NotRequired[
+        Annotated[list[int], Field(description="Only present if return_token_ids is true.")]
+    ]
 
 
 class ChatChoice(Choice):
@@ -99,34 +130,33 @@ class ChatCompletionChunkChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class CompletionLogprobs(Schema):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    """The entry of a prompt's first token is null."""
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class Chunk(Schema):
+class Envelope(TypedDict):
     id: str
     created: int
     model: str
-    usage: Usage | None = None
-    """stream_options decides which chunks have the usage."""
-    metrics: AnswerMetrics | None = None
-    """Only the last chunk has metrics."""
 
 
-class ChatCompletion(Chunk):
+class ChatCompletion(Envelope):
     object: Literal["chat.completion"]
+    choices: list[ChatChoice]
     usage: Usage
     metrics: AnswerMetrics
-    choices: list[ChatChoice]
+
+
+class Chunk(Envelope):
+    usage: NotRequired[
+        Annotated[
+            Usage | None, Field(description="stream_options decides which chunks have the usage.")
+        ]
+    ]
+    metrics: NotRequired[
+        Annotated[AnswerMetrics, Field(description="Only the last chunk has metrics.")]
+    ]
 
 
 class ChatCompletionChunk(Chunk):
@@ -141,47 +171,57 @@ class Completion(Chunk):
     choices: list[CompletionChoice]
 
 
-class ResponseUsage(Schema):
+class ResponseUsage(TypedDict):
     input_tokens: int
     output_tokens: int
     total_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens_details: dict[str, int]
 
 
-class ResponseObject(Schema):
-    """OpenAI's response object. It has further fields, most of which repeat the request."""
+ResponseStatus = Literal["completed", "incomplete", "failed", "in_progress"]
+
+
+class ResponseObject(TypedDict):
+    """OpenAI's response object. It has further fields, which repeat the request."""
 
     id: str
     object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
     model: str
-    output: list[dict[str, Any]]
-    """Messages, reasoning, and calls of functions."""
+    created_at: int
+    completed_at: int | None
+    status: ResponseStatus
     error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
     usage: ResponseUsage | None
-    stop_reason: str | int | None = None
-    metrics: AnswerMetrics | None = None
+    output: Annotated[
+        list[dict[str, Any]], Field(description="Messages, reasoning, and calls of functions.")
+    ]
+    temperature: float
+    top_p: float
+    stop_reason: NotRequired[str | int | None]
+    metrics: NotRequired[AnswerMetrics]
 
 
-class ResponseEvent(Schema):
+class ResponseEvent(TypedDict):
     """An event of a stream. OpenAI's reference describes the other fields of each event."""
 
     type: str
     sequence_number: int
 
 
-class Tokenized(Schema):
+class Tokenized(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Schema):
+class Detokenized(BaseModel):
     prompt: str
 
 
-class Model(Schema):
+class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -191,12 +231,12 @@ class Model(Schema):
     max_model_len: int
 
 
-class ModelList(Schema):
+class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Model]
 
 
-def _answers(whole: type[Schema], chunk: type[Schema]) -> Responses:
+def _answers(whole: type[Any], chunk: type[Any]) -> Responses:
     chunks = {"schema": {"$ref": REF_TEMPLATE.format(model=chunk.__name__)}}
     text = "The answer. If `stream` is true, it is a stream of chunks."
     return {200: {"description": text, "model": whole, "content": {"text/event-stream": chunks}}}
@@ -211,8 +251,11 @@ class DocumentedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """FastAPI adds the schemas of whole answers. This method adds the schemas of chunks."""
         document = super().openapi()
-        _, found = models_json_schema(
-            [(ChatCompletionChunk, "serialization"), (ResponseEvent, "serialization")],
+        _, found = TypeAdapter.json_schemas(
+            [
+                ("chat", "serialization", TypeAdapter(ChatCompletionChunk)),
+                ("response", "serialization", TypeAdapter(ResponseEvent)),
+            ],
             ref_template=REF_TEMPLATE,
         )
         document["components"]["schemas"] |= found["$defs"]

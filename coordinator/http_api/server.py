@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import h11
 import uvicorn
@@ -37,6 +37,7 @@ from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.reading import error_body, error_response, to_json
+from coordinator.http_api.schemas import ErrorBody
 from outrider import limits
 from outrider.config.deployment import CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, Overloaded, Unavailable
@@ -443,7 +444,7 @@ class LiveResponse(Response):
             await send({"type": "http.response.start", "status": status, "headers": headers})
             self._has_begun = True
 
-    def _error_events(self, error: dict[str, Any]) -> bytes:
+    def _error_events(self, error: ErrorBody) -> bytes:
         return b"data: " + to_json(error) + b"\n\n"
 
 
