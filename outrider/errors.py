@@ -141,6 +141,14 @@ class SettingError(ConfigError):
         return type(self), (self.key, self.reason)
 
 
+class UnknownSetting(ConfigError):
+    """There is no setting `key`. `source` is the variable, or the file and key, that gives it."""
+
+    def __init__(self, source: str, key: str, hint: str = "") -> None:
+        super().__init__(f"{source}: there is no such setting{hint}")
+        self.source, self.key = source, key
+
+
 class StepUndone(OutriderError):
     """A draft step failed. Its sequences have freed the cache slots that they took for the step."""
 

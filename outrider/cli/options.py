@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider import errors, limits
+from outrider.cli.vllm_flags import hint
 from outrider.config import deployment as config
 from outrider.config.deployment import DeploymentConfig, deployment_settings, merge
 from outrider.drafters.names import same_drafter
-from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError
+from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError, UnknownSetting
 from outrider.fleet import local_state
 from outrider.fleet.local_state import DeploymentLocation, DeploymentRecord, running_deployment
 from outrider.foundation.settings import Setting, Value, settings_of
@@ -221,6 +222,10 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
         return f"{_field_name(error.field, arguments)}: {error.reason}"
+    if isinstance(error, UnknownSetting) and (
+        instead := hint("outrider serve", flag_of(error.key))
+    ):
+        return f"{error.source}: there is no such setting: {instead}"
     return error_message(error)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from outrider.errors import ConfigError, SettingError, did_you_mean
+from outrider.errors import ConfigError, SettingError, UnknownSetting, did_you_mean
 from outrider.foundation.files import read_file
 
 Value = str | int | float | bool | None
@@ -201,7 +201,7 @@ def layers(
 ) -> Iterator[dict[str, tuple[Setting, object, str]]]:
     """Yields three layers: the settings of a YAML file, of the environment, and of flags. A layer
     maps the key of each setting to the setting, its raw value, and the source to name in errors.
-    Raises `ConfigError` for an unknown key."""
+    Raises `UnknownSetting`."""
     in_file = {} if file is None else _read_yaml(file)
     for given in (
         [(key, raw, f"{file}: {key}") for key, raw in in_file.items()],
@@ -215,8 +215,7 @@ def layers(
         layer = {}
         for key, raw, source in given:
             if key not in settings:
-                hint = did_you_mean(key, settings)
-                raise ConfigError(f"{source}: there is no such setting{hint}")
+                raise UnknownSetting(source, key, did_you_mean(key, settings))
             layer[key] = settings[key], raw, source
         yield layer
 

@@ -1,5 +1,7 @@
 """What a refused flag of vLLM says."""
 
+from pathlib import Path
+
 import pytest
 
 from outrider.cli.bench import bench
@@ -40,6 +42,24 @@ def test_a_refused_flag_says_what_to_do_instead(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
 ) -> None:
     assert says in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("enable-prefix-caching", "there is no such setting: a tenant's equal prefixes always"),
+        ("no_enable_prefix_caching", "there is no such setting: a tenant's equal prefixes always"),
+        ("max_num_seq", "there is no such setting; did you mean max_num_seqs?"),
+        ("surprise", "there is no such setting\n"),
+    ],
+)
+def test_a_refused_key_of_a_file_says_what_to_do_instead(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, says: str
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{key}: true\n")
+    told = refusal(capsys, "serve", "m", "--config", str(file))
+    assert f"{file}: {key.replace('-', '_')}: {says}" in told
 
 
 def test_hints_name_flags_that_exist() -> None:
