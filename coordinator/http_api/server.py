@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
 import ssl
@@ -26,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import h11
 import uvicorn
@@ -188,6 +189,9 @@ class OpenConnections:
 
 
 class HttpConnection(H11Protocol):
+    """A connection that slow and silent clients cannot hold. It makes room for itself, encrypts
+    itself, notes its state in `OpenConnections`, and is broken off if its headers are late."""
+
     def __init__(
         self,
         config: uvicorn.Config,
@@ -286,6 +290,8 @@ class HttpServer:
         self._open = OpenConnections(connections_max(spools=options.spools))
         config = uvicorn.Config(
             self._answer,
+            http=cast(Any, self._connect),  # Only called, so it need not be a class.
+            backlog=_ACCEPTS,
             interface="asgi3",
             lifespan="off",
             ws="none",
@@ -308,13 +314,8 @@ class HttpServer:
         """Begins to listen. Raises `ConfigError` if the address cannot be bound."""
         listening = _bind(self._options)
         self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
-        # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. `backlog` limits the kernel's queue as well, until `listen` raises that limit.
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
-        listening.listen(BACKLOG)
-        self._server.servers = [server]
-        self._server.started = True
+        await self._server.startup(sockets=[listening])
+        listening.listen(BACKLOG)  # uvicorn has limited the kernel's queue to `_ACCEPTS`.
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -354,12 +355,16 @@ class HttpServer:
                 seconds = time.monotonic() - begun
                 times.add(seconds, scope["method"], scope["scheme"], route, status)
 
-    def _connect(self) -> HttpConnection:
+    def _connect(self, **_: Any) -> HttpConnection:
+        """Makes the protocol of a new connection. uvicorn's arguments are attributes of its server,
+        too. uvicorn knows nothing of TLS, because it would see a connection only after the
+        handshake, so that silent clients would not be counted."""
         tls = None if self._tls is None else self._tls.current()
         return HttpConnection(self._server.config, self._server.server_state, self._open, tls)
 
     async def _serve(self, listening: socket.socket) -> None:
-        # This replaces `uvicorn.Server.serve`, which also handles signals.
+        """Does what `uvicorn.Server.serve` does after its start, but handles no signals, and still
+        serves requests that are on their way."""
         try:
             await self._server.main_loop()
         except Exception:  # noqa: BLE001 (the owner of the server looks at `failed`)
@@ -395,7 +400,7 @@ class HttpServer:
             return
         # uvicorn's time limit begins after `limits.HTTP_LAST_REQUEST_S`.
         left_s = max(0.0, grace_s - limits.HTTP_LAST_REQUEST_S) + CLOSE_S
-        self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
+        self._server.config.timeout_graceful_shutdown = math.ceil(left_s)
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=grace_s)
         for task in [*self._server.server_state.tasks]:

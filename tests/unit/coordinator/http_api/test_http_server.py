@@ -394,6 +394,30 @@ async def test_headers_that_do_not_come_are_not_waited_for(
             assert await closed_after(pair, lambda _: b"{") < LATE_S
 
 
+async def test_a_request_may_come_with_the_end_of_the_handshake(tmp_path: Path) -> None:
+    """The server decrypts it before it notices that the handshake has ended."""
+    own = Made(tmp_path, "own", "127.0.0.1")
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting(own.file).wrap_bio(received, sent, server_hostname="127.0.0.1")
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving(tls=TlsFiles(own.file, own.key_file)) as port,
+        connected(port) as (reader, writer),
+    ):
+
+        async def attempt(call: Callable[[], Any]) -> Any:
+            while True:
+                try:
+                    return call()
+                except ssl.SSLWantReadError:
+                    writer.write(sent.read())
+                    received.write(await reader.read(65_536))
+
+        await attempt(client.do_handshake)
+        client.write(GET)
+        assert (await attempt(lambda: client.read(12))) == b"HTTP/1.1 200"
+
+
 async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
     """Neither a server without `takes_over` nor another deployment can use the port."""
     old = RpcServer([], ServerOptions(shares_port=True))
