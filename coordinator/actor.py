@@ -55,7 +55,7 @@ class CoordinatorActor(PlacedActor):
 
     async def trial_sums(self) -> TrialSums | None:
         service = None if self.host is None else self.host.service
-        return None if service is None else service.trial_sums
+        return None if service is None else service.runs.trial.sums
 
     async def wait(self) -> None:
         if self.host is not None:

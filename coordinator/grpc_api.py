@@ -46,7 +46,7 @@ class CoordinatorServicer:
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         _end_soon_after(asked.deadline_ms or self._service.config.deadline_ms)
-        return self._events(self._service.generate(asked, caller.tenant, trace))
+        return self._events(self._service.streams.generate(asked, caller.tenant, trace))
 
     def resume(
         self, request: pb.ResumeRequest, context: Context
@@ -54,7 +54,7 @@ class CoordinatorServicer:
         """Streams the events that the client lacks."""
         caller, asked = current_caller(), resume_from_proto(request)
         _end_soon_after(asked.deadline_ms or DEADLINE_MS_MAX)
-        running = self._service.resume(asked, caller.tenant, _traceparent(context))
+        running = self._service.streams.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
 
     async def _events(
@@ -70,7 +70,7 @@ class CoordinatorServicer:
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._begin_reading(caller, context)
-        await self._service.cancel(session_id, caller.reach)
+        await self._service.streams.cancel(session_id, caller.reach)
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
@@ -80,7 +80,7 @@ class CoordinatorServicer:
         session_id = session_id_from_wire(request.session_id)
         self._begin_reading(caller, context)
         async with self._access.admit(caller, num_generations=0):
-            record = await self._service.session(session_id, caller.reach)
+            record = await self._service.streams.session(session_id, caller.reach)
         return session_to_proto(record)
 
     def _begin_reading(self, caller: Caller, context: Context) -> None:

@@ -124,7 +124,7 @@ class CoordinatorHost:
             announcer = Lease(registry, lambda: _record(service, member.name, address))
             self._open.push_async_callback(announcer.withdraw)
             await announcer.start()
-        self._open.callback(service.hand_over)
+        self._open.callback(service.streams.hand_over)
         self.engagement = Engagement(
             address=address, member=config.membership, http_address=http_address
         )
@@ -196,8 +196,8 @@ async def report_health(
 ) -> None:
     """Reports health by gRPC. If the task that commits tokens fails, stops the servers."""
     serving = True
-    while not service.failed:
-        healthy = not (service.trouble or (http is not None and http.failed))
+    while not service.streams.failed:
+        healthy = not (service.health.trouble or (http is not None and http.failed))
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)
@@ -227,7 +227,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
         pid=os.getpid(),
         model=service.served.model,
         load=service.num_running,
-        figures=service.figures,
+        figures=service.health.figures,
     )
 
 

@@ -16,7 +16,7 @@ from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import PlayedRound, RoundLength
-from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
+from coordinator.routing.drafts import Drafted, Drafts
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
@@ -79,9 +79,7 @@ class SessionRun:
         self._arrived = arrived
         self._reads_beside = reads_beside
         self._trial = trial
-        self._probe: LookupProbe | None = None
-        if type(draft) is Drafts and lengths.adapts:  # Only look-ups draft.
-            self._probe = LookupProbe(draft, lengths, self.parameters.num_draft_tokens)
+        self._probe = draft.probe(lengths) if lengths.adapts else None
         self._timeout: asyncio.Timeout | None = None
         self._cancelled = False
         self._first_token_at: float | None = None

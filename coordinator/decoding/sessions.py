@@ -3,7 +3,15 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
@@ -368,6 +376,15 @@ class OwnedSessions:
         if error is not None:
             is_stale = isinstance(error, errors.StaleEpoch)
             raise contended(found.session_id) if is_stale else error
+
+    def end_wanted(self, wanted: Mapping[str, bool]) -> None:
+        """Handles other coordinators' requests to cancel (True) or release (False) sessions."""
+        for session_id, cancels in wanted.items():
+            run = self.running.get(session_id)
+            if cancels and run is not None:
+                run.cancel()
+            else:
+                self.in_background(self.release_wanted(session_id))
 
     async def release_wanted(self, session_id: str) -> None:
         """Handles another coordinator's request to take over a session. Releases the session again

@@ -151,7 +151,7 @@ class Generations:
         if key is None:
             return False
         [first] = request_keys(key, request.state.caller.tenant, request.state.digest, 1)
-        return bool((await self._service.known(first)).session_id)
+        return bool((await self._service.admission.known(first)).session_id)
 
     def answer(
         self,
@@ -204,16 +204,20 @@ class Generations:
             if session_id:
                 resumed = [session_id]
                 resume = progress.resume_request(0, session_id)
-                streams = [service.resume(resume, tenant, trace, outlasts_errors=True)]
+                streams = [service.streams.resume(resume, tenant, trace, outlasts_errors=True)]
             elif key is None:
                 each = asked.requests
-                streams = [service.generate(one, tenant, trace, resumable=False) for one in each]
+                streams = [
+                    service.streams.generate(one, tenant, trace, resumable=False) for one in each
+                ]
             else:
                 new = request_keys(key, tenant, request.state.digest, number)
                 await exits.enter_async_context(self._repeated.turn(new[0], progress, tenant))
-                keys = await asyncio.gather(*map(service.known, new))
+                keys = await asyncio.gather(*map(service.admission.known, new))
                 streams = [
-                    service.generate_once(one, own, progress.resume_request(index), tenant, trace)
+                    service.streams.generate_once(
+                        one, own, progress.resume_request(index), tenant, trace
+                    )
                     for index, (one, own) in enumerate(zip(asked.requests, keys, strict=True))
                 ]
                 if all(one.session_id for one in keys):
@@ -332,7 +336,9 @@ def _add_generation(
         prefix, session_id = answer_id[:-32], answer_id[-32:]
         if prefix not in _RESUMED or not re.fullmatch("[0-9a-f]{32}", session_id):
             raise SessionNotFound(f"there is no session {answer_id[:64]}")
-        parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
+        parameters = await service.streams.stored_parameters(
+            session_id, request.state.caller.tenant
+        )
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
         echoes = parameters.prompt_logprobs is not None
         asked = TranslatedBody(body, (parameters,), echoes=echoes, form=form)
@@ -364,7 +370,7 @@ def _add_tokens(app: FastAPI, service: CoordinatorService) -> None:
         """Returns the tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
         tenant = request.state.caller.tenant
-        token_ids = await service.tokenize(asked.requests[0], special, tenant)
+        token_ids = await service.admission.tokenize(asked.requests[0], special, tenant)
 
         def as_json() -> str:
             strs, text, length = None, service.text, service.served.max_model_len
@@ -380,7 +386,7 @@ def _add_tokens(app: FastAPI, service: CoordinatorService) -> None:
     async def detokenize(body: bodies.DetokenizeBody, request: Request) -> schemas.Detokenized:
         """Returns the text of tokens. Special tokens appear by their names."""
         tenant = request.state.caller.tenant
-        text = await service.detokenize(body.tokens, body.model, tenant)
+        text = await service.admission.detokenize(body.tokens, body.model, tenant)
         return schemas.Detokenized(prompt=text)
 
 
@@ -416,8 +422,8 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) 
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Checks whether new requests can make progress. If not, the status is 503."""
-        if service.trouble:
-            raise Unavailable(service.trouble)
+        if service.health.trouble:
+            raise Unavailable(service.health.trouble)
         return {"status": "ok"}
 
     @app.get("/version")
@@ -441,5 +447,5 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) 
     async def get_fleet() -> Fleet:
         """Returns the replicas that this coordinator knows."""
         fleet = service.fleet
-        seen = fleet.replicas(service.served.model, service.num_running, service.figures)
+        seen = fleet.replicas(service.served.model, service.num_running, service.health.figures)
         return Fleet(replicas=list(seen), heard_ms_ago=fleet.heard_ms_ago)

@@ -95,6 +95,11 @@ class Discovery:
         self._away = False
         """Whether the newest read of the registry failed."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether there is a registry. Without one, `begin` and `run` must not be called."""
+        return self._registry is not None
+
     async def begin(self) -> None:
         """Adds the targets that the registry lists, then the drafts. Waits up to `LEASE_S` for a
         target. Within this time, every running target announces itself, even if the registry lost

@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
-from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, NoDrafts
+from coordinator.routing.drafts import (
+    NOTHING_WANTED,
+    Drafted,
+    Drafts,
+    LookupDrafts,
+    NextWanted,
+    NoDrafts,
+    SessionLookup,
+)
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider import errors, limits
 from outrider.config.deployment import CoordinatorConfig
@@ -86,8 +94,10 @@ class _ModelDrafts(Drafts):
     def __init__(
         self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
     ) -> None:
-        super().__init__(lookup, route.context)
         self._route = route
+        self._session = route.context.session
+        self._lookup = SessionLookup(lookup, route.context)
+        self.max_tokens = route.context.parameters.num_draft_tokens
         hybrid = config.lookup
         self._is_hybrid = hybrid.drafter.lookup is not None
         self._confident = hybrid.hybrid_min_score if self._is_hybrid else math.inf
@@ -103,6 +113,9 @@ class _ModelDrafts(Drafts):
     @property
     def on_trial(self) -> bool | None:
         return self._route.on_trial
+
+    def close(self) -> None:
+        self._lookup.close()
 
     def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
         if len(proposal) > num_draft_tokens:
@@ -181,7 +194,7 @@ class DraftClient(_ModelDrafts):
             self._look_ahead, self._pushed = 0, PushedProposals()
         self._hear_feed()
         if self._is_hybrid:
-            guess, score = self.look_up(num_wanted, noise)
+            guess, score = self._lookup.propose(num_wanted, noise)
             if score >= self._confident:
                 if self._brought is not None:
                     self._feed(self._route.begin(round_index))
@@ -201,7 +214,7 @@ class DraftClient(_ModelDrafts):
             drafted = await self._by_replica(round_index, length, start)
         if drafted is None:
             if guess is None:
-                guess, _ = self.look_up(num_wanted, noise)
+                guess, _ = self._lookup.propose(num_wanted, noise)
             if self._is_behind:
                 return Drafted(guess, "fallback", 0.0, 0)
             num_asked = 0 if self._is_late else num_wanted
@@ -460,7 +473,7 @@ class SelfDraftClient(_ModelDrafts):
         if reply is not None and reply.next_base_length != self._session.length:
             reply = None
         if reply is None or self._is_hybrid:
-            proposal, score = self.look_up(num_wanted, noise)
+            proposal, score = self._lookup.propose(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
@@ -505,11 +518,11 @@ def open_drafts(
     """Creates a session's source of proposals."""
     context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:
-        return NoDrafts(lookup, context)
+        return NoDrafts()
     if target.drafts_itself:
         return SelfDraftClient(target, lookup, config)
     if not config.lookup.drafter.name:
-        return Drafts(lookup, context)
+        return LookupDrafts(lookup, context)
     if pool.first is None:
-        return NoDrafts(lookup, context)
+        return NoDrafts()
     return DraftClient(pool, context, lookup, config)

@@ -55,18 +55,17 @@ class NextWanted:
 NOTHING_WANTED = NextWanted()
 
 
-class Drafts:
-    """One session's source of proposals. This class uses a look-up; subclasses ask a model. No
-    method raises an error if a draft fails, because a failed draft must not end a request."""
+class SessionLookup:
+    """A look-up for one session."""
 
     def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
         self._lookup = lookup
         self._session = context.session
         self._sampling = context.parameters.sampling
 
-    def look_up(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """Returns a look-up's proposal of at most `num_draft_tokens` tokens, and the number of
-        accepted tokens that the look-up expects."""
+    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
+        """Returns a proposal of at most `num_draft_tokens` tokens, and the number of accepted
+        tokens that the look-up expects."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -82,48 +81,9 @@ class Drafts:
         guess = self._lookup.guess(request)
         return SealedProposal.of(guess.proposal(request)), guess.score
 
-    @property
-    def cache_state(self) -> CacheState | None:
-        """The draft replica, and the number of tokens that it holds; None without a replica."""
-        return None
-
-    @property
-    def on_trial(self) -> bool | None:
-        """Whether the replica that drafts is on trial. None if no replica drafts."""
-        return None
-
-    def prefill(self, num_draft_tokens: int) -> None:
-        """Asks the draft to prefill the session's tokens while the first round runs. Does not wait.
-        With look-ahead, the draft also drafts up to `num_draft_tokens` tokens for round two."""
-
-    async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns a proposal within the limits of `length` on tokens and time."""
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        proposal, _ = self.look_up(length.num_draft_tokens, noise)
-        return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
-
-    def next_wanted(self, length: RoundLength) -> NextWanted:
-        """Returns what the target should send with its verdict on a round of this `length`."""
-        return NOTHING_WANTED
-
-    def hear(self, reply: VerdictReply) -> None:
-        """Takes a verdict, which may bring the extra data that `next_wanted` asked for."""
-
-    def settle(self, common_length: int) -> None:
-        """Records a round's outcome. `common_length` is the number of tokens that were committed
-        before the round, plus the number of accepted tokens."""
-
-    def reject(self) -> None:
-        """Stops using the current drafter. Must be called if the target refuses the drafter's q."""
-
     def close(self) -> None:
-        """Frees the session's state. Must be called when the session ends."""
+        """Frees the session's text. Must be called when the session ends."""
         self._lookup.release(self._session.session_id)
-
-
-class NoDrafts(Drafts):
-    """The source of a session without proposals. `propose` is never called."""
 
 
 WATCH_ROUNDS_MIN, WATCH_ROUNDS_MAX = 8, 64
@@ -135,8 +95,10 @@ class LookupProbe:
     """Looks up tokens during plain rounds, and compares them with the committed tokens, so that
     length control learns how many draft tokens would be accepted."""
 
-    def __init__(self, drafts: Drafts, lengths: LengthControl, num_draft_tokens: int) -> None:
-        self._drafts = drafts
+    def __init__(
+        self, lookup: SessionLookup, lengths: LengthControl, num_draft_tokens: int
+    ) -> None:
+        self._lookup = lookup
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
@@ -158,7 +120,7 @@ class LookupProbe:
         if self._guess is None:
             if self._rounds_left > 0:
                 return
-            self._guess = self._drafts.look_up(self._num_draft_tokens, noise)[0].token_ids
+            self._guess = self._lookup.propose(self._num_draft_tokens, noise)[0].token_ids
             self._num_followed, self._rounds_left = 0, self._interval
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
@@ -171,3 +133,78 @@ class LookupProbe:
         if self._num_followed > 0:
             self._interval = WATCH_ROUNDS_MIN
         self._lengths.note_watched(self._num_draft_tokens, survival)
+
+
+class Drafts:
+    """One session's source of proposals, as the decode loop calls it. No method raises an error if
+    a draft fails, because a failed draft must not end a request. The methods of this base class
+    suit a source that asks no replica."""
+
+    max_tokens: int
+    """Largest number of draft tokens of a round. If it is 0, `propose` is never called."""
+
+    def probe(self, lengths: LengthControl) -> LookupProbe | None:
+        """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
+        draft for that."""
+        return None
+
+    @property
+    def cache_state(self) -> CacheState | None:
+        """The draft replica, and the number of tokens that it holds; None without a replica."""
+        return None
+
+    @property
+    def on_trial(self) -> bool | None:
+        """Whether the replica that drafts is on trial. None if no replica drafts."""
+        return None
+
+    def prefill(self, num_draft_tokens: int) -> None:
+        """Asks the draft to prefill the session's tokens while the first round runs. Does not wait.
+        With look-ahead, the draft also drafts up to `num_draft_tokens` tokens for round two."""
+
+    async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+        """Returns a proposal within the limits of `length` on tokens and time."""
+        raise NotImplementedError
+
+    def next_wanted(self, length: RoundLength) -> NextWanted:
+        """Returns what the target should send with its verdict on a round of this `length`."""
+        return NOTHING_WANTED
+
+    def hear(self, reply: VerdictReply) -> None:
+        """Takes a verdict, which may bring the extra data that `next_wanted` asked for."""
+
+    def settle(self, common_length: int) -> None:
+        """Records a round's outcome. `common_length` is the number of tokens that were committed
+        before the round, plus the number of accepted tokens."""
+
+    def reject(self) -> None:
+        """Stops using the current drafter. Must be called if the target refuses the drafter's q."""
+
+    def close(self) -> None:
+        """Frees the session's state. Must be called when the session ends."""
+
+
+class NoDrafts(Drafts):
+    """The source of a session without proposals."""
+
+    max_tokens = 0
+
+
+class LookupDrafts(Drafts):
+    """Proposes with a look-up."""
+
+    def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
+        self._lookup = SessionLookup(lookup, context)
+        self.max_tokens = context.parameters.num_draft_tokens
+
+    def probe(self, lengths: LengthControl) -> LookupProbe:
+        return LookupProbe(self._lookup, lengths, self.max_tokens)
+
+    async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        proposal, _ = self._lookup.propose(length.num_draft_tokens, noise)
+        return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
+
+    def close(self) -> None:
+        self._lookup.close()

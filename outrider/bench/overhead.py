@@ -245,7 +245,7 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
             )
             address = await actor.start(config, log_directory="")
             service: Any = actor.host and actor.host.service
-            generate = service.generate
+            generate = service.streams.generate
 
             async def stamped(*given: Any, **named: Any) -> AsyncGenerator[Event]:
                 stamps.append(clock())
@@ -255,7 +255,7 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
                             stamps.append(clock())
                         yield event
 
-            service.generate = stamped
+            service.streams.generate = stamped
             try:
                 yield stamps, address, f"http://{(await actor.engagement()).http_address}"
             finally:

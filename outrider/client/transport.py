@@ -316,10 +316,10 @@ class InProcessTransport(Transport):
     ) -> AsyncGenerator[Event]:
         if isinstance(request, ResumeRequest):
             asked: Any = codec.resume_from_proto(codec.resume_to_proto(request))
-            stream = self._service.resume(asked, self._tenant)
+            stream = self._service.streams.resume(asked, self._tenant)
         else:
             asked = codec.request_from_proto(codec.request_to_proto(request))
-            stream = self._service.generate(asked, self._tenant)
+            stream = self._service.streams.generate(asked, self._tenant)
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
@@ -339,9 +339,13 @@ class InProcessTransport(Transport):
         async with self._until(_now() + timeout_s):
             match method:
                 case "cancel":
-                    return await service.cancel(session_id_from_wire(session_id), self._tenant)
+                    return await service.streams.cancel(
+                        session_id_from_wire(session_id), self._tenant
+                    )
                 case "get_session":
-                    found = await service.session(session_id_from_wire(session_id), self._tenant)
+                    found = await service.streams.session(
+                        session_id_from_wire(session_id), self._tenant
+                    )
                     return from_proto(codec.session_to_proto(found), SessionView)
                 case "describe":
                     served, num_running = service.served, service.num_running
@@ -349,7 +353,7 @@ class InProcessTransport(Transport):
                         served.model, served.vocab_size, served.max_model_len, num_running
                     )
                 case _:
-                    return not service.trouble
+                    return not service.health.trouble
 
     async def close(self) -> None:
         self._closed = True

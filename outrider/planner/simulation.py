@@ -403,7 +403,7 @@ class _Simulation:
         request = _Request(loop.time(), [])
         self._requests.append(request)
         try:
-            async with aclosing(next(self._turns).service.generate(asked)) as events:
+            async with aclosing(next(self._turns).service.streams.generate(asked)) as events:
                 async for event in events:
                     if isinstance(event, Tokens):
                         request.events.append((loop.time(), len(event.token_ids)))

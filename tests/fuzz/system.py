@@ -120,7 +120,7 @@ def _figures(coordinator: CoordinatorService) -> dict[str, int]:
         "files": len(os.listdir("/proc/self/fd")),
         "memory_mib": pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
         "sessions": coordinator.num_running,
-        "admitted": coordinator._num_admitted,
+        "admitted": coordinator.admission.num_admitted,
     }
 
 

@@ -101,6 +101,10 @@ async def test_closing_a_client_ends_its_sessions_alone(slow: Stack) -> None:
 
 
 class StuckCoordinator:
+    @property
+    def streams(self) -> "StuckCoordinator":
+        return self
+
     async def generate(self, request: GenerateRequest, tenant: str = "") -> Any:
         await asyncio.Event().wait()
         yield None

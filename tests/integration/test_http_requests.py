@@ -255,7 +255,9 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(tmp_path: Path, str
         await until(lambda: slow.coordinator.num_running == 0)
         async with asyncio.timeout(20):
             for session_id in ids:
-                while (session := await slow.coordinator.session(session_id)).finish_reason is None:
+                while (
+                    session := await slow.coordinator.streams.session(session_id)
+                ).finish_reason is None:
                     await asyncio.sleep(0.01)
                 assert session.finish_reason is FinishReason.CANCELLED
 

@@ -145,7 +145,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "tasks": len(asyncio.all_tasks()),
         "file descriptors": descriptors(stack),
         "sessions of the coordinator": stack.coordinator.num_running,
-        "admissions": stack.coordinator._num_admitted,
+        "admissions": stack.coordinator.admission.num_admitted,
         "commits": len(stack.coordinator._committer.sessions),
         "background work": len(stack.coordinator._sessions._background),
         "runs that end": len(stack.coordinator._sessions._ending),

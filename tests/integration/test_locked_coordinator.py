@@ -167,7 +167,7 @@ async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
         again = [event async for event in bob.resume(done.session_id)]
         assert isinstance(again[-1], Finished)
     # The stored tenant is that of the key.
-    assert (await locked.stack.coordinator.session(done.session_id, None)).tenant == "team"
+    assert (await locked.stack.coordinator.streams.session(done.session_id, None)).tenant == "team"
 
 
 async def post(http: httpx.AsyncClient, body: dict[str, Any], **more: Any) -> httpx.Response:
@@ -274,7 +274,7 @@ async def test_a_caller_reads_few_sessions_at_a_time(
 ) -> None:
     monkeypatch.setattr("coordinator.grpc_api.RECORD_READS_MAX", 2)
     coordinator = locked.stack.coordinator
-    read, go_on, num_reading = coordinator.session, asyncio.Event(), 0
+    read, go_on, num_reading = coordinator.streams.session, asyncio.Event(), 0
 
     async def read_slowly(session_id: str, tenant: str | None = "") -> Any:
         nonlocal num_reading
@@ -286,7 +286,7 @@ async def test_a_caller_reads_few_sessions_at_a_time(
     async with locked.client("alice") as alice, locked.client("eve") as eve:
         session_id = (await alice.complete(SHORT)).session_id
         other_id = (await eve.complete(SHORT)).session_id
-        monkeypatch.setattr(coordinator, "session", read_slowly)
+        monkeypatch.setattr(coordinator.streams, "session", read_slowly)
         reading = [asyncio.create_task(alice.get_session(session_id)) for _ in range(2)]
         while num_reading < 2:
             await asyncio.sleep(0.01)

@@ -150,7 +150,7 @@ async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> 
 
 async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) -> None:
     async with observed_stack(memory.exports, tmp_path) as stack:
-        events = stack.coordinator.generate(REQUEST)
+        events = stack.coordinator.streams.generate(REQUEST)
         async for _ in events:
             break
         await events.aclose()

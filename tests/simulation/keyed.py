@@ -40,9 +40,9 @@ async def answer_once(
     progress, session_id = Progress(1, asked.last_event_id), ""
     new = RequestKey(asked.key, "digest")
     async with repeated.turn(new, progress, tenant=""):
-        key = await service.known(new)
+        key = await service.admission.known(new)
         resume = progress.resume_request(0)
-        async with aclosing(service.generate_once(asked.request, key, resume)) as events:
+        async with aclosing(service.streams.generate_once(asked.request, key, resume)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     session_id = event.session_id

@@ -452,7 +452,7 @@ class CoordinatorNode(Node):
     async def stop(self, grace_s: float, world: Any) -> None:
         self._engagement = replace(self._engagement, leaving=True)
         if self.service is not None:
-            self.service.hand_over()
+            self.service.streams.hand_over()
         if self._lease is not None:
             await self._lease.withdraw()
         if self.calls:
@@ -468,8 +468,8 @@ class CoordinatorNode(Node):
 
     def check_work(self) -> None:
         """Raises `InvariantError` if a task that must not end has ended."""
-        check(not self.service.failed, f"{self.name} commits no more")
-        is_over = any(task.done() for task in self.service._watching)
+        check(not self.service.streams.failed, f"{self.name} commits no more")
+        is_over = any(task.done() for task in self.service.health._watching)
         check(not is_over, f"{self.name} follows no more")
 
 
@@ -521,9 +521,9 @@ class Call:
         service, caller, resumes = self.node.service, self._caller, list[str]()
         if isinstance(request, ResumeRequest):
             resumes = [request.session_id]
-            running = service.resume(request, caller.tenant)
+            running = service.streams.resume(request, caller.tenant)
         else:
-            running = service.generate(request, caller.tenant)
+            running = service.streams.generate(request, caller.tenant)
         async with aclosing(running), self.node.access.admit(caller, resumes) as grant:
             async for event in running:
                 await grant.note(event)
@@ -534,7 +534,7 @@ class Call:
 
     async def _cancel(self, session_id: str) -> None:
         service = self.node.service
-        await service.cancel(session_id, self._caller.tenant)
+        await service.streams.cancel(session_id, self._caller.tenant)
         run = service._sessions.running.get(session_id)
         await self._world.cancels.note(session_id, run and run.session)
 

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from coordinator import service
+from coordinator import streams
 from coordinator.auth.access_control import Grant, RedisSlots
 from coordinator.decoding.loop import OutputQueue, SessionRun
 from coordinator.decoding.resumption import Replayed
@@ -200,14 +200,14 @@ def cancel_lost_at_a_take_over(patch: Patch) -> None:
 
 def stop_found_too_late(patch: Patch) -> None:
     """A resumed session forgets text that was held back as the beginning of a stop string."""
-    replay = service.replay
+    replay = streams.replay
 
     def forgetful(*arguments: Any) -> Replayed:
         replayed = replay(*arguments)
         replayed.completion._held = ""
         return replayed
 
-    patch.setattr(service, "replay", forgetful)
+    patch.setattr(streams, "replay", forgetful)
 
 
 def key_disregarded(patch: Patch) -> None:

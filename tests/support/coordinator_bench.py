@@ -124,7 +124,7 @@ class Bench:
         )
 
     async def events(self, request: GenerateRequest = REQUEST) -> list[Event]:
-        return [event async for event in self.service.generate(request)]
+        return [event async for event in self.service.streams.generate(request)]
 
 
 def bench(**fields: Any) -> AbstractAsyncContextManager[Bench]:

@@ -44,6 +44,12 @@ class ToldCoordinator:
         self.calls: list[tuple[GenerateRequest, str, str, bool]] = []
 
     @property
+    def streams(self) -> "ToldCoordinator":
+        return self
+
+    admission = health = streams
+
+    @property
     def tenants(self) -> list[str]:
         return [call[1] for call in self.calls]
 

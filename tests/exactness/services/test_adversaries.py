@@ -129,7 +129,7 @@ async def play(
     rounds = [] if heard is None else heard
     asked = {"prompt": PROMPT, "num_draft_tokens": 1, "deadline_ms": 3_600_000} | fields
     request = GenerateRequest(**asked, seed=seed, rule=rule, include_rounds=True)
-    async for event in bench.service.generate(request, tenant):
+    async for event in bench.service.streams.generate(request, tenant):
         if isinstance(event, RoundReport):
             report = event
         elif isinstance(event, Tokens):

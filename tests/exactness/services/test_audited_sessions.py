@@ -191,16 +191,16 @@ async def test_tokens_count_after_the_client_has_gone() -> None:
     """Clients leave when they have seen enough, so a sample without their tokens would be
     biased."""
     async with running(AuditedBench()) as bench:
-        async with aclosing(bench.service.generate(REQUEST)) as events:
+        async with aclosing(bench.service.streams.generate(REQUEST)) as events:
             async for event in events:
                 if isinstance(event, Tokens):
                     break
         await asyncio.sleep(10)
-        async with aclosing(bench.service.generate(replace(REQUEST, seed=6))) as events:
+        async with aclosing(bench.service.streams.generate(replace(REQUEST, seed=6))) as events:
             async for _ in events:
                 break
         await asyncio.sleep(10)
-        assert bench.service._auditor._num_chosen == 0
+        assert bench.service.streams._auditor._num_chosen == 0
     assert bench.heard.outcomes == ["audited"]  # The other session has no tokens.
     (sums,) = bench.heard.sums.values()
     assert 1 <= sums.num_tokens < 40
@@ -223,7 +223,7 @@ async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
         await asyncio.gather(*(bench.events(request) for request in together(8)))
         while not bench.service._sessions.scored_ids:
             await asyncio.sleep(0.0001)
-    assert bench.service._auditor._num_chosen == 0
+    assert bench.service.streams._auditor._num_chosen == 0
     assert len(bench.heard.outcomes) < 8
     assert set(bench.heard.outcomes) <= {"audited"}
 

@@ -353,7 +353,7 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
         )
         builder = CompletionBuilder()
         async with gate:
-            async for event in stack.coordinator.generate(request):
+            async for event in stack.coordinator.streams.generate(request):
                 builder.add(event)
         completion = builder.build()
         num_accepted += completion.metrics.num_accepted_draft_tokens

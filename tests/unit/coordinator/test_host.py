@@ -42,7 +42,7 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
         fallback=NgramDrafter(),
     )
     await service.start()
-    assert service._lengths.costs.drafting_delays is drafts_itself
+    assert service.runs.lengths.costs.drafting_delays is drafts_itself
     await service.close()
 
 
@@ -62,6 +62,12 @@ class Part:
     def __init__(self, name: str, heard: list[str]) -> None:
         self._name = name
         self._heard = heard
+
+    @property
+    def streams(self) -> "Part":
+        return self
+
+    health = streams
 
     def hand_over(self) -> None:
         self._heard.append("end lease")

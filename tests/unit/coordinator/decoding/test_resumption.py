@@ -67,7 +67,7 @@ class Broken:
 
     async def goes_on(self, at: Bench) -> list[Event]:
         """Resumes it at a coordinator; it is complete then."""
-        rest = [event async for event in at.service.resume(self.request)]
+        rest = [event async for event in at.service.streams.resume(self.request)]
         assert len(tokens_of(self.heard) + tokens_of(rest)) == 30
         return rest
 
@@ -90,7 +90,7 @@ async def taken(events: Any, num_tokens: int = 3) -> Broken:
 
 async def left(made: Bench, **fields: Any) -> Broken:
     """A session whose client has gone away, once it is released."""
-    async with aclosing(made.service.generate(SEEDED, **fields)) as events:
+    async with aclosing(made.service.streams.generate(SEEDED, **fields)) as events:
         found = await taken(events)
     await asyncio.sleep(0.5)
     return found
@@ -139,7 +139,7 @@ def die(made: Bench) -> None:
 
 async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds() -> None:
     async with two() as (made, other):
-        events = made.service.generate(SEEDED)
+        events = made.service.streams.generate(SEEDED)
         broken = await taken(events, 10)
         die(made)
         await asyncio.sleep(2.5)
@@ -169,7 +169,7 @@ async def test_a_resumed_session_waits_for_a_target_that_is_being_started() -> N
         broken, targets = await left(made), made.service.targets
         replica = targets.replicas.pop("t")
         targets.starts = Starts("target", ("t2",), expected=True)
-        events = made.service.resume(broken.request)
+        events = made.service.streams.resume(broken.request)
         assert isinstance(await anext(events), Started)
         more = asyncio.create_task(anext(events))
         await asyncio.sleep(10 * GRACE_S)
@@ -184,7 +184,7 @@ async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:
     async with opened() as made:
         targets = made.service.targets
         replica = targets.replicas.pop("t")
-        events = made.service.generate(SEEDED)
+        events = made.service.streams.generate(SEEDED)
         first = asyncio.create_task(anext(events))
         await asyncio.sleep(1.0)
         assert not first.done()
@@ -196,13 +196,13 @@ async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:
         assert parameters["weights"] == replica.description.weights != ""
         targets.replicas.clear()
         with pytest.raises(errors.Unavailable, match="no target is known"):
-            await told(made.service.generate(SEEDED))
+            await told(made.service.streams.generate(SEEDED))
 
 
 @pytest.mark.parametrize("turns", [0, 2, 5])
 async def test_of_two_concurrent_resumes_one_succeeds(turns: int) -> None:
     async with opened() as made:
-        old = made.service.generate(SEEDED)
+        old = made.service.streams.generate(SEEDED)
         broken = await taken(old)
         waiting = asyncio.create_task(told(old))
         first = asyncio.create_task(broken.goes_on(made))
@@ -228,11 +228,11 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(
     """The session may be resumed anywhere, and counts as a take-over no more."""
     monkeypatch.setattr("outrider.limits.TAKE_OVERS_MAX", 1)
     async with two(resume_grace_ms=60_000) as (made, other):
-        old = made.service.generate(SEEDED)
+        old = made.service.streams.generate(SEEDED)
         broken = await taken(old)
         waiting = asyncio.create_task(told(old))
         planted(made, take_over=slow(made.store.take_over, 0.0))
-        resumed = made.service.resume(broken.request)
+        resumed = made.service.streams.resume(broken.request)
         given_up = asyncio.ensure_future(anext(resumed))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -246,13 +246,15 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(
 
 async def test_a_refused_resume_harms_no_stream() -> None:
     async with opened() as made:
-        events = made.service.generate(SEEDED, tenant="a")
+        events = made.service.streams.generate(SEEDED, tenant="a")
         broken = await taken(events)
         with pytest.raises(errors.DataLoss, match="num_tokens"):
-            await anext(made.service.resume(replace(broken.request, num_tokens=999), tenant="a"))
+            await anext(
+                made.service.streams.resume(replace(broken.request, num_tokens=999), tenant="a")
+            )
         for session_id, tenant in ((broken.session_id, "b"), ("f" * 32, "a")):
             with pytest.raises(errors.NotFound):
-                await anext(made.service.resume(ResumeRequest(session_id), tenant=tenant))
+                await anext(made.service.streams.resume(ResumeRequest(session_id), tenant=tenant))
         await told(events)
         record = await broken.record(made)
         assert (record.epoch, record.finish_reason) == (1, FinishReason.LENGTH)
@@ -261,11 +263,11 @@ async def test_a_refused_resume_harms_no_stream() -> None:
 async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None:
     """At once; those that run, from the moment it knows that it will close."""
     async with two() as (made, other):
-        running = made.service.generate(SEEDED)
+        running = made.service.streams.generate(SEEDED)
         kept = await taken(running)
-        async with aclosing(made.service.generate(SEEDED)) as events:
+        async with aclosing(made.service.streams.generate(SEEDED)) as events:
             broken = await taken(events)
-        made.service.hand_over()
+        made.service.streams.hand_over()
         await asyncio.sleep(0.1)
         kept.heard += (await taken(running, 12)).heard
         await kept.goes_on(other)
@@ -278,7 +280,7 @@ async def test_a_resume_may_have_a_shorter_deadline() -> None:
     async with opened() as made:
         broken = await left(made)
         request = replace(broken.request, deadline_ms=60)
-        *_, last = [event async for event in made.service.resume(request)]
+        *_, last = [event async for event in made.service.streams.resume(request)]
         assert last.finish_reason is FinishReason.DEADLINE
 
 
@@ -297,7 +299,7 @@ async def test_held_back_text_is_sent_once_the_end_is_stored() -> None:
     async with opened(text=Tailed()) as made:
         finish, told = AsyncMock(wraps=made.store.finish), []
         planted(made, finish=finish)
-        async for event in made.service.generate(replace(SEEDED, deadline_ms=105)):
+        async for event in made.service.streams.generate(replace(SEEDED, deadline_ms=105)):
             if isinstance(event, Tokens):
                 told.append(event.text_delta)
                 assert finish.called == (event.text_delta == "!")
@@ -320,7 +322,7 @@ async def test_a_tenant_with_many_take_overs_keeps_no_other_out() -> None:
         planted(made, take_over=slow(made.store.take_over, 0.02))
         going = [asyncio.create_task(one.goes_on(other)) for one in each]
         await asyncio.sleep(0)
-        events = other.service.resume(few.request, "b")
+        events = other.service.streams.resume(few.request, "b")
         assert isinstance(await anext(events), Started)
         assert len(tokens_of(few.heard) + tokens_of(await told(events))) == 30
         await asyncio.gather(*going)
@@ -344,7 +346,7 @@ async def test_slow_readers_of_finished_sessions_do_not_count_as_take_overs() ->
     async with opened(max_sessions=1_000) as made:
         done = Broken(await made.events(SEEDED))
         broken = await left(made)
-        unread = [made.service.resume(done.request) for _ in range(limits.TAKE_OVERS_MAX)]
+        unread = [made.service.streams.resume(done.request) for _ in range(limits.TAKE_OVERS_MAX)]
         for one in unread:
             assert isinstance(await anext(one), Started)
         await broken.goes_on(made)
@@ -356,13 +358,13 @@ async def test_a_session_without_a_client_is_released_and_later_cancelled() -> N
     async with opened() as made:
         first, second, third = [await left(made) for _ in range(3)]
         assert (await made.store.take_over(await first.record(made), "other")).epoch == 2
-        await made.service.cancel(third.session_id)
+        await made.service.streams.cancel(third.session_id)
         assert await third.end(made) is CANCELLED
         length = len((await second.record(made)).token_ids)
         await asyncio.sleep(GRACE_S + 1.0)
         assert [await one.end(made) for one in (first, second)] == [None, CANCELLED]
         assert len((await second.record(made)).token_ids) == length
-        *_, last = [event async for event in made.service.resume(second.request)]
+        *_, last = [event async for event in made.service.streams.resume(second.request)]
         assert last.finish_reason is CANCELLED
 
 
@@ -372,15 +374,18 @@ async def test_a_session_is_cancelled_by_any_coordinator(
 ) -> None:
     """If its coordinator lives, its stream gets its last event. Other tenants cannot cancel it."""
     monkeypatch.setattr("tests.support.coordinator_bench.STEP_S", 0.1)
-    async with two() as (made, other), aclosing(made.service.generate(SEEDED, "a")) as events:
+    async with (
+        two() as (made, other),
+        aclosing(made.service.streams.generate(SEEDED, "a")) as events,
+    ):
         broken = await taken(events)
         with pytest.raises(errors.NotFound):
-            await other.service.cancel(broken.session_id, "b")
+            await other.service.streams.cancel(broken.session_id, "b")
         if dies:
             die(made)
         reading = None if dies else asyncio.create_task(told(events))
         began = asyncio.get_running_loop().time()
-        await other.service.cancel(broken.session_id, "a")
+        await other.service.streams.cancel(broken.session_id, "a")
         took_s = asyncio.get_running_loop().time() - began
         bound_ms = dies * limits.SESSION_LEASE_MS + 2 * limits.SESSION_LEASE_RENEWAL_MS
         assert took_s < bound_ms / 1e3
@@ -391,11 +396,11 @@ async def test_a_session_is_cancelled_by_any_coordinator(
 
 
 async def test_a_cancellation_that_the_owner_ignores_fails() -> None:
-    async with two() as (made, other), aclosing(made.service.generate(SEEDED)) as events:
+    async with two() as (made, other), aclosing(made.service.streams.generate(SEEDED)) as events:
         broken = await taken(events)
         made.service._committer._on_wanted = lambda wanted: None
         with pytest.raises(errors.Unavailable, match="has an owner"):
-            await other.service.cancel(broken.session_id)
+            await other.service.streams.cancel(broken.session_id)
 
 
 async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() -> None:
@@ -416,9 +421,9 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
 async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
     """Nor one that is resumed before the store answers: its stream would end by `StaleEpoch`."""
     async with opened(resume_grace_ms=60_000) as made:
-        events = made.service.generate(SEEDED)
+        events = made.service.streams.generate(SEEDED)
         broken = await taken(events)
-        load, rest = made.store.load, made.service.resume(broken.request)
+        load, rest = made.store.load, made.service.streams.resume(broken.request)
         planted(made, load=AsyncMock(side_effect=AssertionError("it runs here")))
         await made.service._sessions.release_wanted(broken.session_id)
         planted(made, load=load)
@@ -481,7 +486,7 @@ async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers(
         broken = await left(made, resumable=cancels)
         if cancels:
             with pytest.raises(errors.StoreUnavailable, match="when the session store answers"):
-                await made.service.cancel(broken.session_id)
+                await made.service.streams.cancel(broken.session_id)
             await made.service._sessions.release_wanted(broken.session_id)
         await asyncio.sleep(until - 1.0 - now())
         assert await broken.end(made) is None
@@ -502,7 +507,7 @@ async def test_a_cancellation_whose_answer_is_lost_is_recorded() -> None:
 
         planted(made, take_over=unanswered)
         with pytest.raises(errors.StoreUnavailable, match="answer is lost"):
-            await made.service.cancel(broken.session_id)
+            await made.service.streams.cancel(broken.session_id)
         await asyncio.sleep(1.0)
         assert await broken.end(made) is CANCELLED
 
@@ -515,7 +520,7 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
         with monkeypatch.context() as patched:
             patched.setattr(made.service._committer, "add", broken)
             with pytest.raises(errors.Unavailable):
-                await anext(made.service.generate(SEEDED))
+                await anext(made.service.streams.generate(SEEDED))
         await asyncio.sleep(0.1)
         [kept] = await made.store.records()
         assert kept.finish_reason is CANCELLED

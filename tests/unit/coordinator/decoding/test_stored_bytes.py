@@ -30,7 +30,7 @@ def stored(made: Bench) -> StoredBytes:
 
 
 async def run(made: Bench, request: Any = REQUEST, tenant: str = "a") -> list[Event]:
-    return [event async for event in made.service.generate(request, tenant)]
+    return [event async for event in made.service.streams.generate(request, tenant)]
 
 
 def fill(made: Bench, most: int, share: float) -> None:
@@ -48,11 +48,11 @@ async def told(call: Callable[[], Any]) -> str:
 async def test_a_session_counts_what_it_may_take_then_what_it_has_and_then_nothing() -> None:
     request = replace(REQUEST, max_tokens=60, stop=(), ignore_eos=True)
     async with bench() as made:
-        async with aclosing(made.service.generate(request, "a")) as events:
+        async with aclosing(made.service.streams.generate(request, "a")) as events:
             await anext(events)
             running = stored(made).of("a")
             assert running > SESSION_BYTES + TOKEN_BYTES * (3 + 60)
-            with_logprobs = made.service.generate(replace(request, logprobs=20), "b")
+            with_logprobs = made.service.streams.generate(replace(request, logprobs=20), "b")
             async with aclosing(with_logprobs) as others:
                 await anext(others)
                 assert stored(made).of("b") > 10 * running
@@ -149,9 +149,9 @@ async def test_large_parameters_are_stored_and_counted_once() -> None:
         assert len(texts) == 1
         record = await made.store.load(single[0].session_id)
         assert json.loads(record.parameters) == {"seed": 1, "max_tokens": 20}
-        found = await made.service.stored_parameters(record.session_id, "a")
+        found = await made.service.streams.stored_parameters(record.session_id, "a")
         assert (found.shown_tokens, found.sampling) == (LARGE.shown_tokens, LARGE.sampling)
-        again = made.service.resume(ResumeRequest(record.session_id), "a")
+        again = made.service.streams.resume(ResumeRequest(record.session_id), "a")
         assert [one async for one in again][1:-1]
         await asyncio.sleep(limits.FINISHED_TTL_S + 10)
         assert stored(made).of("a") == 0
@@ -163,7 +163,7 @@ async def test_sessions_of_other_requests_have_their_own_parameters() -> None:
         other = replace(LARGE, shown_tokens=("y" * 2000,))
         for request in (LARGE, other, REQUEST, other, LARGE):
             [started, *_] = await run(made, request)
-            found = await made.service.stored_parameters(started.session_id, "a")
+            found = await made.service.streams.stored_parameters(started.session_id, "a")
             assert found.shown_tokens == request.shown_tokens
 
 
@@ -179,7 +179,7 @@ async def test_ended_sessions_are_forgotten_without_a_request_that_asks() -> Non
 
 async def test_an_old_run_that_ends_late_does_not_end_the_count_of_its_session() -> None:
     """The client has resumed it here meanwhile."""
-    async with bench() as made, aclosing(made.service.generate(REQUEST, "a")) as events:
+    async with bench() as made, aclosing(made.service.streams.generate(REQUEST, "a")) as events:
         await anext(events)
         [run_] = made.service._sessions.running.values()
         running = stored(made).of("a")
@@ -191,7 +191,7 @@ async def test_an_old_run_that_ends_late_does_not_end_the_count_of_its_session()
 
 async def test_an_idempotency_key_counts_as_long_as_it_is_stored() -> None:
     async with bench() as made:
-        events = made.service.generate(REQUEST, "a", key=RequestKey("k", "digest"))
+        events = made.service.streams.generate(REQUEST, "a", key=RequestKey("k", "digest"))
         [_ async for _ in events]
         await asyncio.sleep(limits.FINISHED_TTL_S + 60)
         assert stored(made).of("a") == KEY_BYTES
@@ -202,7 +202,7 @@ async def test_an_idempotency_key_counts_as_long_as_it_is_stored() -> None:
 async def test_a_session_that_waits_for_long_stays_stored() -> None:
     """Its target is away, so nothing is appended. Its record lives on until its deadline."""
     async with bench(deadline_ms=3_600_000, target_gone_ms=600_000) as made:
-        events = made.service.generate(REQUEST, "a")
+        events = made.service.streams.generate(REQUEST, "a")
         [started] = [await anext(events)]
         for _ in range(5):
             made.store.data.run((b"PEXPIRE", made.store.key(started.session_id), b"100000"))

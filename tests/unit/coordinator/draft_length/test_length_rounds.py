@@ -99,7 +99,7 @@ async def generate(
         **settings,
     ) as made:
         start = asyncio.get_running_loop().time()
-        async for event in made.service.generate(request):
+        async for event in made.service.streams.generate(request):
             found.tokens += getattr(event, "token_ids", ())
             if isinstance(event, Finished):
                 found.num_rounds = event.metrics.num_rounds

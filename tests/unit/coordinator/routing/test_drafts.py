@@ -11,7 +11,7 @@ from coordinator.routing.drafts import (
     WATCH_ROUNDS_MAX,
     WATCH_ROUNDS_MIN,
     Drafts,
-    LookupProbe,
+    LookupDrafts,
 )
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.sessions.state import Session
@@ -40,7 +40,7 @@ async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, 
 
 async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     one = opened("0", 1)
-    drafts = Drafts(SuffixDrafter(), context_of(one))
+    drafts = LookupDrafts(SuffixDrafter(), context_of(one))
     assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
     one.decide((2,), Counters(1, 4, 0))
     assert await proposed(drafts, one, 2) == (3, 1)
@@ -52,8 +52,8 @@ async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
 async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     lookup = SuffixDrafter()
     first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))
-    drafts = Drafts(lookup, context_of(first))
-    later = Drafts(lookup, context_of(second))
+    drafts = LookupDrafts(lookup, context_of(first))
+    later = LookupDrafts(lookup, context_of(second))
     first.decide((9, 10, 11), Counters(1, 0, 0))
     await proposed(drafts, first, 4)
     assert await proposed(later, second, 4) == ()
@@ -64,7 +64,7 @@ async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
 def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Any]:
     """What length control is told about a session that decodes these tokens without drafts."""
     session, lengths = opened("0", 1, prompt), Mock()
-    watch = LookupProbe(Drafts(SuffixDrafter(), context_of(session)), lengths, 4)
+    watch = LookupDrafts(SuffixDrafter(), context_of(session, num_draft_tokens=4)).probe(lengths)
     for token_id in token_ids:
         watch.note(0, RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
         session.decide((token_id,), Counters(1, 0, 0))

@@ -1,8 +1,7 @@
-"""The coordinator with its replicas and store in one process: how sessions end."""
+"""The streams of sessions, with replicas and store in one process: how sessions end."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -11,11 +10,8 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 
-from coordinator.decoding import load_meter
-from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
-from coordinator.service import LOOK_PERIOD_S, TROUBLE_S
+from coordinator.decoding.loop import COMMIT_GRACE_S
 from outrider import errors, limits
-from outrider.drafters.drafter import DraftRequest
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import ProposalReply
 from outrider.interfaces.request import (
@@ -27,24 +23,19 @@ from outrider.interfaces.request import (
     Started,
     Tokens,
 )
-from outrider.interfaces.step_costs import StepCosts
 from outrider.sessions.store import FinishReason, SessionRecord
-from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
+from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.support.coordinator_bench import (
     CONFIG,
     REQUEST,
-    STEP_S,
     Bench,
-    SlowText,
     bench,
     draft_service,
     failing,
-    running,
     target_service,
     tokens_of,
 )
-from tests.support.rounds import SeverableLink
 from tests.support.session_links import ScriptedLink, proposal
 from tests.support.stack import toy_text
 from tests.support.toy_engine import ToyEngine, toy_logits
@@ -69,33 +60,6 @@ async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:
         assert loop.time() < CONFIG.draft_timeout_ms / 1e3
 
 
-async def test_no_request_is_taken_while_the_event_loop_is_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A single pause is no reason, however long. CPU time is measured too."""
-    loop: Any = asyncio.get_running_loop()
-
-    def stall() -> None:
-        nonlocal timer
-        loop._virtual.wait(1.0)  # Something blocks the event loop.
-        timer = loop.call_later(0.001, stall)
-
-    monkeypatch.setattr(load_meter.time, "process_time", lambda: 0.4 * loop.time())
-    async with bench() as b:
-        timer = loop.call_later(0, stall)
-        await asyncio.sleep(2)
-        assert isinstance((await b.events(REQUEST))[-1], Finished)
-        await asyncio.sleep(4)
-        with pytest.raises(errors.Overloaded, match=r"is \d{3} ms late") as refused:
-            await b.events(REQUEST)
-        assert refused.value.of_server
-        assert (b.service.figures.loop_lag_ms or 0) > 300
-        timer.cancel()
-        await asyncio.sleep(5)
-        assert isinstance((await b.events(REQUEST))[-1], Finished)
-        assert b.service.figures.busy == pytest.approx(0.4, rel=0.15)
-
-
 @pytest.mark.parametrize(
     ("num_shown", "error"), [(1, errors.StoreUnavailable), (0, errors.DeadlineExceeded)]
 )
@@ -105,7 +69,7 @@ async def test_commits_may_take_a_grace_beyond_the_deadline(
     loop: Any = asyncio.get_running_loop()
     async with bench() as b:
         until = loop.time() + 1 + COMMIT_GRACE_S
-        events = b.service.generate(replace(REQUEST, deadline_ms=1_000))
+        events = b.service.streams.generate(replace(REQUEST, deadline_ms=1_000))
         for _ in range(1 + num_shown):
             await anext(events)
         b.store.append = failing(b.store.append, until + 1)
@@ -122,54 +86,6 @@ async def test_no_timer_is_left_once_a_session_has_ended() -> None:
         await asyncio.sleep(1)
         late = [one for one in loop._scheduled if not one.cancelled() and one.when() > 400]
         assert not late
-
-
-@pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (10.0, False)])
-@pytest.mark.parametrize("what", ["store", "target"])
-async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:
-    """As while a replica that is being loaded takes the cores of the target or the store."""
-    async with bench() as b:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        if what == "store":
-            b.store.load = failing(b.store.load, start + silent_s)
-        else:
-            b.target_link.sever(errors.LinkLost("gone"), reachable=False)
-            loop.call_later(silent_s, b.target_link.restore)
-        found = set[str]()
-        while loop.time() < start + silent_s:
-            found.add(b.service.trouble)
-            assert found == {""} or loop.time() >= start + TROUBLE_S
-            await asyncio.sleep(0.1)
-        reason = max(found)
-        assert reason == "" if is_healthy else what in reason
-        await asyncio.sleep(LOOK_PERIOD_S + 0.3)
-        assert b.service.trouble == ""
-    assert "shutting down" in b.service.trouble
-
-
-async def test_the_time_of_a_look_counts_as_silence() -> None:
-    """If no replica answers, a look takes 4 s."""
-
-    async def silent() -> bool:
-        await asyncio.sleep(4)
-        return False
-
-    async with bench() as b:
-        b.service.targets.healthy = silent  # type: ignore[method-assign]
-        await asyncio.sleep(LOOK_PERIOD_S + 4.1)
-        assert "target" in b.service.trouble
-
-
-async def test_a_look_that_crashes_is_trouble_until_the_next_look_succeeds() -> None:
-    async with bench() as b:
-        targets: Any = b.service.targets
-        healthy, targets.healthy = targets.healthy, AsyncMock(side_effect=KeyError("x"))
-        await asyncio.sleep(TROUBLE_S + 2 * LOOK_PERIOD_S)
-        assert b.service.trouble
-        targets.healthy = healthy
-        await asyncio.sleep(2 * LOOK_PERIOD_S)
-        assert b.service.trouble == ""
 
 
 async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
@@ -210,7 +126,7 @@ async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_
         await asyncio.sleep(1.0)
         assert len(opened) == 2
         for session_id in opened:
-            record = await b.service.session(session_id)
+            record = await b.service.streams.session(session_id)
             assert record.finish_reason is FinishReason.CANCELLED
 
 
@@ -225,39 +141,8 @@ async def test_a_session_is_opened_at_the_second_try() -> None:
         started, *_, last = await b.events()
         assert isinstance(last, Finished)
         assert started.session_id == opened[1]
-        abandoned = await b.service.session(opened[0])
+        abandoned = await b.service.streams.session(opened[0])
         assert abandoned.finish_reason is FinishReason.CANCELLED
-
-
-async def test_many_sessions_begin_and_end_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the steps, the event loop does other work."""
-    turn, steps = 0, {"check": Counter[int](), "stop": Counter[int]()}
-
-    async def count_turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            steps[name][turn] += 1
-            return call(*arguments, **named)
-
-        return wrapped
-
-    monkeypatch.setattr(SessionRun, "stop", noted("stop", SessionRun.stop))
-    async with bench(max_sessions=100) as b:
-        monkeypatch.setattr(b.service, "_check", noted("check", b.service._check))
-        counting = asyncio.create_task(count_turns())
-        streams = [b.service.generate(REQUEST, resumable=False) for _ in range(64)]
-        await asyncio.gather(*map(anext, streams))
-        await asyncio.gather(*(one.aclose() for one in streams))
-        await b.service._sessions.end_background()
-        counting.cancel()
-    for found in steps.values():
-        assert found.total() == 64
-        assert max(found.values()) <= limits.STARTS_MAX == limits.ENDINGS_MAX
 
 
 async def test_a_session_that_waits_for_the_next_try_keeps_no_place(
@@ -282,39 +167,26 @@ async def test_a_session_that_waits_for_the_next_try_keeps_no_place(
 async def test_a_running_session_is_cancelled_once_even_without_the_store() -> None:
     async with bench() as b:
         reasons, load = [], b.store.load
-        async for event in b.service.generate(REQUEST):
+        async for event in b.service.streams.generate(REQUEST):
             if isinstance(event, Started):
                 session_id = event.session_id
                 with pytest.raises(errors.NotFound):
-                    await b.service.cancel(session_id, tenant="another")
+                    await b.service.streams.cancel(session_id, tenant="another")
                 b.store.load = failing(load, until=1e9)
             if isinstance(event, Tokens):
                 for _ in range(3):
-                    await b.service.cancel(session_id)
+                    await b.service.streams.cancel(session_id)
                     await asyncio.sleep(0)
             if isinstance(event, Finished):
                 reasons.append(event.finish_reason)
         assert reasons == [FinishReason.CANCELLED]
         b.store.load = load
-        await b.service.cancel(session_id)
-
-
-@pytest.mark.virtual(False)
-async def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
-    async with bench(text=SlowText(0.5), max_sessions=1) as b:
-        first = asyncio.create_task(b.events(GenerateRequest("abcd", max_tokens=1)))
-        await asyncio.sleep(0.1)
-        with pytest.raises(errors.Overloaded) as refused:
-            await b.events(GenerateRequest("abcd", max_tokens=1))
-        assert refused.value.of_server
-        assert isinstance((await first)[-1], Finished)
-        with pytest.raises(errors.DeadlineExceeded, match="deadline_ms"):
-            await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))
+        await b.service.streams.cancel(session_id)
 
 
 async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> None:
     async with bench(target=target_service(step_s=2.0)) as made:
-        events = made.service.generate(REQUEST)
+        events = made.service.streams.generate(REQUEST)
         async for event in events:
             if isinstance(event, Tokens):
                 break
@@ -330,7 +202,7 @@ async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
         request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
         assert isinstance((await b.events(request))[-1], Finished)
         await asyncio.sleep(2.0)
-        assert not b.service.failed
+        assert not b.service.streams.failed
         assert isinstance((await b.events(request))[-1], Finished)
 
 
@@ -340,8 +212,8 @@ async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() ->
     b.store.append = AsyncMock(side_effect=RuntimeError("a bug"))
     with pytest.raises(errors.Unavailable):
         await b.events()
-    assert b.service.failed
-    assert b.service.trouble
+    assert b.service.streams.failed
+    assert b.service.health.trouble
     stored = await b.store.records()
     with pytest.raises(errors.Unavailable, match="shutting down"):
         await b.events()
@@ -408,7 +280,7 @@ async def shown(b: Bench, request: GenerateRequest) -> tuple[list[Event], str]:
     """The events of a session, and the error that ended it."""
     told: list[Event] = []
     try:
-        async for event in b.service.generate(request):
+        async for event in b.service.streams.generate(request):
             told += [event]
     except errors.OutriderError as error:
         return told, error.message
@@ -469,6 +341,7 @@ async def test_a_prompt_is_scored_within_the_deadline() -> None:
 
 
 ENDS = (2, 5)
+
 LATE = SamplingParams(min_tokens=9, stop_token_ids=(5, 6))
 
 
@@ -503,63 +376,6 @@ async def test_nothing_ends_an_answer_before_min_tokens(
     assert FinishReason.STOP in reasons
 
 
-async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds() -> None:
-    async with bench(length_control=True) as b:
-
-        async def drafted(seed: int) -> list[float]:
-            """Weights of the rounds with a draft from which sessions learned, without the trial and
-            in it."""
-            await b.events(replace(REQUEST, seed=seed, rule=Rule.TOKEN, sampling=SamplingParams()))
-            lengths, tried = b.service._lengths, b.draft.describe()
-            return [lengths.learned(one).costs._target.weight for one in (None, tried)]
-
-        [before, _] = await drafted(seed=1)
-        await b.service.drafts.join("tried", SeverableLink(b.draft), trial_share=1.0)
-        assert await drafted(seed=1) == [before, 0]
-        [without, tried] = await drafted(seed=2)
-        assert without == before > 0 < tried
-        b.service.drafts.retire("tried")
-        assert await drafted(seed=2) == [before, tried]
-
-        # The draft on trial may be the first that a coordinator knows.
-        await b.service.drafts.join("other", SeverableLink(b.draft), trial_share=1.0)
-        lengths = b.service._lengths
-        lengths._draft = None
-        kept = b.service.drafts.replicas.pop(next(iter(b.service.drafts.replicas)))
-        await drafted(seed=3)
-        assert lengths._draft is None
-        b.service.drafts.replicas["kept"] = kept
-        await drafted(seed=4)
-        assert lengths._draft is kept.description
-
-
-@pytest.mark.parametrize(
-    ("rule", "num_counted"), [(Rule.TOKEN, 1), (Rule.BLOCK, 1), (Rule.COUPLED, 3)]
-)
-@pytest.mark.parametrize("length_control", [False, True])
-async def test_a_trial_counts_no_session_that_repeats_a_seed(
-    rule: Rule, num_counted: int, length_control: bool
-) -> None:
-    """If the first session with this seed still runs when the second begins, it does not count
-    either."""
-    request = replace(REQUEST, seed=6, rule=rule, sampling=SamplingParams())
-    async with bench(length_control=length_control) as b:
-        await b.service.drafts.join("tried", SeverableLink(b.draft), trial_share=1.0)
-        sums = []
-        for _ in range(3):
-            await b.events(request)
-            await asyncio.sleep(1)
-            sums.append(b.service.trial_sums.new)
-        assert [one.num_sessions for one in sums] == [min(n, num_counted) for n in (1, 2, 3)]
-        assert (sums[0] == sums[2]) == (num_counted == 1)
-        first = asyncio.create_task(b.events(replace(request, seed=7)))
-        await asyncio.sleep(6 * STEP_S)
-        await b.events(replace(request, seed=7))
-        await first
-        await asyncio.sleep(1)
-        assert (b.service.trial_sums.new == sums[2]) == (num_counted == 1)
-
-
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
 async def test_a_deadline_shows_a_prefix_of_the_whole_completion(rule: Rule) -> None:
     """With drafts its length depends on the tokens. Without drafts it depends on the time alone."""
@@ -585,86 +401,3 @@ async def test_a_deadline_shows_a_prefix_of_the_whole_completion(rule: Rule) -> 
                 lengths[num].add(len(cut))
     assert len(lengths[0]) == 1
     assert len(lengths[2]) > 1
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-async def test_two_coordinators_draw_different_seeds(seed: int | None) -> None:
-    """With `--seed`, a coordinator of the same name draws the same series again."""
-
-    async def drawn(name: str) -> list[int]:
-        async with bench(name=name, seed=seed) as b:
-            events = [await b.events(replace(REQUEST, seed=None, max_tokens=1)) for _ in range(9)]
-        return [one.seed for one in chain(*events) if isinstance(one, Started)]
-
-    names = ("one", "other", "one")
-    [one, other, again] = [await drawn(name) for name in names]
-    assert len({*one, *other}) == 18
-    assert (one == again) == (seed is not None)
-
-
-class Repeating(ToyEngine):
-    """A target's engine and self-drafter, which drafts one token over and over."""
-
-    @property
-    def engine(self) -> "Repeating":
-        return self
-
-    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        self._num_rows = [step.num_logits for step in steps]
-        return super().forward(steps)
-
-    def features(self) -> list[torch.Tensor]:
-        return [torch.empty(num, 1) for num in self._num_rows]
-
-    def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
-    ) -> list[Proposal]:
-        return [Proposal((1,) * one.num_draft_tokens) for one in requests]
-
-
-async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> None:
-    costs = [StepCosts((1,), (seconds,)) for seconds in (STEP_S, 2 * STEP_S)]
-    engines: list[Any] = [Repeating(), Repeating()]
-    targets = [
-        target_service(engine, self_drafter=engine, costs=one)
-        for engine, one in zip(engines, costs, strict=True)
-    ]
-    async with bench(target=targets[0], length_control=True) as b:
-        request = replace(REQUEST, seed=None, sampling=SamplingParams(temperature=0.0))
-        text = tokens_of(await b.events(request))
-        lengths = b.service._lengths
-        before = lengths.costs._target.weight
-        link = SeverableLink(targets[1])
-        await b.service.targets.join("tried", link, trial_share=1.0)
-        assert tokens_of(await b.events(request)) == text
-        tried = lengths.learned(targets[1].describe()).costs
-        assert lengths.costs._target.weight == before > 0 < tried._target.weight
-        assert [one._table for one in (lengths.costs, tried)] == costs
-        await asyncio.sleep(1)
-        sums = b.service.trial_sums
-        assert (sums.replica, sums.old.num_rounds) == ("tried", 0)
-        assert sums.new.num_rounds > 0
-        running = asyncio.create_task(b.events(request))
-        await asyncio.sleep(5 * STEP_S)
-        link.sever(errors.LinkLost("down"), reachable=False)
-        assert tokens_of(await running) == text
-        await asyncio.sleep(1)
-        assert b.service.trial_sums.old.num_rounds == 0
-        await b.service.targets.join("other", SeverableLink(targets[1]), trial_share=1e-9)
-        assert tokens_of(await b.events(request)) == text
-        await asyncio.sleep(1)
-        sums = b.service.trial_sums
-        assert (sums.replica, sums.new.num_rounds) == ("other", 0)
-        assert sums.old.num_rounds > 0
-    await targets[1].close()
-
-
-async def test_lengths_are_learned_for_a_target_that_is_not_on_trial() -> None:
-    made = Bench(length_control=True)
-    costs = StepCosts((1,), (STEP_S,))
-    tried = target_service(costs=costs)
-    await made.service.targets.join("tried", SeverableLink(tried), trial_share=1.0)
-    async with running(made) as b:
-        assert b.service.targets.first.step_costs == costs
-        assert b.service._lengths._target.step_costs is None
-    await tried.close()
