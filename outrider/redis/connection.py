@@ -57,7 +57,8 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
 
     The time is counted in slices. A slice starts when the event loop has handled the end of the
     previous slice. So a pause of this process, such as a garbage collection, uses up only one
-    slice. With a single timer, a pause could end a call whose answer arrived during the pause."""
+    slice. With a single timer, as of redis-py's `socket_timeout`, a pause could end a call whose
+    answer arrived during the pause. `socket_timeout` also limits each answer, not the call."""
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -356,26 +357,18 @@ class ScriptRunner:
         del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        """Returns each run's answer or error. The library's pipelines would take twice as long."""
-        commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
+        """Returns each run's answer or error."""
+        pipeline = self._client.pipeline(transaction=False)
+        if load:
+            pipeline.script_load(script.source)
         for keys, arguments in calls:
-            commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
+            pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
         num_replicas = self._wait_replicas if script.replicated else 0
         if num_replicas:
-            commands.append(("SET", self._replicated_key, 1, "PX", limits.REDIS_WAIT_MS))
-            commands.append(("WAIT", num_replicas, limits.REDIS_WAIT_MS))
-        pool: Any = self._client.connection_pool
+            pipeline.set(self._replicated_key, 1, px=limits.REDIS_WAIT_MS)
+            pipeline.wait(num_replicas, limits.REDIS_WAIT_MS)
         async with calling(self._client):
-            connection = await pool.get_connection()
-            try:
-                await connection.send_packed_command(b"".join(map(_packed, commands)))
-                answers = [await _answer(connection) for _ in commands]
-            except BaseException:
-                # On an open connection, the next command would read the answers to these commands.
-                await connection.disconnect(nowait=True)
-                raise
-            finally:
-                await pool.release(connection)
+            answers = await pipeline.execute(raise_on_error=False)
             for answer in answers:
                 if isinstance(answer, Exception) and may_be_replaced(answer):
                     raise answer
@@ -388,19 +381,3 @@ class ScriptRunner:
                     reason = f"{found} of {num_replicas} replicas have received a write"
                     raise NotReplicated(f"{reason} after {limits.REDIS_WAIT_MS} ms")
         return answers[1:] if load else answers
-
-
-def _packed(command: Sequence[str | int | bytes]) -> bytes:
-    """Encodes a command. The library's function takes 8 us, which is three times as long."""
-    parts = [b"*%d\r\n" % len(command)]
-    for word in command:
-        data = word if isinstance(word, bytes) else str(word).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
-    return b"".join(parts)
-
-
-async def _answer(connection: Any) -> Any:
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error

@@ -153,8 +153,6 @@ class SimulatedConnection(AbstractConnection):
         return [redis_data.packed(command) for command in commands]
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        if isinstance(command, bytes):
-            command = unpacked(command)
         await self.connect()
         server, process, number = self._server, self._process, self._number
         if server is None or process is None:
@@ -209,21 +207,6 @@ class SimulatedConnection(AbstractConnection):
         if isinstance(reply, list):
             return [self._unpacked(one) for one in reply]
         return reply
-
-
-def unpacked(data: bytes) -> list[redis_data.Command]:
-    """Parses commands of `ScriptRunner`."""
-    commands, at = list[redis_data.Command](), 0
-    while at < len(data):
-        end = data.index(b"\r\n", at)
-        words, left, at = list[bytes](), int(data[at + 1 : end]), end + 2
-        for _ in range(left):
-            end = data.index(b"\r\n", at)
-            size, at = int(data[at + 1 : end]), end + 2
-            words.append(data[at : at + size])
-            at += size + 2
-        commands.append(tuple(words))
-    return commands
 
 
 class History:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, call
@@ -20,6 +21,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from outrider import limits
 from outrider.errors import ConfigError, DataLoss, InvariantError, SettingError, StoreUnavailable
 from outrider.limits import PASSWORD_BYTES_MAX, REDIS_TIMEOUT_MS
 from outrider.redis import connection as redis_connection
@@ -30,6 +32,7 @@ from outrider.redis.address import (
     with_password,
     without_password,
 )
+from outrider.redis.connection import Call, Script, ScriptRunner
 from outrider.sessions.redis_store import decode_record
 
 GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "master"}
@@ -174,6 +177,40 @@ async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
         async with redis_connection.calling(client):
             await loop.create_future()
     assert loop.time() - start > 0.9 * REDIS_TIMEOUT_MS / 1000
+
+
+async def test_no_call_gets_the_late_answer_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that ends early closes its connection, on which an answer may still come."""
+    monkeypatch.setattr(limits, "REDIS_TIMEOUT_MS", 100)
+    num_connections, late = 0, asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        number, num_runs = num_connections, 0
+        with suppress(ConnectionError):
+            while line := await reader.readline():
+                if line.strip() == b"EVALSHA":
+                    num_runs += 1
+                    if number == 1 and num_runs == 2:
+                        await late.wait()
+                    writer.write(b":%d\r\n" % (10 * number + num_runs))
+                elif line.strip() == b"CLIENT":
+                    writer.write(b"+OK\r\n")
+        writer.close()
+
+    path = str(tmp_path / "redis.sock")
+    async with await asyncio.start_unix_server(serve, path):
+        client = redis_connection.new_client(RedisAddress(url=f"unix://{path}"))
+        runner, script = ScriptRunner(client), Script("append")
+        calls: list[Call] = [(("key",), (1,))] * 2
+        with pytest.raises(StoreUnavailable):
+            await runner.run_all(script, calls)
+        late.set()
+        assert await runner.run_all(script, calls) == [21, 22]
+        await client.aclose()
 
 
 @pytest.mark.parametrize("fields", [{}, {b"opened": b"[1]"}, {b"opened": b"\xff"}])
