@@ -53,8 +53,11 @@ class HeadEngine(PagedSequences):
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
             if others:  # If a step asks for a row, `draft` below writes the slot of its last token.
-                before = [_but_last(one) if one.step.num_logits else one for one in sequences]
-                before = [one for one in before if one.step.token_ids]
+                before = [
+                    _but_last(sequence) if sequence.step.num_logits else sequence
+                    for sequence in sequences
+                ]
+                before = [sequence for sequence in before if sequence.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])
             if not wanted:
                 return features[:0]
@@ -130,8 +133,8 @@ class FeatureDrafter(ModelDrafter):
         for branch, row in zip(drawing, self._head.carry(rows), strict=True):
             branch.carried = row
         logits = self._head.logits(rows)
-        found = {id(branch): logits[row : row + 1] for row, branch in enumerate(drawing)}
-        return [found.get(id(branch), logits[:0]) for branch in branches]
+        rows_by_branch = {id(branch): logits[row : row + 1] for row, branch in enumerate(drawing)}
+        return [rows_by_branch.get(id(branch), logits[:0]) for branch in branches]
 
     def _rows(self, branch: AutoregressiveDraft) -> Tensor:
         """[T, D], bfloat16: for each token to run, the feature of the token before it."""

@@ -130,8 +130,8 @@ class LookAhead:
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether the newest round of the item's session belongs to this item."""
-        found = self._rounds.get(item.head.session_id)
-        return found is not None and found.item is item
+        round_ahead = self._rounds.get(item.head.session_id)
+        return round_ahead is not None and round_ahead.item is item
 
     def progress(self, item: DraftItem) -> Answers:
         """Returns no answers, only whether any will follow. `works_on(item)` must be true."""
@@ -206,30 +206,31 @@ class LookAhead:
     ) -> list[AutoregressiveDraft]:
         """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
         the pass, ends the drafts of the least likely outcomes."""
-        found = [(now, outcome) for now in rounds for outcome in now.outcomes]
-        found = sorted(found, key=lambda one: one[0].chances[one[1]], reverse=True)[:most]
-        chosen = [now.outcomes[outcome] for now, outcome in found]
+        candidates = [(now, outcome) for now in rounds for outcome in now.outcomes]
+        candidates.sort(key=lambda pair: pair[0].chances[pair[1]], reverse=True)
+        del candidates[most:]
+        chosen = [now.outcomes[outcome] for now, outcome in candidates]
         if not self._drafter.can_advance([*wanted, *chosen], readings):
             self._release(self._stale)
             for other in self._rounds.values():
                 self._release(other.kept)
             while chosen and not self._drafter.can_advance([*wanted, *chosen], readings):
-                now, outcome = found.pop()
+                now, outcome = candidates.pop()
                 self._release([now.abandon(outcome)])
                 chosen.pop()
         return chosen
 
     def forget(self, session_id: str) -> None:
         self._outcome_models.forget(session_id)
-        found = self._rounds.pop(session_id, None)
-        if found is not None:
-            self._end(found)
+        round_ahead = self._rounds.pop(session_id, None)
+        if round_ahead is not None:
+            self._end(round_ahead)
             self._release(self._stale)
 
     def give_way(self) -> None:
         self._release(self._stale)
-        for found in self._rounds.values():
-            self._drop(found)
+        for round_ahead in self._rounds.values():
+            self._drop(round_ahead)
 
     def _advanced(self, now: RoundAhead, answers: Sequence[DraftAnswer]) -> Answers:
         if any(isinstance(answer, Refused) for answer in answers):
@@ -335,8 +336,11 @@ class LookAhead:
             return
         corrections = now.guesses.corrections
         now.chances = {
-            (*now.drafted[: one.num_accepted], corrections[one.num_accepted][one.rank]): one.chance
-            for one in self._outcome_model(now).plan(now.guesses, now.item.look_ahead)
+            (
+                *now.drafted[: likely.num_accepted],
+                corrections[likely.num_accepted][likely.rank],
+            ): likely.chance
+            for likely in self._outcome_model(now).plan(now.guesses, now.item.look_ahead)
         }
         unlikely = [outcome for outcome in now.outcomes if outcome not in now.chances]
         self._release([now.abandon(outcome) for outcome in unlikely])
@@ -438,7 +442,7 @@ class LookAhead:
         pages ends with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
-        for outcome in [at for at, one in now.outcomes.items() if not self._drafter.holds(one)]:
+        for outcome in [at for at, draft in now.outcomes.items() if not self._drafter.holds(draft)]:
             now.abandon(outcome)
 
     def _release(

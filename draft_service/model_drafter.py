@@ -51,7 +51,11 @@ class ModelDrafter:
                 branch.lose_pages()
         self.num_passes = 0
         with torch.inference_mode():
-            growing = [one for one in branches if (one.goes_on() if one.token_ids else one.unseen)]
+            growing = [
+                branch
+                for branch in branches
+                if (branch.goes_on() if branch.token_ids else branch.unseen)
+            ]
             self._grow(growing, branches)
 
     def holds(self, branch: AutoregressiveDraft) -> bool:
@@ -120,7 +124,9 @@ class ModelDrafter:
                     self.end(branch, error)
                 return
             # For a draft whose prefix has just run, the time limit is checked only here.
-            going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
+            going_on = [
+                i for i, branch in enumerate(active) if branch.token_ids or branch.goes_on()
+            ]
             active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]
             must_go_on = any(branch.must_be_whole for branch in active)

@@ -139,8 +139,8 @@ class Proposer(StepWorker):
             for work in active:
                 work.answer = work.answer or ahead.progress(work.item)
         elif active:
-            found = ahead.advance([work.item for work in active])
-            for work, answers in zip(active, found, strict=True):
+            results = ahead.advance([work.item for work in active])
+            for work, answers in zip(active, results, strict=True):
                 work.answer = answers
         self._note_figures()
         return [work.answer for work in works]
@@ -225,8 +225,8 @@ class Proposer(StepWorker):
             work.draft = self._drafter.begin(work.draft.request)
             work.draft.must_be_whole = work.item.must_be_whole
 
-    def _finish(self, works: Sequence[_Drafting], found: Sequence[AutoregressiveDraft]) -> None:
-        for work, draft in zip(works, found, strict=True):
+    def _finish(self, works: Sequence[_Drafting], drafts: Sequence[AutoregressiveDraft]) -> None:
+        for work, draft in zip(works, drafts, strict=True):
             if draft.error is not None:
                 self._fail(work, draft.error)
             elif draft.is_lost:

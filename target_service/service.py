@@ -73,7 +73,7 @@ class TargetService(SteppedService):
         self._end_ahead(session_id)
         if item.run_ahead > 0 and not item.proposal:
             if len(self._ahead) >= SEQUENCES_PER_REPLICA_MAX:
-                idle = (name for name, one in self._ahead.items() if one.running is None)
+                idle = (name for name, run in self._ahead.items() if run.running is None)
                 self._end_ahead(next(idle, next(iter(self._ahead))), self._refuse_ahead)
             ahead = self._ahead[session_id] = RunAhead(item, sender)
             self._run_next(session_id, ahead)

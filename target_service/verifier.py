@@ -192,13 +192,13 @@ class Verifier(StepWorker):
         rounds = [_Round(item) for item in items]
         self._admit(rounds)
         with torch.inference_mode():
-            self._run([one for one in rounds if one.answer is None])
+            self._run([work for work in rounds if work.answer is None])
         self._note_figures()
-        return [one.answer for one in rounds]
+        return [work.answer for work in rounds]
 
-    def _validate(self, one: _Round) -> None:
-        info, item, head = self._engine.info, one.item, one.head
-        sampling, size = one.sampling, info.vocab_size
+    def _validate(self, work: _Round) -> None:
+        info, item, head = self._engine.info, work.item, work.head
+        sampling, size = work.sampling, info.vocab_size
         biased = [token_id for token_id, _ in sampling.logit_bias]
         named = {
             "head.append": head.append,
@@ -218,24 +218,24 @@ class Verifier(StepWorker):
             reason = f"got {sampling.top_k}; the vocabulary has {size} tokens"
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
-        one.proposal = item.proposal.open()
+        work.proposal = item.proposal.open()
 
-    def _prepare(self, one: _Round, admitted: Admitted) -> None:
-        head, proposal, aligned = one.head, one.proposal, admitted.aligned
+    def _prepare(self, work: _Round, admitted: Admitted) -> None:
+        head, proposal, aligned = work.head, work.proposal, admitted.aligned
         new_tokens = aligned.new_tokens
         if not admitted.is_whole:
-            one.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
+            work.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
             return
-        one.allowed = self._allowed(head, aligned)
+        work.allowed = self._allowed(head, aligned)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids)
-        one.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)
-        if one.sampling.penalised:  # Only penalties read the history, and a copy is O(length).
+        work.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)
+        if work.sampling.penalised:  # Only penalties read the history, and a copy is O(length).
             committed, num = aligned.committed, head.prompt_length
-            one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
+            work.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
 
     def _pass(self, rounds: Sequence[_Round]) -> list[Tensor]:
-        return self._engine.forward([one.step for one in rounds])
+        return self._engine.forward([work.step for work in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
         # Verdicts take little time. With more threads, the step might wait for a busy core.
@@ -247,38 +247,38 @@ class Verifier(StepWorker):
             self._add_proposals(rounds, self._self_drafter)
 
     def _judge(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        for one, rows in zip(rounds, logits, strict=True):
-            if one.step.num_logits == 0:
-                one.answer = Unfinished.CONTINUES
+        for work, rows in zip(rounds, logits, strict=True):
+            if work.step.num_logits == 0:
+                work.answer = Unfinished.CONTINUES
                 continue
             try:
-                one.ask(rows)
+                work.ask(rows)
             except OutriderError as error:
-                self._fail(one, error)
-        judged = [one for one in rounds if one.answer is None]
-        verdicts = _verdicts([one.question for one in judged])
-        for one, verdict in zip(judged, verdicts, strict=True):
+                self._fail(work, error)
+        judged = [work for work in rounds if work.answer is None]
+        verdicts = _verdicts([work.question for work in judged])
+        for work, verdict in zip(judged, verdicts, strict=True):
             try:
-                one.answer = self._reply(one, verdict)
+                work.answer = self._reply(work, verdict)
             except OutriderError as error:
-                self._fail(one, error)
+                self._fail(work, error)
 
-    def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
+    def _reply(self, work: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
         if isinstance(verdict, OutriderError):
             raise verdict
-        item, proposal = one.item, one.proposal
-        verdict = one.within(verdict)
-        logits, logprobs = one.question.logits, tuple[PositionLogprobs, ...]()
+        item, proposal = work.item, work.proposal
+        verdict = work.within(verdict)
+        logits, logprobs = work.question.logits, tuple[PositionLogprobs, ...]()
         if item.num_logprobs is not None:
             logprobs = _logprobs(logits, proposal, item.num_logprobs, verdict)
         audited = None
         if item.audit:
-            rows = masked_logits(logits[:-1].cpu(), one.question.masks[:-1])
-            audited = audit(rows, proposal.token_ids, one.sampling, one.history)
-        cached_length = self._engine.length(one.head.session_id)
-        expected = one.head.committed_length + len(proposal)
+            rows = masked_logits(logits[:-1].cpu(), work.question.masks[:-1])
+            audited = audit(rows, proposal.token_ids, work.sampling, work.history)
+        cached_length = self._engine.length(work.head.session_id)
+        expected = work.head.committed_length + len(proposal)
         check(cached_length == expected, f"{cached_length} slots are held, not {expected}")
-        return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
+        return VerdictReply(work.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
         """Adds hidden states of committed tokens to verdicts whose items ask for hidden states. If
@@ -289,15 +289,15 @@ class Verifier(StepWorker):
             wanting = _features_wanted(rounds, width)
             if not wanting:
                 return
-            ranges = [(one.head.session_id, first, end) for one, first, end in wanting]
+            ranges = [(work.head.session_id, first, end) for work, first, end in wanting]
             kept = keeper.held_features(ranges).to("cpu", torch.bfloat16)
         except Exception:
             logger.exception("%d verdicts are sent without features", len(wanting))
             return
         ends = np.cumsum([end - first for _, first, end in wanting])[:-1]
         parts = np.split(kept.view(torch.uint8).numpy(), ends)
-        for (one, first, _), rows in zip(wanting, parts, strict=True):
-            one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
+        for (work, first, _), rows in zip(wanting, parts, strict=True):
+            work.answer = replace(work.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
         """Adds the next proposal to verdicts whose items ask for it. If drafting fails, these
@@ -306,17 +306,17 @@ class Verifier(StepWorker):
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
         try:
-            for one, rows in zip(rounds, drafter.engine.features(), strict=True):
-                is_answered = isinstance(one.answer, VerdictReply)
-                if not (is_answered and one.item.num_next_draft_tokens):
+            for work, rows in zip(rounds, drafter.engine.features(), strict=True):
+                is_answered = isinstance(work.answer, VerdictReply)
+                if not (is_answered and work.item.num_next_draft_tokens):
                     continue
-                outcome = one.outcome(one.answer.verdict)
-                request = self._next_request(one, outcome)
+                outcome = work.outcome(work.answer.verdict)
+                request = self._next_request(work, outcome)
                 if request is None:
                     continue
                 held = self._engine.keep(request.session_id, request.noise.committed_length - 1)
-                one.answer = replace(one.answer, cached_length=held)
-                wanting.append(one)
+                work.answer = replace(work.answer, cached_length=held)
+                wanting.append(work)
                 requests.append(request)
                 features.append(rows[outcome.num_accepted])
             if not requests:
@@ -327,9 +327,9 @@ class Verifier(StepWorker):
         except Exception:
             logger.exception("%d verdicts are sent without proposals", len(requests))
             return
-        for one, request, proposal in zip(wanting, requests, proposals, strict=True):
-            one.answer = replace(
-                one.answer,
+        for work, request, proposal in zip(wanting, requests, proposals, strict=True):
+            work.answer = replace(
+                work.answer,
                 next_proposal=SealedProposal.of(proposal),
                 next_base_length=request.noise.committed_length,
                 next_draft_ms=draft_ms,
@@ -337,25 +337,25 @@ class Verifier(StepWorker):
                 next_out_of_time=request.deadline.has_cut,
             )
 
-    def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
-        item, history = one.item, one.history
-        length = one.head.committed_length + len(outcome.token_ids)
+    def _next_request(self, work: _Round, outcome: Outcome) -> DraftRequest | None:
+        item, history = work.item, work.history
+        length = work.head.committed_length + len(outcome.token_ids)
         room = min(self._engine.info.max_model_len, self._num_slots) - length
         if room <= 0:
             return None
         token_ids = outcome.token_ids[-1:]
-        if one.sampling.penalised:
+        if work.sampling.penalised:
             token_ids = (*history.prompt_ids, *history.output_ids, *outcome.token_ids)
         newest = outcome.token_ids[-1]
-        digest = extend_digest(self._engine.tokens(one.head.session_id).digest(length - 1), newest)
+        digest = extend_digest(self._engine.tokens(work.head.session_id).digest(length - 1), newest)
         return draft_request(
-            one.head,
-            one.sampling,
+            work.head,
+            work.sampling,
             token_ids,
             length,
             digest,
             num_draft_tokens=min(item.num_next_draft_tokens, room),
-            allowed=None if one.allowed is None else one.allowed.behind(outcome.token_ids),
+            allowed=None if work.allowed is None else work.allowed.behind(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),
         )
 
@@ -365,20 +365,20 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
     positions. The bytes of a step's features are limited. Rounds that lack the fewest positions
     come first, so that more sessions get all features. A draft needs all features to propose."""
     lacking: list[tuple[_Round, int, int]] = []
-    for one in rounds:
-        first = one.item.features_from
-        if first is None or not isinstance(one.answer, VerdictReply):
+    for work in rounds:
+        first = work.item.features_from
+        if first is None or not isinstance(work.answer, VerdictReply):
             continue
         # The correction has not run yet, so it has no features.
-        end = one.head.committed_length + one.outcome(one.answer.verdict).num_accepted
+        end = work.head.committed_length + work.outcome(work.answer.verdict).num_accepted
         if first < end:
-            lacking.append((one, first, end))
+            lacking.append((work, first, end))
     wanted: list[tuple[_Round, int, int]] = []
     num_left = FEATURES_STEP_BYTES_MAX // (width * BYTES_OF_A_NUMBER)
-    for one, first, end in sorted(lacking, key=lambda entry: entry[2] - entry[1]):
+    for work, first, end in sorted(lacking, key=lambda entry: entry[2] - entry[1]):
         num = min(end - first, rows_max(width), num_left)
         if num > 0:
-            wanted.append((one, first, first + num))
+            wanted.append((work, first, first + num))
             num_left -= num
     return wanted
 

@@ -124,7 +124,7 @@ class _Run:
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
             learner.load(directory, self._target)  # The measured drafter must be the saved one.
-            measured = {name: measure(learner, one) for name, one in datasets.items()}
+            measured = {name: measure(learner, data) for name, data in datasets.items()}
             name = self._target.name
             card = render_card(options, name, fingerprint, trainer, dataset, spent, measured)
             (directory / "README.md").write_text(card, encoding="utf-8")

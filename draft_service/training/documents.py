@@ -65,9 +65,9 @@ def shuffled(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents in a random order that depends only on their number. So the documents
     that the target reads in a limited time are a fair sample. The first returned document is always
     held out, so that there is at least one document to measure the drafter with."""
-    found = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
-    chosen = next((i for i, document in enumerate(found) if document.is_held_out), 0)
-    return [replace(found.pop(chosen), is_held_out=True), *found] if found else []
+    permuted = [documents[index] for index in np.random.default_rng(0).permutation(len(documents))]
+    chosen = next((i for i, document in enumerate(permuted) if document.is_held_out), 0)
+    return [replace(permuted.pop(chosen), is_held_out=True), *permuted] if permuted else []
 
 
 def corpus_files(directory: Path) -> tuple[Path, ...]:
@@ -75,28 +75,28 @@ def corpus_files(directory: Path) -> tuple[Path, ...]:
     if not directory.is_dir():
         raise SettingError("corpus", f"{directory} is not a folder")
     paths = sorted(directory.rglob("*"))
-    found = tuple(path for path in paths if path.is_file() and path.suffix in _SUFFIXES)
-    if not found or len(found) > CORPUS_FILES_MAX:
+    files = tuple(path for path in paths if path.is_file() and path.suffix in _SUFFIXES)
+    if not files or len(files) > CORPUS_FILES_MAX:
         raise SettingError(
             "corpus",
-            f"{directory} holds {len(found)} files of {', '.join(_SUFFIXES)}; "
+            f"{directory} holds {len(files)} files of {', '.join(_SUFFIXES)}; "
             f"1 to {CORPUS_FILES_MAX} are allowed",
         )
-    return found
+    return files
 
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
     `SettingError` if a file cannot be read, and for any text if `encode` is None."""
-    found: list[Document] = []
+    documents: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:
             raise SettingError("corpus", "cannot be used: the target has no tokenizer")
         ids = np.array(encode(text), dtype=np.int32)
         pieces = [ids[start : start + tokens_max] for start in range(0, len(ids), tokens_max)]
         held = is_kept_back(ids)
-        found += [Document(piece, 1, 1, None, held) for piece in pieces if len(piece) > 1]
-    return found
+        documents += [Document(piece, 1, 1, None, held) for piece in pieces if len(piece) > 1]
+    return documents
 
 
 class _Line(BaseModel):

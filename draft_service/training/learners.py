@@ -134,14 +134,14 @@ class Eagle3(Learner):
         # A text of `width` tokens has `width - 1` pairs. Pair 0 belongs to token 1.
         pairs = batch.rows - batch.rows // width - 1
         [starts] = (batch.rows % width > 0).nonzero(as_tuple=True)
-        found: list[Depth] = []
+        depths: list[Depth] = []
         for depth, hidden in enumerate(module.unroll(features, tokens, NUM_DEPTHS)):
             starts = starts[batch.behind[starts] >= depth]
             if not len(starts):
                 break
             read = module.norm(hidden.flatten(0, 1)[pairs[starts]])
-            found.append(Depth(read, starts + depth))
-        return found
+            depths.append(Depth(read, starts + depth))
+        return depths
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         is_id = "/" in target.name and not Path(target.name).exists()
@@ -156,9 +156,9 @@ class Eagle3(Learner):
 
     def load(self, start: Path, target: Target) -> None:
         name = self._options.start_from or str(start)
-        found = eagle3.load_eagle3(start, self._target, name=name, target_name=target.name)
-        self.taps = found.module.layer_ids
-        self._train(found.module, found.token_ids)
+        loaded = eagle3.load_eagle3(start, self._target, name=name, target_name=target.name)
+        self.taps = loaded.module.layer_ids
+        self._train(loaded.module, loaded.token_ids)
 
     def make(self, token_ids: Array) -> None:
         """Before training, the head passes on the input of the target's third-last layer. Each tap
@@ -242,7 +242,7 @@ class Student(Learner):
         dropped = [layer for index, layer in enumerate(all_layers) if index not in self._layers]
         # `deepcopy` does not copy these modules and weights. Both models share them.
         shared = [self._embeddings, rows, *dropped]
-        module = copy.deepcopy(self._target, {id(one): one for one in shared})
+        module = copy.deepcopy(self._target, {id(obj): obj for obj in shared})
         layers: Any = nn.ModuleList(layer for layer in layers_of(module) if layer not in dropped)
         module.base_model.layers = layers
         for index, layer in enumerate(layers):

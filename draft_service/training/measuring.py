@@ -69,13 +69,13 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
     """Returns `Depth.rows` [C] and the `_scores` [C, 3] of each `Depth` that `learner` drafts."""
-    found = []
+    drafted = []
     with torch.inference_mode():
         for depth in learner.draft(batch):
             blocks = zip(*(torch.split(part, _ROWS_OF_A_BLOCK) for part in depth), strict=True)
             parts = [_scores(block @ learner.head.t(), batch, some) for block, some in blocks]
-            found.append((depth.rows.cpu().numpy(), torch.cat(parts).double().cpu().numpy()))
-    return found
+            drafted.append((depth.rows.cpu().numpy(), torch.cat(parts).double().cpu().numpy()))
+    return drafted
 
 
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
@@ -153,8 +153,12 @@ probability at temperature 1 that draft token 1, 2, .. is accepted if all before
 def _data(dataset: Dataset) -> str:
     rows = []
     for name, is_given in (("the target", False), ("others (--corpus)", True)):
-        own = [one for one in dataset.cache.known if (one.temperature is None) == is_given]
-        kept = [one.num_learned for one in own if not one.is_held_out]
+        own = [
+            document
+            for document in dataset.cache.known
+            if (document.temperature is None) == is_given
+        ]
+        kept = [document.num_learned for document in own if not document.is_held_out]
         if own:
             rows.append(f"| {name} | {len(kept):,} | {sum(kept):,} | {len(own) - len(kept):,} |")
     return "\n".join(rows)
@@ -162,8 +166,8 @@ def _data(dataset: Dataset) -> str:
 
 def _acceptance(measured: Mapping[str, Measured]) -> str:
     rows = []
-    for name, found in measured.items():
-        positions = ", ".join("-" if p is None else f"{p:.3f}" for p in found.by_position)
-        rates = f"{found.greedy:.3f} | {found.sampled:.3f}"
-        rows.append(f"| {name} | {found.measured_tokens:,} | {rates} | {positions} |")
+    for name, result in measured.items():
+        positions = ", ".join("-" if p is None else f"{p:.3f}" for p in result.by_position)
+        rates = f"{result.greedy:.3f} | {result.sampled:.3f}"
+        rows.append(f"| {name} | {result.measured_tokens:,} | {rates} | {positions} |")
     return "\n".join(rows)

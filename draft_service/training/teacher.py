@@ -65,7 +65,7 @@ class TeacherCache:
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
-            self.documents += sorted(pool, key=lambda one: len(one.token_ids))
+            self.documents += sorted(pool, key=lambda document: len(document.token_ids))
         self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), tuple(taps))
         self._directory = place / self.name
         self.spent = Stopwatch(self._directory)
@@ -92,13 +92,13 @@ class TeacherCache:
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
         """Puts documents of similar length into the same batch. A batch has at most `size` tokens,
         padding included, or a single longer document."""
-        found: list[list[int]] = []
+        batches: list[list[int]] = []
         for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
             length = len(self.documents[index].token_ids)
-            if not found or length * (len(found[-1]) + 1) > size:
-                found.append([])
-            found[-1].append(index)
-        return found
+            if not batches or length * (len(batches[-1]) + 1) > size:
+                batches.append([])
+            batches[-1].append(index)
+        return batches
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
         """Runs the target over further documents, until all answers are known or the time is over.
@@ -157,9 +157,9 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]
         blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (read, following))
-        found = [_likeliest(module, *block) for block in zip(*blocks, strict=True)]
+        likeliest = [_likeliest(module, *block) for block in zip(*blocks, strict=True)]
     tokens, logprobs, written = (
-        torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
+        torch.cat(column).cpu().numpy() for column in zip(*likeliest, strict=True)
     )
     is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
     tokens = tokens.astype(np.uint16 if is_small else np.uint32)

@@ -100,7 +100,9 @@ class Trainer:
         }
         groups = [
             {
-                "params": [one for one in self._masters.values() if (one.dim() > 1) == is_matrix],
+                "params": [
+                    weight for weight in self._masters.values() if (weight.dim() > 1) == is_matrix
+                ],
                 "weight_decay": _WEIGHT_DECAY * is_matrix,
             }
             for is_matrix in (True, False)

@@ -79,7 +79,7 @@ class WrittenCorpus:
             while missing > 0 and len(records) < self._num_first:
                 records.append(self._records[len(records)])
                 missing -= len(records[-1]["answer"])
-        found: list[Document] = []
+        documents: list[Document] = []
         for record in records:
             prompt, answer = record["prompt"], record["answer"]
             is_given = record["index"] < len(self._prompts)
@@ -87,8 +87,8 @@ class WrittenCorpus:
             token_ids = np.array([*prompt, *answer], dtype=np.int32)
             has_own_prompt = is_given or len(prompt) > first
             held = is_kept_back(prompt if has_own_prompt else token_ids[: first + _BEGINNING])
-            found.append(Document(token_ids, first, len(prompt), record["temperature"], held))
-        return found
+            documents.append(Document(token_ids, first, len(prompt), record["temperature"], held))
+        return documents
 
     @property
     def part(self) -> float:
@@ -113,11 +113,11 @@ class WrittenCorpus:
         following = 0
 
         def store(ended: Sequence[_Conversation]) -> None:
-            for one in ended:
-                self._keep(one.record)
-                file.write(json.dumps(one.record) + "\n")
-                engine.release(one.name)
-                running.remove(one)
+            for conversation in ended:
+                self._keep(conversation.record)
+                file.write(json.dumps(conversation.record) + "\n")
+                engine.release(conversation.name)
+                running.remove(conversation)
             file.flush()
             self.spent.save()
 
@@ -129,18 +129,36 @@ class WrittenCorpus:
                         running.append(_Conversation(self, following, *prompt))
                         running[-1].begin(engine)
                     following += 1
-                rows = engine.forward([SequenceStep(one.name, one.unseen, 1) for one in running])
-                asked = [one.question(row) for one, row in zip(running, rows, strict=True)]
+                rows = engine.forward(
+                    [
+                        SequenceStep(conversation.name, conversation.unseen, 1)
+                        for conversation in running
+                    ]
+                )
+                asked = [
+                    conversation.question(row)
+                    for conversation, row in zip(running, rows, strict=True)
+                ]
                 drawn = zip(running, verdicts_from_logits(asked), strict=True)
-                if ended := [one for one, found in drawn if one.take(found.correction[0], eos)]:
+                if ended := [
+                    conversation
+                    for conversation, verdict in drawn
+                    if conversation.take(verdict.correction[0], eos)
+                ]:
                     store(ended)
                 wanted = self._tokens
                 done = f"{self._first_tokens:,} of {wanted:,} tokens" if wanted is not None else ""
                 progress(self.part, done)
             if self._seconds is not None:
-                store([one for one in running if len(one.answer) >= _BEGINNING])
-        for one in running:
-            engine.release(one.name)
+                store(
+                    [
+                        conversation
+                        for conversation in running
+                        if len(conversation.answer) >= _BEGINNING
+                    ]
+                )
+        for conversation in running:
+            engine.release(conversation.name)
 
     def _keep(self, record: dict[str, Any]) -> None:
         self._records[record["index"]] = record

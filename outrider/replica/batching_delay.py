@@ -109,11 +109,11 @@ class BatchingDelay:
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
         """Returns the sessions that are expected to return between `now` and `before`, the earliest
         first, as tuples (latest expected time, session id, number of tokens)."""
-        found = []
+        expected = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:
                 late_s = SPREAD * rhythm.deviation_s + SPREAD_S
                 back_at = rhythm.answered_at + rhythm.gap_s + late_s
                 if now < back_at < before:
-                    found.append((back_at, name, rhythm.rows))
-        return sorted(found)
+                    expected.append((back_at, name, rhythm.rows))
+        return sorted(expected)

@@ -362,11 +362,11 @@ class SteppedService(ReplicaService):
         self._answer(batch, first, second[0].start if second else now, again)
         for step in second:
             # When the first step's answers were sent, `on_done` queued the items of this step.
-            found = dict(zip(map(_round_of, step.items), step.answers, strict=True))
+            answers = dict(zip(map(_round_of, step.items), step.answers, strict=True))
             pairs = [
-                (work, found.pop(which))
+                (work, answers.pop(which))
                 for work in self._queue.waiting
-                if (which := _round_of(work.item)) in found
+                if (which := _round_of(work.item)) in answers
             ]
             works = [work for work, _ in pairs]
             self._queue.remove(works)

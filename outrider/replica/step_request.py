@@ -80,12 +80,12 @@ class AnswerSender:
 
     def _take_along(self, session_ids: set[str], answers: Sequence[Any]) -> None:
         again = {id(answer) for answer in answers}
-        leaving = [one for one in self._held if one.key.session_id in session_ids]
-        self._held = [one for one in self._held if one.key.session_id not in session_ids]
+        leaving = [answer for answer in self._held if answer.key.session_id in session_ids]
+        self._held = [answer for answer in self._held if answer.key.session_id not in session_ids]
         if not self._held and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        leaving = [*(one for one in leaving if id(one) not in again), *answers]
+        leaving = [*(answer for answer in leaving if id(answer) not in again), *answers]
         if leaving and not self.closed:
             self._send(leaving)
 
@@ -173,7 +173,10 @@ class RequestQueue:
     def add(self, work: StepRequest) -> None:
         """Queues a request. Raises `Overloaded` if the queue is full."""
         most = STREAM_QUEUE_ITEMS_MAX
-        if len(self.waiting) >= most and sum(not one.answered for one in self.waiting) >= most:
+        if (
+            len(self.waiting) >= most
+            and sum(not request.answered for request in self.waiting) >= most
+        ):
             raise Overloaded(f"{most} items wait for a step of this replica", 100)
         self.waiting.append(work)
 
@@ -194,7 +197,7 @@ class RequestQueue:
         newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        for work in in_turns(self.waiting, lambda one: one.item.head.tenant):
+        for work in in_turns(self.waiting, lambda request: request.item.head.tenant):
             session_id = work.session_id
             if work.sender.closed or (work.answered and newest[session_id] is not work):
                 unwanted.append(work)

@@ -142,8 +142,8 @@ class TokenBudget:
         foretold = self._cost_seconds(self._last)
         if foretold > 0:
             before = self._corrections[self._last.has_prefix]
-            found = min(max(seconds / foretold, before / CORRECTION_MAX), before * CORRECTION_MAX)
-            self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
+            ratio = min(max(seconds / foretold, before / CORRECTION_MAX), before * CORRECTION_MAX)
+            self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (ratio - before)
 
     @property
     def expected(self) -> ExpectedStep:

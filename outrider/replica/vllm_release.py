@@ -23,9 +23,9 @@ def check_vllm(config: ReplicaConfig) -> None:
     """Raises `SettingError`, with the name of the field, if the supported version of vLLM is not
     installed or does not support the settings."""
     field = "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
-    found = vllm_version()
-    if found is None or not found.startswith(f"{VLLM_VERSION}."):
-        what = "it is not installed" if found is None else f"{found} is installed"
+    installed = vllm_version()
+    if installed is None or not installed.startswith(f"{VLLM_VERSION}."):
+        what = "it is not installed" if installed is None else f"{installed} is installed"
         raise SettingError(field, f"`vllm` needs vLLM {VLLM_VERSION}; {what}")
     if config.dtype == "float64":
         raise SettingError("dtype", "float64 is not supported with vllm")

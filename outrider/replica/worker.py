@@ -65,7 +65,7 @@ class Admitted(NamedTuple):
 
 
 Admission = Admitted | Resync | Unfinished | OutriderError
-_Found = Aligned | Resync | Unfinished | OutriderError
+_Alignment = Aligned | Resync | Unfinished | OutriderError
 
 
 class Work:
@@ -110,18 +110,18 @@ class StepWorker:
         """
         names = [demand.head.session_id for demand in demands]
         new = {name for name in names if not self._engine.length(name)}
-        found = [_align(self._table, demand.head) for demand in demands]
+        alignments = [_align(self._table, demand.head) for demand in demands]
         wholes = {
             index: self._whole(demands[index])
-            for index, entry in enumerate(found)
+            for index, entry in enumerate(alignments)
             if isinstance(entry, Aligned | Resync)
         }
         steps = list(wholes.values())
         if not self._engine.can_hold(steps):
             self._give_way()
             if not self._engine.can_hold(steps):
-                self._place(demands, found, wholes)
-        admissions = self._grant(demands, found, num_carried)
+                self._place(demands, alignments, wholes)
+        admissions = self._grant(demands, alignments, num_carried)
         for name, admission in zip(names, admissions, strict=True):
             if name in new and not isinstance(admission, Admitted):
                 self._engine.release(name)  # The next step may find a longer cached prefix.
@@ -143,10 +143,13 @@ class StepWorker:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(
-        self, demands: Sequence[SlotDemand], found: list[_Found], wholes: dict[int, SequenceStep]
+        self,
+        demands: Sequence[SlotDemand],
+        alignments: list[_Alignment],
+        wholes: dict[int, SequenceStep],
     ) -> None:
         """Reserves pages for items, in the order of `SessionTable.ranks`. If an item gets no pages,
-        its entry in `found` becomes `WAITS`."""
+        its entry in `alignments` becomes `WAITS`."""
         stepping = {step.sequence_id for step in wholes.values()}
         ranks = self._table.ranks(stepping)
         holders = [name for name in ranks if self._engine.length(name)]
@@ -159,17 +162,17 @@ class StepWorker:
             losers = holders[first_later:]
             if demands[index].takes_idle:
                 earlier = holders[:first_later]
-                losers = [*(one for one in earlier if one not in stepping), *losers]
+                losers = [*(holder for holder in earlier if holder not in stepping), *losers]
             if name in lost:
-                found[index] = Unfinished.WAITS
-            elif isinstance(found[index], Resync):
+                alignments[index] = Unfinished.WAITS
+            elif isinstance(alignments[index], Resync):
                 if not self._engine.can_hold([*reserved, step], losers):
-                    found[index] = Unfinished.WAITS
+                    alignments[index] = Unfinished.WAITS
             elif self._make_room([*reserved, step], [v for v in losers if v not in lost], lost):
                 reserved.append(step)
             else:
-                found[index] = Unfinished.WAITS
-        self.figures.num_starved += found.count(Unfinished.WAITS)
+                alignments[index] = Unfinished.WAITS
+        self.figures.num_starved += alignments.count(Unfinished.WAITS)
 
     def _make_room(
         self, steps: Sequence[SequenceStep], losers: Sequence[str], lost: set[str]
@@ -189,20 +192,20 @@ class StepWorker:
         raise InvariantError("preempting every session that may lose did not free enough pages")
 
     def _grant(
-        self, demands: Sequence[SlotDemand], found: Sequence[_Found], num_carried: int
+        self, demands: Sequence[SlotDemand], alignments: Sequence[_Alignment], num_carried: int
     ) -> list[Admission]:
         if not any(map(self._engine.length, self._decoding)):
             self._budget.expect_no_rounds()
-        aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
+        aligned = {i: entry for i, entry in enumerate(alignments) if isinstance(entry, Aligned)}
         wanted = [_token_demand(demands[i], entry) for i, entry in aligned.items()]
         grants = self._budget.share(wanted, num_carried)
         rounds = [
             demands[i].head.session_id
-            for i, one, granted in zip(aligned, wanted, grants, strict=True)
-            if one.is_round and granted
+            for i, demand, granted in zip(aligned, wanted, grants, strict=True)
+            if demand.is_round and granted
         ]
         self._decoding = rounds or self._decoding
-        admissions: list[Any] = [*found]
+        admissions: list[Any] = [*alignments]
         for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
             if granted == 0:
                 admissions[index] = Unfinished.CONTINUES
@@ -298,7 +301,7 @@ class StepWorker:
         if not works:
             return
         try:
-            found = self._pass(works)
+            results = self._pass(works)
         except EngineLost:
             raise
         except OutriderError as error:
@@ -309,7 +312,7 @@ class StepWorker:
                 self._undo(work)
                 self._run([work])
         else:
-            self._finish(works, found)
+            self._finish(works, results)
 
     def _pass(self, works: Sequence[Any]) -> Sequence[Any]:
         raise NotImplementedError
@@ -317,7 +320,7 @@ class StepWorker:
     def _undo(self, work: Any) -> None:
         """Restores a session after a failed pass."""
 
-    def _finish(self, works: Sequence[Any], found: Sequence[Any]) -> None:
+    def _finish(self, works: Sequence[Any], results: Sequence[Any]) -> None:
         raise NotImplementedError
 
     def _fail(self, work: Any, error: OutriderError) -> None:
@@ -326,7 +329,7 @@ class StepWorker:
         work.answer = refusal(work.head.key, error)
 
 
-def _align(table: SessionTable, head: RoundHead) -> _Found:
+def _align(table: SessionTable, head: RoundHead) -> _Alignment:
     try:
         return table.align(head)
     except OutriderError as error:
