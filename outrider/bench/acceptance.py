@@ -163,16 +163,16 @@ class LookupReader:
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
-        found: list[DraftDistribution | None] = []
+        drafts: list[DraftDistribution | None] = []
         for length in range(first, len(token_ids)):
             noise = RoundNoise(self._num_read, rule, length)
             request = DraftRequest(
                 name, f"{params.temperature}", token_ids[:length], first, 1, params, rule, noise
             )
             drafted = self._drafter.guess(request).token_ids
-            found.append(DraftDistribution(drafted, (COUNT_TOTAL,)) if drafted else None)
+            drafts.append(DraftDistribution(drafted, (COUNT_TOTAL,)) if drafted else None)
         self._drafter.release(name)
-        return found
+        return drafts
 
 
 def decode(
@@ -403,7 +403,7 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
 
     def overlaps(sample: Sample, category: str | None) -> list[float]:
         texts = (text for text in sample.texts if category in (None, text.category))
-        return [one for text in texts for one in text.overlaps]
+        return [overlap for text in texts for overlap in text.overlaps]
 
     def shares(category: str | None) -> dict[str, float]:
         samples = {"greedy": greedy, "sampled": sampled}

@@ -64,14 +64,14 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
         raise Unavailable(f"a measured request ended early: {reason}")
     metrics = finished.metrics
     return Completion(
-        tuple(token_id for one in rounds for token_id in one.tokens.token_ids),
+        tuple(token_id for timed in rounds for token_id in timed.tokens.token_ids),
         started_s,
         seconds,
         metrics.num_rounds,
         metrics.num_draft_tokens,
         metrics.num_accepted_draft_tokens,
         metrics.num_drafts,
-        [*accumulate(one.seconds for one in rounds)],
+        [*accumulate(timed.seconds for timed in rounds)],
         finished.usage.prompt_tokens,
         rounds=rounds,
     )

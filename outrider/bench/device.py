@@ -141,13 +141,13 @@ def verdict_times(device: torch.device, vocab_size: int) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(7)
     shape = (max(VERDICT_SESSIONS), VERDICT_TOKENS + 1, vocab_size)
     rows = 3 * torch.randn(shape, generator=generator, device=device)
-    found: dict[str, Any] = {}
+    times_by_rule: dict[str, Any] = {}
     for rule in Rule:
         questions = [_question(logits, rule, index) for index, logits in enumerate(rows)]
         works = [partial(_judge, questions[:num]) for num in VERDICT_SESSIONS]
         times = medians_ms(works, REPETITIONS)
-        found[rule.value] = dict(zip(map(str, VERDICT_SESSIONS), times, strict=True))
-    return found
+        times_by_rule[rule.value] = dict(zip(map(str, VERDICT_SESSIONS), times, strict=True))
+    return times_by_rule
 
 
 def _judge(questions: Sequence[Question], _: int) -> None:
@@ -206,5 +206,5 @@ def _figures(
 
 
 if __name__ == "__main__":
-    found = run(DeviceOptions(model=sys.argv[1]), lambda line: None)
-    sys.stdout.write(to_json(found.values) + "\n")
+    report = run(DeviceOptions(model=sys.argv[1]), lambda line: None)
+    sys.stdout.write(to_json(report.values) + "\n")

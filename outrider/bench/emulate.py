@@ -86,26 +86,26 @@ class EmulateOptions(Options):
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
     """The rounds after the dropped tokens, up to the round that commits token `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
-    return [one for one in rounds if dropped <= one.tokens.first_index < num_tokens]
+    return [timed for timed in rounds if dropped <= timed.tokens.first_index < num_tokens]
 
 
 def figures(run: Run, rounds: Sequence[Round], rates: Rates = ()) -> dict[str, Any]:
     verify_ms, ahead = STEPS["verify_ms"], run.mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
     reports, tokens, seconds = zip(*rounds, strict=True)
-    tokens_per_round = mean(len(one.token_ids) for one in tokens)
+    tokens_per_round = mean(len(event.token_ids) for event in tokens)
     rate = tokens_per_round / mean(seconds)
     depths = range(1, run.num_draft_tokens + 1)
     accepted = rates[: len(depths)] or [ACCEPTANCE[run.rule] ** depth for depth in depths]
     ideal = (1.0 + sum(accepted)) / verify_ms * 1e3
-    steps_ms = [verify_ms + len(one.proposed_token_ids) * each_ms for one in reports]
+    steps_ms = [verify_ms + len(report.proposed_token_ids) * each_ms for report in reports]
     return {
         "tokens_per_second": rate,
         "tokens_per_round": tokens_per_round,
         "fraction_of_ideal": rate / ideal,
-        "look_ahead_hit_rate": mean(one.look_ahead_hit for one in reports) if ahead else None,
+        "look_ahead_hit_rate": mean(report.look_ahead_hit for report in reports) if ahead else None,
         "round_ms_p50": median(seconds) * 1e3,
-        "overhead_ms_p50": median(map(sub, (1e3 * one for one in seconds), steps_ms)),
+        "overhead_ms_p50": median(map(sub, (1e3 * duration_s for duration_s in seconds), steps_ms)),
     }
 
 
@@ -113,9 +113,9 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
     with blaming("acceptance_rates"):
         EmulatedSpec.parse(engine(options.acceptance_rates))
     rows: list[dict[str, Any]] = []
-    for one in RUNS:
+    for case in RUNS:
         progress(f"run {len(rows) + 1} of {len(RUNS)}")
-        rows.append(await _measure(options, one))
+        rows.append(await _measure(options, case))
     shown = table(f"{options.tokens} tokens", rows)
     return Report({"tokens": options.tokens, "modes": rows}, [shown])
 

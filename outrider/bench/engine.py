@@ -103,8 +103,8 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
                 figures |= await _rates(options, prompts, client, engine, progress)
             if "waits" in options.parts:
                 progress("waits")
-                found = [await _waits(client, prompts) for _ in range(options.repetitions)]
-                figures |= {name: median(each[name] for each in found) for name in found[0]}
+                waits = [await _waits(client, prompts) for _ in range(options.repetitions)]
+                figures |= {name: median(each[name] for each in waits) for name in waits[0]}
     return Report.of(f"{target.model}, {engine.info.dtype}", figures)
 
 
@@ -120,7 +120,7 @@ def random_prompts(vocab_size: int) -> Prompts:
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
+    rates: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
             progress(f"repetition {index + 1}: {number} sessions")
@@ -129,10 +129,10 @@ async def _rates(
             alone_s = decode_with_engine(engine, alone)
             num_tokens = number * NEW_TOKENS
             if index >= 0:
-                found[number].append((num_tokens / served_s, num_tokens / alone_s))
+                rates[number].append((num_tokens / served_s, num_tokens / alone_s))
     return {
         name: {
-            str(number): median(each[side] for each in rounds) for number, rounds in found.items()
+            str(number): median(each[side] for each in rounds) for number, rounds in rates.items()
         }
         for side, name in enumerate(("sessions", "engine_sessions"))
     }
@@ -176,7 +176,7 @@ async def _beside_a_long_prompt(client: Client, prompts: Prompts) -> float:
 
     async with together() as group:
         running = zip(prompts(RUNNING_SESSIONS, RUNNING_TOKENS), arrivals, strict=True)
-        tasks = [group.create_task(stream(*one)) for one in running]
+        tasks = [group.create_task(stream(*pair)) for pair in running]
         while min(map(len, arrivals)) <= SETTLING_GAPS + GAPS_BEFORE:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         began, sent = max(own[SETTLING_GAPS] for own in arrivals), clock()

@@ -73,7 +73,7 @@ class TargetInputs:
         text = TokenizerText.load(directory, trust_remote_code=target.trust_remote_code)
         encode = encoder(text, options.raw)
         asked = (*prompts, *WARM_UP_PROMPTS, *sweep_prompts())
-        token_ids = {one.text: encode(one.text) for one in asked}
+        token_ids = {prompt.text: encode(prompt.text) for prompt in asked}
         completion = max(options.max_tokens, SWEEP_TOKENS) + SPARE_TOKENS
         context = max(map(len, token_ids.values())) + completion
         shared = ("dtype", "device", "num_threads", "trust_remote_code")
@@ -209,7 +209,7 @@ class LibraryProcess(Process, BenchClient):
         """Decodes all prompts in one call, so the library itself schedules the prompts. Ignores
         seeds, because some libraries are slow if each request has a seed."""
         question = {
-            "prompts": [self._inputs.token_ids[str(one.prompt)] for one in requests],
+            "prompts": [self._inputs.token_ids[str(request.prompt)] for request in requests],
             "eos_token_ids": self._inputs.eos_token_ids,
             "max_tokens": requests[0].max_tokens,
             "temperature": requests[0].sampling.temperature,
@@ -219,13 +219,13 @@ class LibraryProcess(Process, BenchClient):
         answer = await self.ask(question, DEADLINE_MS_MAX / 1000)
         return [
             Completion(
-                tuple(found["token_ids"]),
+                tuple(completion["token_ids"]),
                 started_s,
-                found["seconds"],
-                len(found["token_ids"]),
-                chunk_s=(found["first_token_s"],),
+                completion["seconds"],
+                len(completion["token_ids"]),
+                chunk_s=(completion["first_token_s"],),
             )
-            for found in answer["completions"]
+            for completion in answer["completions"]
         ]
 
 
@@ -238,10 +238,10 @@ def known_settings(library: Library, inputs: TargetInputs) -> dict[str, Setting]
         # Older versions of this code wrote another format, in which `of` differs.
         if kept["of"] == _swept(inputs):
             return dict(kept["settings"])
-    found = {PLAIN: library.bindings[0]}
+    settings = {PLAIN: library.bindings[0]}
     if library.speculative:
-        found[library.speculative] = {**library.bindings[0], **library.drafting[0]}
-    return found
+        settings[library.speculative] = {**library.bindings[0], **library.drafting[0]}
+    return settings
 
 
 def _swept(inputs: TargetInputs) -> Mapping[str, Any]:
@@ -259,11 +259,11 @@ async def fastest_settings(
 ) -> dict[str, Setting]:
     """Runs a sweep. Stores and returns the fastest setting of each mode. Omits the speculative mode
     if none of its settings works. Raises `Unavailable` if plain decoding does not work."""
-    found: dict[str, Setting] = {}
+    fastest: dict[str, Setting] = {}
     for mode, settings in ((PLAIN, library.bindings), (library.speculative, library.drafting)):
         by_rate: dict[float, Setting] = {}
         for each in settings:
-            setting = {**found.get(PLAIN, {}), **each}
+            setting = {**fastest.get(PLAIN, {}), **each}
             try:
                 rate = await _rate(library, setting, inputs)
                 by_rate[rate] = setting
@@ -272,19 +272,21 @@ async def fastest_settings(
                 failure = f"{mode} does not work: {error.message}"
                 progress(f"{library.name} {failure}")
         if by_rate:
-            found[mode] = by_rate[max(by_rate)]
+            fastest[mode] = by_rate[max(by_rate)]
         elif mode == PLAIN:
             raise Unavailable(failure)
-    kept = {"of": _swept(inputs), "settings": found}
+    kept = {"of": _swept(inputs), "settings": fastest}
     (inputs.environments / library.name / SETTINGS).write_text(json.dumps(kept), encoding="utf-8")
-    return found
+    return fastest
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
     requests = [bench_request(prompt.text, SWEEP_TOKENS) for prompt in sweep_prompts()]
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(request) for request in requests]
-    return sum(one.num_tokens for one in done) / sum(one.seconds for one in done)
+    return sum(completion.num_tokens for completion in done) / sum(
+        completion.seconds for completion in done
+    )
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:

@@ -255,8 +255,8 @@ class Engine:
         rule = Rule.TOKEN if request["temperature"] else Rule.GREEDY
         for index, prompt in enumerate(prompts):
             asked = [Answer("", 0, tuple(prompt), request["max_tokens"])]
-            found = decode(self._engine, asked, params, rule, request["eos_token_ids"])
-            for _, token_id, _ in found:
+            decoded = decode(self._engine, asked, params, rule, request["eos_token_ids"])
+            for _, token_id, _ in decoded:
                 emit(index, [token_id])
 
 
@@ -290,13 +290,13 @@ def main() -> None:
 
 def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
     prompts, eos = request["prompts"], frozenset(request["eos_token_ids"])
-    found: list[list[int]] = [[] for _ in prompts]
+    decoded: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]
     started_s = time.perf_counter()
 
     def emit(index: int, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            done = found[index]
+            done = decoded[index]
             if len(done) == request["max_tokens"] or (done and done[-1] in eos):
                 return
             done.append(token_id)
@@ -305,7 +305,7 @@ def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]
     library.decode(prompts, request, emit)
     return [
         {"token_ids": ids, "first_token_s": at[0], "seconds": at[-1]}
-        for ids, at in zip(found, times, strict=True)
+        for ids, at in zip(decoded, times, strict=True)
     ]
 
 

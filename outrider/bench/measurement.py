@@ -111,12 +111,12 @@ class BenchClient(ABC):
         """Decodes prompts, `concurrency` at a time. The first error cancels all other prompts."""
         places = asyncio.Semaphore(concurrency)
 
-        async def one(request: GenerateRequest) -> Completion:
+        async def generate(request: GenerateRequest) -> Completion:
             async with places:
                 return await self.generate(request)
 
         async with together() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
+            tasks = [group.create_task(generate(request)) for request in requests]
         return [task.result() for task in tasks]
 
 
@@ -142,10 +142,10 @@ class Contestant:
     ) -> tuple[list[Completion], Work]:
         """Returns the completions of a turn, and their tokens and wall time."""
         requests = [self.ask(prompts[index], index) for index in block]
-        found = await self.client.generate_all(requests, self.concurrency)
-        end = max(one.started_s + one.seconds for one in found)
-        seconds = end - min(one.started_s for one in found)
-        return found, Work(sum(one.num_tokens for one in found), seconds)
+        completions = await self.client.generate_all(requests, self.concurrency)
+        end = max(completion.started_s + completion.seconds for completion in completions)
+        seconds = end - min(completion.started_s for completion in completions)
+        return completions, Work(sum(completion.num_tokens for completion in completions), seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ async def measure(
     sides. A side fails if it still runs `LATE_S_MAX` after `ends_s` and after its turn began."""
     clock = asyncio.get_running_loop().time
     sides = {contestant.side: contestant for contestant in contestants}
-    found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
+    by_side: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     turns: dict[str, list[Work]] = {side: [] for side in sides}
     blocks = _blocks(len(prompts), max(c.concurrency for c in contestants))
     longest_s = 0.0
@@ -201,7 +201,7 @@ async def measure(
             where = f"prompt {block[-1] + 1} of {len(prompts)}: {prompts[block[-1]].category}"
         progress(where)
         done: dict[str, tuple[list[Completion], Work]] = {}
-        for side in list(reversed(found) if block and number % 2 == 0 else found):
+        for side in list(reversed(by_side) if block and number % 2 == 0 else by_side):
             if (now_s := clock()) >= up_s:
                 break
             try:
@@ -214,15 +214,15 @@ async def measure(
             except OutriderError as error:
                 if not drops(side, error):
                     raise
-                del found[side]
-        if done.keys() == found.keys():
+                del by_side[side]
+        if done.keys() == by_side.keys():
             for side, (completions, work) in done.items():
-                found[side] |= zip(block, completions, strict=True)
+                by_side[side] |= zip(block, completions, strict=True)
                 turns[side].append(work)
         longest_s = max(longest_s, clock() - began_s) if block else 0.0
     return {
         side: SideResult(tuple(done[i] for i in sorted(done)), tuple(turns[side]))
-        for side, done in found.items()
+        for side, done in by_side.items()
         if done
     }
 

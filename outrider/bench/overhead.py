@@ -133,13 +133,15 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
         while len(reports) < wanted:
             progress(f"round {len(reports)} of {wanted}")
             request = replace(canned_request(len(reports), SESSION_TOKENS), include_rounds=True)
-            found = await client.complete(request)
-            reports += [one for one in found.rounds if len(one.proposed_token_ids) == k]
+            completion = await client.complete(request)
+            reports += [
+                report for report in completion.rounds if len(report.proposed_token_ids) == k
+            ]
     return round_figures(reports[WARM_UP_ROUNDS:wanted])
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    parts = {name: [getattr(one, name) for one in reports] for name in _PARTS_OF_A_ROUND}
+    parts = {name: [getattr(report, name) for report in reports] for name in _PARTS_OF_A_ROUND}
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
         "num_rounds": len(reports),

@@ -150,11 +150,11 @@ class PeerSides:
         for peer in ready:
             try:
                 self._check_time()
-                found = await self._settings_of(peer, inputs)
+                settings = await self._settings_of(peer, inputs)
             except (ConfigError, Unavailable) as error:
                 self.leave_out(peer.name, error.message)
                 continue
-            for mode, setting in found.items():
+            for mode, setting in settings.items():
                 side, process = f"{peer.name} {mode}", LibraryProcess(peer, setting, inputs)
                 try:
                     self._check_time()
@@ -251,13 +251,13 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
 
 def lines_of(level: Level) -> list[str]:
     """The most important figures of each side, one line each."""
-    found = []
+    lines = []
     for side, figures in level["sides"].items():
         line = f"{side} {figures['tokens_per_second']:.1f} tokens/s"
         if figures["time_to_first_token_ms"] is not None:
             line += f", first token after {figures['time_to_first_token_ms']:.0f} ms"
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
@@ -268,18 +268,18 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     to differ, Outrider's token and the other system's token should be almost equally likely."""
     ours = results[OURS_PLAIN].completions
 
-    def figures(found: SideResult) -> dict[str, Any]:
-        first_s = median(one.chunk_s[0] for one in found.completions)
-        pairs = zip(found.completions, ours, strict=True)
+    def figures(result: SideResult) -> dict[str, Any]:
+        first_s = median(completion.chunk_s[0] for completion in result.completions)
+        pairs = zip(result.completions, ours, strict=True)
         num_same = sum(a.token_ids == b.token_ids for a, b in pairs)
         return {
-            "tokens_per_second": found.tokens_per_second,
-            "num_tokens": found.num_tokens,
+            "tokens_per_second": result.tokens_per_second,
+            "num_tokens": result.num_tokens,
             "time_to_first_token_ms": 1e3 * first_s if concurrency == 1 else None,
             "same_tokens": num_same if temperature == 0 else None,
         }
 
-    sides = {name: figures(found) for name, found in results.items()}
+    sides = {name: figures(result) for name, result in results.items()}
     names = [name for name in sides if not name.startswith("outrider ")]
     plain = [name for name in names if name.endswith(f" {PLAIN}")]
 

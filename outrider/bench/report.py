@@ -104,14 +104,14 @@ class DataTable:
         from rich.table import Table
         from rich.text import Text
 
-        found = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+        grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
         for place, width in zip(places, widths, strict=True):
             justify: Any = "right" if place else "left"
-            found.add_column(self.columns[place], justify=justify, width=width, overflow="fold")
+            grid.add_column(self.columns[place], justify=justify, width=width, overflow="fold")
         for index, row in enumerate(self.rows):
             style = "bold" if index == self.bold else None
-            found.add_row(*(Text(row[place], overflow="fold") for place in places), style=style)
-        return found
+            grid.add_row(*(Text(row[place], overflow="fold") for place in places), style=style)
+        return grid
 
 
 def table(
@@ -125,18 +125,18 @@ def table(
     """A table with a column for each key of the rows. The first `num_keys` columns name the rows.
     If `joined` names a column, rows that differ only there become one row. `bold` is the index of
     the row to highlight, and counts the rows before they are joined."""
-    found: dict[object, dict[str, str]] = {}
+    merged: dict[object, dict[str, str]] = {}
     bold_key: object = None
     for index, row in enumerate(rows):
         shown = {name: _shown(value) for name, value in row.items()}
         key: object = index
         if joined:
             key = tuple(value for name, value in shown.items() if name != joined)
-        if (first := found.setdefault(key, shown)) is not shown:
+        if (first := merged.setdefault(key, shown)) is not shown:
             first[joined] += f", {shown[joined]}"
         if index == bold:
             bold_key = key
     names = [name.replace("_", " ") for name in rows[0]]
-    cells = [[*row.values()] for row in found.values()]
-    place = None if bold is None else [*found].index(bold_key)
+    cells = [[*row.values()] for row in merged.values()]
+    place = None if bold is None else [*merged].index(bold_key)
     return DataTable(title, names, cells, num_keys, place)

@@ -113,11 +113,11 @@ class Load:
 
     @property
     def completed(self) -> list[Completion]:
-        return [one for one in self.answers if not isinstance(one, str)]
+        return [answer for answer in self.answers if not isinstance(answer, str)]
 
     @property
     def errors(self) -> Counter[str]:
-        return Counter(one for one in self.answers if isinstance(one, str))
+        return Counter(answer for answer in self.answers if isinstance(answer, str))
 
 
 def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
@@ -183,7 +183,7 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     seconds = load.duration_s or math.inf
     counted = "prompt_tokens num_tokens num_drafts num_draft_tokens num_accepted_draft_tokens"
     inputs, outputs, drafts, drafted, accepted = (
-        sum(getattr(one, name) for one in done) for name in counted.split()
+        sum(getattr(completion, name) for completion in done) for name in counted.split()
     )
     goals = options.goals
     figures: dict[str, Any] = {
@@ -193,7 +193,9 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(done) / seconds,
-        "request_goodput": sum(is_good(one, goals) for one in done) / seconds if goals else None,
+        "request_goodput": sum(is_good(completion, goals) for completion in done) / seconds
+        if goals
+        else None,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_concurrent_requests": load.most_running,
@@ -249,9 +251,13 @@ def latencies(done: Completion) -> dict[str, float | None]:
 
 
 def samples(completed: Sequence[Completion]) -> dict[str, list[float]]:
-    each = [latencies(one) for one in completed]
-    found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
-    return found | {"itl": [1e3 * (b - a) for one in completed for a, b in pairwise(one.chunk_s)]}
+    each = [latencies(completion) for completion in completed]
+    by_metric = {
+        name: [ms for latency in each if (ms := latency[name]) is not None] for name in GOALS
+    }
+    return by_metric | {
+        "itl": [1e3 * (b - a) for completion in completed for a, b in pairwise(completion.chunk_s)]
+    }
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:

@@ -98,17 +98,17 @@ def compared(
     prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], is_fixed: bool
 ) -> dict[str, Any]:
     plain, fast = results[PLAIN], results[SPECULATIVE]
-    found = _compare(plain, fast, is_fixed)
+    comparison = _compare(plain, fast, is_fixed)
     has_single_prompts = len(plain.turns) == len(prompts)
-    found["categories"] = {
+    comparison["categories"] = {
         name: _compare(
             _part(plain, prompts, name), _part(fast, prompts, name), is_fixed, has_single_prompts
         )
         for name in dict.fromkeys(prompt.category for prompt in prompts)
     }
     for name, key, _ in REFERENCES:
-        found[key] = results[name].tokens_per_second if name in results else None
-    return found
+        comparison[key] = results[name].tokens_per_second if name in results else None
+    return comparison
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
@@ -116,8 +116,10 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
     request, because requests of several categories may run at the same time. So the times of a
     turn's requests are not independent."""
     pairs = zip(prompts, result.completions, strict=True)
-    done = tuple(one for prompt, one in pairs if prompt.category == category)
-    return SideResult(done, tuple(Work(one.num_tokens, one.seconds) for one in done))
+    done = tuple(completion for prompt, completion in pairs if prompt.category == category)
+    return SideResult(
+        done, tuple(Work(completion.num_tokens, completion.seconds) for completion in done)
+    )
 
 
 def _compare(
@@ -130,12 +132,12 @@ def _compare(
     `num_identical` counts answers with the same tokens on both sides. It is None unless the tokens
     are fixed by the prompt and the seed, which they are not under the rules token and block."""
     drafted, accepted, num_rounds = (
-        sum(getattr(one, name) for one in fast.completions)
+        sum(getattr(completion, name) for completion in fast.completions)
         for name in ("num_draft_tokens", "num_accepted_draft_tokens", "num_rounds")
     )
     speedup, interval = ratio_of_rates(fast.turns, plain.turns) if drafted else (None, None)
     pairs = list(zip(plain.completions, fast.completions, strict=True))
-    num_identical = sum(slow.token_ids == one.token_ids for slow, one in pairs)
+    num_identical = sum(a.token_ids == b.token_ids for a, b in pairs)
     return {
         "num_prompts": len(pairs),
         "repetitions": len(fast.turns),
@@ -157,8 +159,8 @@ def report(values: Mapping[str, Any]) -> Report:
     groups = values["categories"] | {"all": values}
     names = values["categories"][next(iter(groups))]
     rows = [
-        {"prompts": group} | {name: found[name] for name in names}
-        for group, found in groups.items()
+        {"prompts": group} | {name: figures[name] for name in names}
+        for group, figures in groups.items()
     ]
     shown: list[Any] = [table(title, rows)]
     warnings = []
