@@ -90,7 +90,7 @@ def _load(name: str) -> Command:
     options, keys = getattr(module, kind), MODEL_SETTINGS.get(name)
     params = [*cli.class_options(options), json_option()]
     if keys is None:
-        own = [str(one.name) for one in params]
+        own = [str(option.name) for option in params]
         params += cli.connection_options(without=[*cli.REQUEST_KEYS, *own])
     elif keys:
         params += cli.setting_options(common=keys, only=keys)
@@ -174,11 +174,14 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
 async def _described(connection: Connection, subject: Subject) -> Subject:
     """Adds what the targets say of themselves, if this command can call them."""
     internal = str(connection.settings.get("internal_tls_dir") or "")
-    asked = [ask_replica("target", one, "", None, internal) for one in connection.target_addresses]
+    asked = [
+        ask_replica("target", address, "", None, internal)
+        for address in connection.target_addresses
+    ]
     facts = await asyncio.gather(*asked)
-    if not facts or any(one["error"] for one in facts):
+    if not facts or any(target["error"] for target in facts):
         return subject
-    numerics = {one["numerics"] for one in facts}
+    numerics = {target["numerics"] for target in facts}
     is_equal = len(numerics) == 1 and "" not in numerics
     return replace(subject, dtype=facts[0]["dtype"], bit_equal_rows=is_equal)
 

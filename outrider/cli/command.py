@@ -69,10 +69,10 @@ def json_option() -> Option:
 
 
 def grouped(group: str, options: Iterable[Option]) -> list[Option]:
-    found = list(options)
-    for one in found:
-        one.group = group
-    return found
+    members = list(options)
+    for option in members:
+        option.group = group
+    return members
 
 
 class Command(click.Command):
@@ -106,25 +106,25 @@ class Command(click.Command):
         )
         own = dict(ctx.params if ctx.parent is None else ctx.parent.params | ctx.params)
         settings = {}
-        for one in self.params:
-            if isinstance(one, Option) and one.setting is not None:
-                value = own.pop(one.name)
-                if one.name in given:
-                    settings[one.name] = ",".join(value) if isinstance(value, tuple) else value
+        for param in self.params:
+            if isinstance(param, Option) and param.setting is not None:
+                value = own.pop(param.name)
+                if param.name in given:
+                    settings[param.name] = ",".join(value) if isinstance(value, tuple) else value
         return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
-        for one in self.get_params(ctx):
-            record = one.get_help_record(ctx)
-            if record is None or not isinstance(one, Option):
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None or not isinstance(param, Option):
                 continue
             shows_all = ctx.meta.get(_ALL)
-            if one.rare and not shows_all:
+            if param.rare and not shows_all:
                 num_hidden += 1
                 continue
-            title = one.group if one.setting is None or shows_all else "Settings"
+            title = param.group if param.setting is None or shows_all else "Settings"
             groups.setdefault(title, []).append(record)
         for title, rows in groups.items():
             with formatter.section(title):
@@ -153,7 +153,10 @@ class Group(click.Group):
             params=[*params, _help_option()],
             add_help_option=False,
             no_args_is_help=True,
-            commands=[click.Command(one, short_help=words) for one, words in purposes.items()],
+            commands=[
+                click.Command(subcommand, short_help=words)
+                for subcommand, words in purposes.items()
+            ],
             **attributes,
         )
 
@@ -164,10 +167,10 @@ class Group(click.Group):
         name, named, left = super().resolve_command(ctx, args)
         if name is None or named is None:
             return name, named, left
-        found = self._load(name)
+        loaded = self._load(name)
         purpose = named.get_short_help_str()
-        found.help = f"{purpose[0].upper()}{purpose[1:]}."
-        return name, found, left
+        loaded.help = f"{purpose[0].upper()}{purpose[1:]}."
+        return name, loaded, left
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:

@@ -65,8 +65,8 @@ def new(arguments: Arguments) -> int:
 
 @command("list")
 def list_keys(arguments: Arguments) -> int:
-    callers = [asdict(one) for one in read_key_file(_key_file(arguments)).values()]
-    rows = [{name: value or "-" for name, value in one.items()} for one in callers]
+    callers = [asdict(caller) for caller in read_key_file(_key_file(arguments)).values()]
+    rows = [{name: value or "-" for name, value in caller.items()} for caller in callers]
     return tell(Report({"keys": callers}, [table("keys", rows)] if rows else []), arguments.json)
 
 
@@ -155,10 +155,10 @@ def certs(arguments: Arguments) -> int:
 
 def _make_certificates(directory: Path, arguments: Arguments) -> None:
     names = [f"{name}{end}.pem" for name in (AUTHORITY, *ROLES) for end in ("", "-key")]
-    found = [name for name in names if (directory / name).exists()]
-    if found and not (arguments.renew or arguments.force):
+    existing = [name for name in names if (directory / name).exists()]
+    if existing and not (arguments.renew or arguments.force):
         raise ConfigError(
-            f"{directory / found[0]}: exists already; --renew replaces the certificates of the "
+            f"{directory / existing[0]}: exists already; --renew replaces the certificates of the "
             "roles, --force also replaces the authority"
         )
     now = datetime.datetime.now(datetime.UTC)

@@ -46,11 +46,11 @@ def collect_env(arguments: Arguments) -> int:
         redis = str(find_server())
     except OutriderError as error:
         redis = f"none: {error}"
-    packages = dict(sorted((one.name, one.version) for one in metadata.distributions()))
+    packages = dict(sorted((dist.name, dist.version) for dist in metadata.distributions()))
     machine: dict[str, Any] = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
     machine["cpu_info"] = str(machine["cpu_info"]).splitlines()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": {
             "outrider": packages["outrider"],
             "python": platform.python_version(),
@@ -62,8 +62,8 @@ def collect_env(arguments: Arguments) -> int:
         "machine": {"redis_server": redis, **machine},
         "packages": packages,
     }
-    text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
-    return tell(Report(found, [text]), arguments.json)
+    text = yaml.safe_dump(json.loads(json.dumps(facts)), sort_keys=False).rstrip()
+    return tell(Report(facts, [text]), arguments.json)
 
 
 def _processor() -> dict[str, Any]:
@@ -90,15 +90,15 @@ def _processor() -> dict[str, Any]:
 def _gpus() -> list[str]:
     import torch
 
-    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return [f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in found]
+    devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [f"{device.name}, {device.total_memory / 2**30:.1f} GiB" for device in devices]
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change what Outrider does. Masks secrets, and the values of unknown
     `OUTRIDER_*` variables, because a misspelt name may hold a secret."""
     settings = deployment_settings().items()
-    open_names = {f"OUTRIDER_{key.upper()}" for key, one in settings if not one.secret}
+    open_names = {f"OUTRIDER_{key.upper()}" for key, setting in settings if not setting.secret}
     open_names |= {*VARIABLES}
     return masked_settings(
         {
@@ -114,11 +114,11 @@ def drafters(arguments: Arguments) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    found = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
+    rows = [dict(zip(DRAFTER_COLUMNS, row, strict=True)) for row in DRAFTERS]
     table = Table("--draft-model", "proposes, and needs", box=None, pad_edge=False)
-    for one in found:
-        name, proposes, *needs = one.items()
+    for row in rows:
+        name, proposes, *needs = row.items()
         needed = "; ".join(f"{what}: {text}" for what, text in needs)
         table.add_row(Text(name[1]), Text(f"{proposes[1]}\n{needed}\n"))
     about = "q: the draft's distribution, over one token (one-hot) or the likeliest tokens (sparse)"
-    return tell(Report({"drafters": found}, [table, Text(about)]), arguments.json)
+    return tell(Report({"drafters": rows}, [table, Text(about)]), arguments.json)

@@ -98,18 +98,18 @@ def distill(arguments: Arguments) -> int:
         prompts=_prompts("prompts", arguments.prompts, text),
         measure=_prompts("measure", arguments.measure, text),
     )
-    found = make(options, target, cache_dir(), _report)
+    distilled = make(options, target, cache_dir(), _report)
     progress.rest()
-    of_texts, *of_prompts = map(asdict, found.measured)
+    of_texts, *of_prompts = map(asdict, distilled.measured)
     values = {
-        "out": str(found.out),
-        "training_steps": found.num_steps,
-        "seconds": round(found.seconds, 1),
+        "out": str(distilled.out),
+        "training_steps": distilled.num_steps,
+        "seconds": round(distilled.seconds, 1),
         "acceptance": of_texts,
         "acceptance_on_prompts": of_prompts[0] if of_prompts else None,
     }
     # The printed command serves a small model in a hybrid with the look-up `suffix`.
-    served = draft_model(options.kind, found.out)
+    served = draft_model(options.kind, distilled.out)
     if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
     serves = shlex.join([program(), "serve", arguments.target, "--draft-model", served])
@@ -140,11 +140,11 @@ def _template(text: TokenizerText | None) -> Template:
         return Template((), ())
     if not text.chat_template:
         return Template(tuple(text.encode("")), ())
-    one, other = map(encoder(text, raw=False), _TURNS)
-    before = len(commonprefix([one, other]))  # noqa: RUF071 (lists of ids)
-    rest = [one[before:][::-1], other[before:][::-1]]
+    first, other = map(encoder(text, raw=False), _TURNS)
+    before = len(commonprefix([first, other]))  # noqa: RUF071 (lists of ids)
+    rest = [first[before:][::-1], other[before:][::-1]]
     after = len(commonprefix(rest))  # noqa: RUF071
-    return Template(tuple(one[:before]), tuple(one[len(one) - after :]))
+    return Template(tuple(first[:before]), tuple(first[len(first) - after :]))
 
 
 def _prompts(

@@ -122,7 +122,7 @@ async def _serve(arguments: Arguments) -> int:
     asked = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
-    ends = [asyncio.create_task(one) for one in (asked.wait(), server.wait())]
+    ends = [asyncio.create_task(wait) for wait in (asked.wait(), server.wait())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for number in (signal.SIGINT, signal.SIGTERM):  # A second signal ends the process at once.
         asyncio.get_running_loop().remove_signal_handler(number)
@@ -171,8 +171,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 
     state, given = state_directory(os.environ), arguments.coordinators
     for url in (given or "").split(",") if record is None else ():
-        found = _URL.fullmatch(url.strip())
-        if found is None or int(found[2] or 0) > config.PORT_MAX:
+        match = _URL.fullmatch(url.strip())
+        if match is None or int(match[2] or 0) > config.PORT_MAX:
             raise SettingError(
                 "coordinators",
                 f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT. Separate "
@@ -184,7 +184,7 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
     def find() -> str:
         now = running_deployment(state)
         addresses = [] if now is None else now.http_address.split(",")
-        return ",".join(f"{scheme}://{one}" for one in addresses if one)
+        return ",".join(f"{scheme}://{address}" for address in addresses if address)
 
     pool = EndpointPool(given or find, str)
     return Coordinators(pool, open_transport(context), name)

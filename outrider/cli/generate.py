@@ -91,11 +91,11 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
     builder = CompletionBuilder()
     async with options.connected(arguments) as connection, connection.client() as client:
         if arguments.json:
-            found = asdict(await client.complete(request))
-            unasked = () if found["logprobs"] else ("logprobs",)
+            values = asdict(await client.complete(request))
+            unasked = () if values["logprobs"] else ("logprobs",)
             for name in ("origins", "rounds", *unasked):
-                del found[name]
-            print(json.dumps(found, ensure_ascii=False))
+                del values[name]
+            print(json.dumps(values, ensure_ascii=False))
             return
         printer = Printer(connection.tokenizer_directory)
         try:
@@ -143,14 +143,14 @@ def _text(prompt: str) -> str:
 
 
 def figures(completion: Completion) -> str:
-    found = completion.metrics
+    metrics = completion.metrics
     drafted = "no drafts proposed"
-    if proposed := found.num_draft_tokens:
-        drafted = f"acceptance {found.num_accepted_draft_tokens / proposed:.0%} of {proposed}"
-    per_round = 1 + found.num_accepted_draft_tokens / max(1, found.num_rounds)
+    if proposed := metrics.num_draft_tokens:
+        drafted = f"acceptance {metrics.num_accepted_draft_tokens / proposed:.0%} of {proposed}"
+    per_round = 1 + metrics.num_accepted_draft_tokens / max(1, metrics.num_rounds)
     return (
-        f"{completion.usage.completion_tokens} tokens, {found.tokens_per_second:.1f} tokens/s, "
-        f"{found.num_rounds} rounds, {drafted}, {per_round:.2f} tokens per "
+        f"{completion.usage.completion_tokens} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
+        f"{metrics.num_rounds} rounds, {drafted}, {per_round:.2f} tokens per "
         f"round ({completion.finish_reason})"
     )
 
@@ -168,7 +168,7 @@ class Printer:
 
             self.console = Console()
             if not progress.quiet:
-                legend = "  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items())
+                legend = "  ".join(f"[{style}]{name}[/]" for name, style in STYLES.items())
                 Console(stderr=True).print(legend)
 
     def _begin(self) -> None:
@@ -234,9 +234,9 @@ def logprob_table(completion: Completion, directory: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("token", "logprob", "likeliest at its position"):
         table.add_column(title, overflow="fold")
-    for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
-        top = ", ".join(f"{name(other)} {logprob:.4f}" for other, logprob in found.top)
-        table.add_row(*map(Text, (name(token_id), f"{found.logprob:.4f}", top)))
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        top = ", ".join(f"{name(other)} {logprob:.4f}" for other, logprob in entry.top)
+        table.add_row(*map(Text, (name(token_id), f"{entry.logprob:.4f}", top)))
     return table
 
 
@@ -392,16 +392,16 @@ async def _read_line(on_terminal: bool) -> str | None:
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str | None] = loop.create_future()
 
-    def deliver(found: str | None) -> None:
+    def deliver(text: str | None) -> None:
         if not line.done():
-            line.set_result(found)
+            line.set_result(text)
 
     def work() -> None:
-        found = None
+        text = None
         with suppress(EOFError, OSError, ValueError):
-            found = input("> ") if on_terminal else _read_raw()
+            text = input("> ") if on_terminal else _read_raw()
         with suppress(RuntimeError):  # The event loop may be closed by now.
-            loop.call_soon_threadsafe(deliver, found)
+            loop.call_soon_threadsafe(deliver, text)
 
     threading.Thread(target=work, name="lines", daemon=True).start()
     return await line

@@ -51,8 +51,8 @@ _MODULES = {
 
 def _load(name: str) -> Command:
     module = importlib.import_module(f"outrider.cli.{_MODULES.get(name, name)}")
-    found: Command = getattr(module, name.replace("-", "_"))
-    return found
+    command: Command = getattr(module, name.replace("-", "_"))
+    return command
 
 
 outrider = click.version_option(package_name="outrider", message="outrider %(version)s")(
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> Arguments:
     """Parses a command line. If the command line is wrong, exits with code 2."""
     try:
-        found = outrider.main(list(map(str, words)), prog_name="outrider", standalone_mode=False)
+        arguments = outrider.main(
+            list(map(str, words)), prog_name="outrider", standalone_mode=False
+        )
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
@@ -98,9 +100,9 @@ def parse(words: Sequence[str]) -> Arguments:
         sys.exit(2)
     except click.Abort:  # Ctrl-C while modules are imported.
         sys.exit(128 + signal.SIGINT)
-    if not isinstance(found, Arguments):
-        sys.exit(found)  # The help or the version was shown.
-    return found
+    if not isinstance(arguments, Arguments):
+        sys.exit(arguments)  # The help or the version was shown.
+    return arguments
 
 
 def _run(arguments: Arguments) -> int:

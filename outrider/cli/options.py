@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.fleet.launcher import Deployment
     from outrider.transport.channel import Trust
 
-SECRETS = tuple(key for key, found in deployment_settings().items() if found.secret)
+SECRETS = tuple(key for key, setting in deployment_settings().items() if setting.secret)
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 OF_CALLERS = ("api_key",)
 """Settings of the caller, which may differ from the settings of the running deployment."""
@@ -242,7 +242,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
         return "TARGET"
     try:
         given = config.translated_layers(arguments.settings, os.environ, arguments.config)
-        return {found.key: source for found, _, source in given}.get(key, key)
+        return {setting.key: source for setting, _, source in given}.get(key, key)
     except ConfigError:  # A second setting is wrong, so the source of `key` cannot be found.
         return key
 
@@ -372,8 +372,8 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
         yield _connection(arguments, record, key, find)
     else:
         async with _own_deployment(arguments) as own:
-            found = _connection(arguments, own.record, own.api_key, lambda: own.address)
-            yield replace(found, is_own=True)
+            connection = _connection(arguments, own.record, own.api_key, lambda: own.address)
+            yield replace(connection, is_own=True)
 
 
 def _connection(

@@ -138,7 +138,7 @@ def hide_words(given: frozenset[str]) -> None:
     see this list, and `ray.init` sends this process's entry to Ray's head node."""
     from outrider.config.deployment import deployment_settings
 
-    if any(one.secret and one.key in given for one in deployment_settings().values()):
+    if any(setting.secret and setting.key in given for setting in deployment_settings().values()):
         from setproctitle import setproctitle
 
         words = sys.argv[1:]

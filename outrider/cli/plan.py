@@ -151,7 +151,7 @@ def plan(arguments: Arguments) -> int:
     is_known = simulation.from_report is not None or config.target.emulated is not None
     knows_pair = arguments.simulate and is_known
     if knows_pair or "devices" in arguments.given:
-        others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
+        others = [option for option in _PLAN if option.name not in ("round_trip_ms", "devices")]
         _refuse(arguments, others, "cannot be used, because no model runs")
     if options.devices is not None:
         from outrider.planner.devices import compare
@@ -170,8 +170,8 @@ def plan(arguments: Arguments) -> int:
         _check(config)
         if arguments.simulate:
             simulation.check(bool(config.draft.drafter.name))
-        found = _plan(options, config)
-        pair, values, shown = found.pair, found.values(), [*found.tables()]
+        result = _plan(options, config)
+        pair, values, shown = result.pair, result.values(), [*result.tables()]
     if arguments.simulate:
         simulated = simulation.run(config, pair)
         values["simulated"] = simulated.values
@@ -180,9 +180,9 @@ def plan(arguments: Arguments) -> int:
 
 
 def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
-    for one in options:
-        if one.name in arguments.given:
-            raise SettingError(str(one.name), why)
+    for option in options:
+        if option.name in arguments.given:
+            raise SettingError(str(option.name), why)
 
 
 def _known_pair(

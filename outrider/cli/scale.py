@@ -73,7 +73,8 @@ def scale(arguments: Arguments) -> int:
     def left(overview: Overview) -> str:
         serving = {
             role: sum(
-                bool(one.address) and not (one.leaves or one.on_trial) for one in overview.of(role)
+                bool(replica.address) and not (replica.leaves or replica.on_trial)
+                for replica in overview.of(role)
             )
             for role in counts
         }

@@ -129,11 +129,11 @@ def endpoints_text(record: DeploymentRecord) -> str:
     if certificate := record.settings.get("ssl_certfile"):
         needed.append(f"use TLS (certificate {certificate})")
     scheme = "https" if certificate else "http"
-    by_http = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
+    by_http = [f"{scheme}://{address}" for address in record.http_address.split(",") if address]
     sections = {
         "gRPC": record.grpc_address.split(","),
-        "OpenAI": [f"{one}/v1" for one in by_http],
-        "window": [f"{one}/" for one in by_http],
+        "OpenAI": [f"{url}/v1" for url in by_http],
+        "window": [f"{url}/" for url in by_http],
         "access": [f"callers must {' and '.join(needed)}; local commands do so"] if needed else [],
         "try": [f"{shell_command()} generate {words}"],
         "stop": [f"{shell_command()} stop"],
@@ -147,19 +147,19 @@ def endpoints_text(record: DeploymentRecord) -> str:
 
 def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
     try:
-        found = _record_once_ready(state, pid)
+        result = _record_once_ready(state, pid)
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
         raise
-    if isinstance(found, DeploymentRecord):
-        return _announce(found, arguments)
+    if isinstance(result, DeploymentRecord):
+        return _announce(result, arguments)
     log_path, error = state / local_state.LOG_NAME, local_state.logged_error(state)
-    if found == 2 and error is not None:
+    if result == 2 and error is not None:
         raise ConfigError(error)
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     last = error or (lines[-1] if lines else "its log is empty")
-    raise OutriderError(f"the deployment did not start (exit code {found}): {last} ({log_path})")
+    raise OutriderError(f"the deployment did not start (exit code {result}): {last} ({log_path})")
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
@@ -207,14 +207,14 @@ def stop(arguments: Arguments) -> int:
     state = state_directory(os.environ)
     record, holder = local_state.recorded_deployment(state), local_state.lock_holder(state)
     if holder is None:
-        found = _nothing_to_stop(state, record)
+        message = _nothing_to_stop(state, record)
     else:
         _end(holder, arguments.timeout)
-        found = f"stopped a deployment that was starting or stopping (pid {holder})"
+        message = f"stopped a deployment that was starting or stopping (pid {holder})"
         if record is not None:
-            found = f"stopped the deployment at {record.grpc_address}"
+            message = f"stopped the deployment at {record.grpc_address}"
     if not arguments.quiet:
-        print(found, file=sys.stderr)
+        print(message, file=sys.stderr)
     return 0
 
 
@@ -299,33 +299,37 @@ PRINTS = {
 def status(arguments: Arguments) -> int:
     watches = arguments.watch is not None
     while True:
-        found = asyncio.run(_status(arguments))
+        facts = asyncio.run(_status(arguments))
         if arguments.json:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(facts), flush=True)
         else:
-            show(status_table(found), soft_wrap=not found["running"], clear=watches)
+            show(status_table(facts), soft_wrap=not facts["running"], clear=watches)
         if not watches:
-            return 0 if found["serving"] else 1
+            return 0 if facts["serving"] else 1
         time.sleep(arguments.watch)
 
 
 async def _status(arguments: Arguments) -> Facts:
     key = options.caller_key(arguments)
-    found: Facts = {"running": False, "serving": False, "deployment": None}
-    found |= {f"{role}s": [] for role in ROLES}
+    facts: Facts = {"running": False, "serving": False, "deployment": None}
+    facts |= {f"{role}s": [] for role in ROLES}
     if arguments.server:
         address = options.checked_address(arguments.server)
         trust = options.caller_trust_of(arguments, {})
-        one = await ask_replica("coordinator", address, key, trust)
+        coordinator = await ask_replica("coordinator", address, key, trust)
         # If a coordinator serves but refuses this caller, `serving` is True and `error` is set.
-        running = one["error"] is None or one["serving"]
-        return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
+        running = coordinator["error"] is None or coordinator["serving"]
+        return facts | {
+            "running": running,
+            "serving": coordinator["serving"],
+            "coordinators": [coordinator],
+        }
     state = state_directory(os.environ)
     holder = local_state.lock_holder(state)
-    found["lease"] = {"file": str(state / local_state.LOCK_NAME), "holder": holder}
+    facts["lease"] = {"file": str(state / local_state.LOCK_NAME), "holder": holder}
     record = running_deployment(state)
     if record is None:
-        return found
+        return facts
     trust = options.caller_trust_of(arguments, record.settings)
     internal = str(record.settings.get("internal_tls_dir") or "")
     addresses: dict[Role, list[str]] = {
@@ -335,16 +339,18 @@ async def _status(arguments: Arguments) -> Facts:
     }
     shown = key or local_state.local_key(state)
     asked = [
-        asyncio.gather(*(ask_replica(role, one, shown, trust, internal) for one in those))
+        asyncio.gather(*(ask_replica(role, address, shown, trust, internal) for address in those))
         for role, those in addresses.items()
     ]
     registry, answers = await asyncio.gather(ask_registry(record), asyncio.gather(*asked))
     for role, replicas in zip(addresses, answers, strict=True):
-        found[f"{role}s"] = [registry.replicas.get(one["address"], {}) | one for one in replicas]
+        facts[f"{role}s"] = [
+            registry.replicas.get(replica["address"], {}) | replica for replica in replicas
+        ]
     started = datetime.fromisoformat(record.started_at)
-    return found | {
+    return facts | {
         "running": True,
-        "serving": all(any(one["serving"] for one in found[f"{role}s"]) for role in NEEDED),
+        "serving": all(any(replica["serving"] for replica in facts[f"{role}s"]) for role in NEEDED),
         "deployment": asdict(record)
         | {
             "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
@@ -352,7 +358,7 @@ async def _status(arguments: Arguments) -> Facts:
             "log": str(state / local_state.LOG_NAME),
             "settings": masked_settings(record.settings),
         },
-        "starts": [asdict(one) for one in registry.starts],
+        "starts": [asdict(start) for start in registry.starts],
         "registry_error": registry.error,
     }
 
@@ -380,18 +386,18 @@ async def ask_registry(record: DeploymentRecord) -> InRegistry:
             registry = RedisRegistry(address, record.deployment)
             stack.push_async_callback(registry.close)
             for role in ROLES:
-                for one, left_s in await registry.leases(role):
+                for replica, left_s in await registry.leases(role):
                     age_s = round(max(0.0, LEASE_S - left_s), 2)
-                    known[one.address] = asdict(one) | {"lease_age_s": age_s}
+                    known[replica.address] = asdict(replica) | {"lease_age_s": age_s}
             starts = await registry.starts()
     except TimeoutError:
         return InRegistry(known, error=f"Redis has not answered within {TIMEOUT_S:g} s")
     except OutriderError as error:
         return InRegistry(known, error=error.message)
     # If the reconciler has died, a replica may serve by now.
-    serving = {one["name"] for one in known.values()}
-    waiting = (one.without(serving) for one in starts.values())
-    return InRegistry(known, tuple(one for one in waiting if one.names or one.expected))
+    serving = {facts["name"] for facts in known.values()}
+    waiting = (start.without(serving) for start in starts.values())
+    return InRegistry(known, tuple(start for start in waiting if start.names or start.expected))
 
 
 async def ask_replica(
@@ -403,7 +409,7 @@ async def ask_replica(
     from outrider.transport.grpc_link import GrpcLink
     from outrider.transport.tls import internal_trust
 
-    found: Facts = {"address": address, "serving": False, "error": None}
+    facts: Facts = {"address": address, "serving": False, "error": None}
     try:
         async with AsyncExitStack() as stack:
             link: Any = None
@@ -415,21 +421,21 @@ async def ask_replica(
                 stack.push_async_callback(link.close)
             connection = options.Connection(address, api_key=key, trust=trust)
             client = await stack.enter_async_context(connection.client())
-            found["serving"] = await client.healthy(TIMEOUT_S)
-            found |= asdict(await (link or client).describe(TIMEOUT_S))
+            facts["serving"] = await client.healthy(TIMEOUT_S)
+            facts |= asdict(await (link or client).describe(TIMEOUT_S))
     except OutriderError as error:
-        found["error"] = options.error_message(error)
-    return found
+        facts["error"] = options.error_message(error)
+    return facts
 
 
-def status_table(found: Facts) -> RenderableType:
+def status_table(report: Facts) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    deployment = found["deployment"] or {}
-    if not found["running"]:
-        holder = found.get("lease", {}).get("holder")
+    deployment = report["deployment"] or {}
+    if not report["running"]:
+        holder = report.get("lease", {}).get("holder")
         return Text("nothing runs" if holder is None else f"starting (pid {holder})")
     parts: list[RenderableType] = []
     if deployment:
@@ -439,9 +445,9 @@ def status_table(found: Facts) -> RenderableType:
     for title in ("replica", "address", "health", "details"):
         table.add_column(title, overflow="fold")
     parts.append(table)
-    starts = {one["role"]: Starts(**one) for one in found.get("starts", ())}
+    starts = {entry["role"]: Starts(**entry) for entry in report.get("starts", ())}
     for role in ROLES:
-        replicas = found[f"{role}s"]
+        replicas = report[f"{role}s"]
         for facts in replicas:
             health = "serving" if facts["serving"] else "not serving"
             health = "leaving" if facts.get("leaving") else health
@@ -460,7 +466,7 @@ def status_table(found: Facts) -> RenderableType:
             table.add_row(role, "", "", f"{number} of {wanted} running")
     if trial := deployment.get("trial"):
         parts.append(Text(trial))
-    if error := found.get("registry_error"):
+    if error := report.get("registry_error"):
         parts.append(Text(f"the replicas' load is not known: {error}", style="yellow"))
     if address := deployment.get("http_address"):
         parts.append(Text(f"HTTP {address}"))
