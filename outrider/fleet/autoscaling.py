@@ -75,7 +75,8 @@ class Autoscaler:
             change = None
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"the bounds are {least} to {most}"
-            elif any(one.trial_share for one in records[role]):  # A trial distorts the averages.
+            elif any(record.trial_share for record in records[role]):
+                # A trial distorts the averages.
                 self._calm_since.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:
                 change = self._change(now, role, count, records)
@@ -120,33 +121,35 @@ class Autoscaler:
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float, float, str]:
     """Returns the load divided by its bound, the replicas' busy share, and a log text of both."""
-    found, front, sessions = records[role], records["coordinator"], _num_sessions(records)
+    replicas, front, sessions = records[role], records["coordinator"], _num_sessions(records)
     if role == "target":
-        queue = _mean([one.figures.queue_steps for one in found])
-        used = _mean([(one.figures.busy or 0.0) * (one.figures.fill or 0.0) for one in found])
+        queue = _mean([record.figures.queue_steps for record in replicas])
+        used = _mean(
+            [(record.figures.busy or 0.0) * (record.figures.fill or 0.0) for record in replicas]
+        )
         reason = f"requests wait {queue:.2f} steps, {used:.0%} of the targets' capacity is used"
         return queue / config.autoscale_queue_steps, used, reason
     if role == "coordinator":
-        each = sessions / max(1, _num_staying(found)) / SESSIONS
-        busy = _mean([one.figures.busy for one in found])
-        lag_ms = _mean([one.figures.loop_lag_ms for one in found])
+        each = sessions / max(1, _num_staying(replicas)) / SESSIONS
+        busy = _mean([record.figures.busy for record in replicas])
+        lag_ms = _mean([record.figures.loop_lag_ms for record in replicas])
         excess = max(each, busy / BUSY, lag_ms / LAG_MS)
         reason = f"{sessions} sessions; coordinators are {busy:.0%} busy and {lag_ms:.0f} ms late"
         return excess, max(each, busy), reason
-    if not _num_staying(found):
+    if not _num_staying(replicas):
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
-    waits = _mean([one.figures.draft_waits for one in front])
-    busy = _mean([one.figures.busy for one in found])
+    waits = _mean([record.figures.draft_waits for record in front])
+    busy = _mean([record.figures.busy for record in replicas])
     reason = f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
     return waits / config.autoscale_draft_waits, busy, reason
 
 
 def _num_sessions(records: Records) -> int:
-    return sum(one.load for one in records["coordinator"])
+    return sum(record.load for record in records["coordinator"])
 
 
 def _num_staying(records: Sequence[ReplicaRecord]) -> int:
-    return sum(not one.leaving for one in records)
+    return sum(not record.leaving for record in records)
 
 
 def _mean(values: Sequence[float | None]) -> float:

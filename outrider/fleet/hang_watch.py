@@ -73,7 +73,7 @@ class HangWatch:
         """Reads the registry once, and begins to ask each replica without a lease."""
         watched = self._replicas()
         try:
-            found = await self._registry.fleet()
+            leased = await self._registry.fleet()
         except OutriderError as error:
             if self._trusted_from < math.inf:
                 _log.info("hung replicas are not noticed while Redis does not answer: %s", error)
@@ -83,28 +83,28 @@ class HangWatch:
         self._trusted_from = min(self._trusted_from, now + LEASE_S)
         if now < self._trusted_from:
             return
-        listed = {record.name for records in found.values() for record in records}
-        for one in watched:
-            if one.name not in listed and one.name not in self._asking:
-                self._begin(one)
+        listed = {record.name for records in leased.values() for record in records}
+        for replica in watched:
+            if replica.name not in listed and replica.name not in self._asking:
+                self._begin(replica)
 
-    def _begin(self, one: Watched) -> None:
-        name = one.name
-        self._asking[name] = asyncio.create_task(self._ask(one))
+    def _begin(self, replica: Watched) -> None:
+        name = replica.name
+        self._asking[name] = asyncio.create_task(self._ask(replica))
         self._asking[name].add_done_callback(lambda _: self._asking.pop(name))
 
-    async def _ask(self, one: Watched) -> None:
+    async def _ask(self, replica: Watched) -> None:
         """Asks a replica until it answers, or has hung, or has died."""
         loop = asyncio.get_running_loop()
         num_calls = num_silences = 0
-        while num_silences < CALLS[one.role] and num_calls < LATE_CALLS:
+        while num_silences < CALLS[replica.role] and num_calls < LATE_CALLS:
             asked_at = loop.time()
             num_calls += 1
             try:
-                await one.ranks[0].call("ping", timeout_s=ANSWER_S)
+                await replica.ranks[0].call("ping", timeout_s=ANSWER_S)
                 return
             except Unavailable as error:
                 if not isinstance(error.__cause__, TimeoutError):
                     return
             num_silences += loop.time() - asked_at <= ANSWER_S + LATE_S
-        one.note_hang(Unavailable(f"it has hung: no lease, and no answer to {num_calls} calls"))
+        replica.note_hang(Unavailable(f"it has hung: no lease, and no answer to {num_calls} calls"))

@@ -98,7 +98,7 @@ class Deployment:
             tokenizer_directory=front.tokenizer_directory,
             redis=asdict(front.redis),
             deployment=self.name,
-            ray_address=self.ray.found,
+            ray_address=self.ray.gcs_address,
             ray_token=str(self.ray.token or ""),
             asks_for_keys=front.asks_for_keys,
             wanted={**overview.wanted},
@@ -166,13 +166,13 @@ class Deployment:
             following.append(
                 repeated(watch, REDIS_LOOK_PERIOD_S, "the embedded Redis did not start")
             )
-        self._following = [asyncio.create_task(one) for one in following]
+        self._following = [asyncio.create_task(work) for work in following]
 
     async def _hear(self) -> None:
-        found: Overview = await self.reconciler.call("overview", self.overview)
-        if found != self.overview:
+        overview: Overview = await self.reconciler.call("overview", self.overview)
+        if overview != self.overview:
             spec: FleetSpec = await self.reconciler.call("spec")
-            self.config, self.overview = spec.config, found
+            self.config, self.overview = spec.config, overview
             self._changed.set()
 
     async def _prepare(self) -> DeploymentConfig:
@@ -207,7 +207,7 @@ class Deployment:
     async def _connect(self) -> None:
         await self.ray.connect()
         if not (self.ray.local or self.config.target.insecure):
-            await asyncio.to_thread(check_asks_for_token, self.ray.found)
+            await asyncio.to_thread(check_asks_for_token, self.ray.gcs_address)
 
     def _start_redis(self) -> str:
         if url := self.config.coordinator.redis.url:

@@ -53,7 +53,7 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     port. Raises `SettingError` if two settings need the same port, or a port exceeds `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
-    found = []
+    servers = []
     for key, server, first, number in (
         ("grpc_port", front, front.grpc_port, config.num_coordinators),
         ("port", front, front.port, config.num_coordinators if front.http else 0),
@@ -65,8 +65,8 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
                 raise SettingError(key, f"{first} is too high for the ports of {number} replicas")
             if (other := taken.setdefault(port, key)) != key and port:
                 raise SettingError(key, f"{port} is also a port of {other}; give another, or 0")
-            found.append((key, server.host, port))
-    return found
+            servers.append((key, server.host, port))
+    return servers
 
 
 def check_ports(config: DeploymentConfig) -> None:
@@ -121,7 +121,7 @@ def needs_hub(config: DeploymentConfig) -> bool:
     from outrider.models.sources import local_path
 
     names = {config.target.model, config.draft.drafter.name} - {"", DEMO, MTP}
-    return config.target.emulated is None and not all(local_path(one).exists() for one in names)
+    return config.target.emulated is None and not all(local_path(name).exists() for name in names)
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
@@ -130,13 +130,13 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
     from outrider.models.published_drafters import SERVED, recognise
 
     with blaming("draft_model"):
-        found = recognise(where)
-        if found == MTP:
+        kind = recognise(where)
+        if kind == MTP:
             raise ConfigError(
                 f"drafter {name}: it holds MTP layers, which are served only from the target's own "
                 f"files (`{MTP}`); {SERVED}"
             )
-        is_eagle3, is_named = found == EAGLE3, config.draft.drafter.kind == EAGLE3
+        is_eagle3, is_named = kind == EAGLE3, config.draft.drafter.kind == EAGLE3
         if is_eagle3 and not is_named:
             named = eagle3_name(config.draft.model, name)
             return replace(config, draft=replace(config.draft, model=named))
@@ -151,14 +151,14 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """Fills in the directories of models and tokenizer. Takes minutes if a model must be fetched or
     converted. Raises `SettingError` if a model is not found, or does not fit these settings."""
-    found = _resolved(config)
-    if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
+    resolved = _resolved(config)
+    if resolved.draft.eagle3_on == "draft" and resolved.draft.drafter.kind != EAGLE3:
         raise SettingError(
             "eagle3_on",
-            f"'draft' was given, but {found.draft.model} is no EAGLE-3 head; leave --eagle3-on "
+            f"'draft' was given, but {resolved.draft.model} is no EAGLE-3 head; leave --eagle3-on "
             "out, or give an EAGLE-3 head as --draft-model",
         )
-    return found
+    return resolved
 
 
 def _resolved(config: DeploymentConfig) -> DeploymentConfig:
@@ -174,7 +174,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     with blaming("model"):
         directory = resolve_model(name, trust_remote_code=trust)
     _check_size(target, name, directory, trust)
-    has_tokenizer = any((directory / one).is_file() for one in _TOKENIZER_FILES)
+    has_tokenizer = any((directory / filename).is_file() for filename in _TOKENIZER_FILES)
     places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
     target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
@@ -226,7 +226,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig:
         prefixes = ("ngram_", "suffix_", "hybrid_")
         # Whatever model a hybrid has, its name here is `model`.
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
-    names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
+    names = [field.name for field in fields(draft) if field.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
 
@@ -243,7 +243,10 @@ def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
         return
     if before != _tokens(other):
         is_engine = running.emulated is not None or other.emulated is not None
-        names = [one.model if one.emulated is None else one.engine for one in (other, running)]
+        names = [
+            config.model if config.emulated is None else config.engine
+            for config in (other, running)
+        ]
         raise SettingError(
             "engine" if is_engine else "model",
             f"{names[0]!r} has another vocabulary or tokenizer than the running {names[1]!r}; "
@@ -311,12 +314,12 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, di
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
     """The settings, with relative paths made absolute."""
-    found = dict(values)
+    absolute = dict(values)
     for key, value in values.items():
         is_path = key in PATHS or (key == "chat_template" and value != HERMES)
         if is_path and value and isinstance(value, str):
-            found[key] = str(Path(value).expanduser().absolute())
-    return found
+            absolute[key] = str(Path(value).expanduser().absolute())
+    return absolute
 
 
 def check_security_files(config: CoordinatorConfig) -> None:

@@ -167,7 +167,7 @@ class Cluster:
         with asking_head():
             waiting = await asyncio.to_thread(_waiting_requests)
             groups = await asyncio.to_thread(placement_group_table)
-        created = {one["name"] for one in groups.values() if one["state"] == "CREATED"}
+        created = {group["name"] for group in groups.values() if group["state"] == "CREATED"}
 
         def has_room(demand: Demand) -> bool:
             if demand.num_ranks > 1 and demand.each:
@@ -184,9 +184,9 @@ class Cluster:
     async def free_groups(self, spared: Collection[str] = ()) -> None:
         """Removes the placement groups of all replicas but `spared`. A group outlives a replica
         that died with its machine."""
-        found = await asyncio.to_thread(placement_group_table)
+        table = await asyncio.to_thread(placement_group_table)
         groups = {self._group(name) for name in spared}
-        for name in {one["name"] for one in found.values() if one["state"] != "REMOVED"}:
+        for name in {group["name"] for group in table.values() if group["state"] != "REMOVED"}:
             if name.startswith(self._group("")) and name not in groups:
                 await asyncio.to_thread(_remove_group, name)
 
@@ -195,15 +195,20 @@ class Cluster:
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
-        found: dict[str, list[Actor]] = {}
-        for one in await asyncio.to_thread(list_named_actors, all_namespaces=True):
-            replica, _, rank = one["name"].partition(_RANK)
-            if one["namespace"] != self.namespace or replica == RECONCILER:
+        actors_by_replica: dict[str, list[Actor]] = {}
+        for entry in await asyncio.to_thread(list_named_actors, all_namespaces=True):
+            replica, _, rank = entry["name"].partition(_RANK)
+            if entry["namespace"] != self.namespace or replica == RECONCILER:
                 continue
             with suppress(ValueError):  # The actor has just ended.
-                handle = await asyncio.to_thread(ray.get_actor, one["name"], self.namespace)
-                found.setdefault(replica, []).append(Actor(replica, handle, int(rank or 0)))
-        return {name: sorted(ranks, key=lambda actor: actor.rank) for name, ranks in found.items()}
+                handle = await asyncio.to_thread(ray.get_actor, entry["name"], self.namespace)
+                actors_by_replica.setdefault(replica, []).append(
+                    Actor(replica, handle, int(rank or 0))
+                )
+        return {
+            name: sorted(ranks, key=lambda actor: actor.rank)
+            for name, ranks in actors_by_replica.items()
+        }
 
     async def draining(self) -> frozenset[str]:
         """Ray's ids of the nodes that Ray drains: the autoscaler or the cloud will take them away,
@@ -223,8 +228,8 @@ class Cluster:
         """The text that `save` has written; empty if none. Raises `Unavailable`."""
         space = self.namespace.encode()
         with asking_head():
-            found = await asyncio.to_thread(_internal_kv_get, _SAVED, namespace=space)
-        return (found or b"").decode()
+            saved = await asyncio.to_thread(_internal_kv_get, _SAVED, namespace=space)
+        return (saved or b"").decode()
 
     async def save(self, text: str) -> None:
         """Writes a text to the key-value store of Ray's head (GCS). Raises `Unavailable`."""
@@ -244,13 +249,13 @@ class Cluster:
                 lifetime="detached",
             )
             where = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(len(where))]
-        found, options = [], dict[str, Any]()
+        actors, options = [], dict[str, Any]()
         library = ctypes.util.find_library(demand.preload) if demand.preload else None
         if library is not None and "LD_PRELOAD" not in os.environ:
             options["runtime_env"] = {"env_vars": {"LD_PRELOAD": library}}
         for rank, place in enumerate(where):
-            one = Actor(demand.name, None, rank)
-            one.start(
+            actor = Actor(demand.name, None, rank)
+            actor.start(
                 demand.classes[min(rank, 1)],
                 self.namespace,
                 num_cpus=demand.num_cpus,
@@ -259,20 +264,20 @@ class Cluster:
                 scheduling_strategy=place,
                 **options,
             )
-            found.append(one)
-        return found
+            actors.append(actor)
+        return actors
 
 
 async def _late(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:
     """Returns the actors that do not run after `timeout_s`. Raises `Unavailable` if one died."""
-    found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in actors))
-    return [actor for actor, runs in zip(actors, found, strict=True) if not runs]
+    are_running = await asyncio.gather(*(actor.find_place(timeout_s) for actor in actors))
+    return [actor for actor, runs in zip(actors, are_running, strict=True) if not runs]
 
 
 def _waiting_requests() -> list[dict[str, float]]:
     """The resources of each request that waits for room on the cluster."""
     state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
-    return [_exact(one.request.resources_bundle) for one in state.pending_resource_requests]
+    return [_exact(pending.request.resources_bundle) for pending in state.pending_resource_requests]
 
 
 def _exact(resources: Mapping[str, float]) -> dict[str, float]:
@@ -302,8 +307,8 @@ async def run_task(function: Callable[..., T], *arguments: object) -> T:
     """Runs a function in a process of the cluster. Raises `Unavailable` if the process died."""
     try:
         called = ray.remote(function).options(num_cpus=0, max_retries=0).remote(*arguments)
-        found: T = await _result(called)
-        return found
+        result: T = await _result(called)
+        return result
     except ray.exceptions.WorkerCrashedError as error:
         raise Unavailable(f"{function.__name__} died: {one_line(error)}") from error
 
@@ -318,21 +323,21 @@ async def _result(called: Any) -> Any:
 
 
 def resources() -> Mapping[str, float]:
-    found: Mapping[str, float] = ray.cluster_resources()
-    return found
+    amounts: Mapping[str, float] = ray.cluster_resources()
+    return amounts
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
     """Subtracts each demand in turn from `amounts`. Returns the demands that do not fit."""
     left = dict(amounts)
-    found = []
+    refused = []
     for demand in demands:
         asked = {name: amount * demand.num_ranks for name, amount in demand.each.items()}
         if any(amount > left.get(name, 0.0) for name, amount in asked.items()):
-            found.append(demand)
+            refused.append(demand)
         else:
             left |= {name: left[name] - amount for name, amount in asked.items()}
-    return found
+    return refused
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
@@ -433,7 +438,7 @@ class RayConnection:
         self._secrets_at = secrets_at
         self._address = address or "local"
         self._open = ExitStack()
-        self.found = ""
+        self.gcs_address = ""
         """HOST:PORT of the cluster; empty until `connect` has returned."""
         self.token = token
 
@@ -472,7 +477,7 @@ class RayConnection:
             reason = f"cannot start or reach Ray: {one_line(error)}"
             raise SettingError("address", reason) from error
         self._open.callback(ray.shutdown)
-        self.found = str(ray.get_runtime_context().gcs_address)
+        self.gcs_address = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
         await asyncio.to_thread(self._open.close)
@@ -496,7 +501,7 @@ def _init(options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    names = {one.variable for one in deployment_settings().values() if one.secret}
+    names = {setting.variable for setting in deployment_settings().values() if setting.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
         yield

@@ -104,11 +104,11 @@ def differing(
 ) -> dict[str, Value]:
     """The settings in `asked` that differ from `given`, without the keys in `kept`."""
     runs = given.values()
-    found = {key: value for key, value in asked.items() if key not in kept and value != runs[key]}
-    asked_drafter = found.get("draft_model")
+    changes = {key: value for key, value in asked.items() if key not in kept and value != runs[key]}
+    asked_drafter = changes.get("draft_model")
     if asked_drafter and same_drafter(str(asked_drafter), given.draft.model):
-        del found["draft_model"]
-    return found
+        del changes["draft_model"]
+    return changes
 
 
 _log = logging.getLogger(__name__)
@@ -275,12 +275,19 @@ class Reconciler(PlacedActor):
             if reason:
                 return False, reason
         self._trial_over_at = min(self._trial_over_at, now + trial.seconds)
-        serving = [one for one in fleet.of("coordinator") if one.address and not one.leaves]
-        found = await asyncio.gather(
-            *(one.ranks[0].call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
+        serving = [
+            coordinator
+            for coordinator in fleet.of("coordinator")
+            if coordinator.address and not coordinator.leaves
+        ]
+        answers = await asyncio.gather(
+            *(
+                coordinator.ranks[0].call("trial_sums", timeout_s=TRIAL_CALL_S)
+                for coordinator in serving
+            ),
             return_exceptions=True,
         )
-        told = [one for one in found if not isinstance(one, BaseException)]
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
         return judged(added(told, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
@@ -351,15 +358,15 @@ class Reconciler(PlacedActor):
         loop = asyncio.get_running_loop()
         until = loop.time() + NEWS_S
         while True:
-            found = self._overview()
-            if found != seen or loop.time() >= until:
-                return found
+            overview = self._overview()
+            if overview != seen or loop.time() >= until:
+                return overview
             await asyncio.sleep(NEWS_PERIOD_S)
 
     def _overview(self) -> Overview:
-        found = self._fleet.overview(self._upgrades, self._report)
-        self._upgrades = found.num_stale > 0
-        return found
+        overview = self._fleet.overview(self._upgrades, self._report)
+        self._upgrades = overview.num_stale > 0
+        return overview
 
     async def ends(self) -> bool:
         return self._closing is not None
@@ -401,13 +408,13 @@ class Reconciler(PlacedActor):
 
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
-    found = Actor(RECONCILER, None)
+    actor = Actor(RECONCILER, None)
     # On another node it would be lost with the replicas that it must replace.
     on_head = {"node:__internal_head__": 0.001}
-    found.start(
+    actor.start(
         Reconciler, namespace, spec, namespace, num_cpus=0, max_restarts=-1, resources=on_head
     )
-    return found
+    return actor
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
@@ -445,8 +452,8 @@ class ReconcilerClient:
         give_up_at = None
         while True:
             try:  # A restart may have changed the reconciler's handle.
-                if (found := await find_reconciler(self.namespace)) is not None:
-                    return await found.call(method, *arguments, timeout_s=limit_s)
+                if (reconciler := await find_reconciler(self.namespace)) is not None:
+                    return await reconciler.call(method, *arguments, timeout_s=limit_s)
             except Unavailable as error:
                 give_up_at = give_up_at or loop.time() + self.away_s
                 if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:

@@ -100,7 +100,7 @@ class Overview:
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
-        return [one for one in self.replicas if one.role == role]
+        return [replica for replica in self.replicas if replica.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
         """The error of a command that waited `after_s` in vain for `what`: "serving" or "done"."""
@@ -114,16 +114,21 @@ class Overview:
         total = 0
         for role in ROLES if self.upgrades else ():
             there = self.of(role)
-            num_new = sum(bool(one.address and not (one.stale or one.on_trial)) for one in there)
-            total += max(sum(one.stale for one in there), self.wanted.get(role, 0) - num_new)
+            num_new = sum(
+                bool(replica.address and not (replica.stale or replica.on_trial))
+                for replica in there
+            )
+            total += max(
+                sum(replica.stale for replica in there), self.wanted.get(role, 0) - num_new
+            )
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
         """The addresses of a role's replicas that do not leave, without duplicates. A coordinator
         and its replacement have the same address."""
-        staying = (one for one in self.of(role) if not one.leaves)
-        found = (one.http_address if http else one.address for one in staying)
-        return list(dict.fromkeys(filter(None, found)))
+        staying = (replica for replica in self.of(role) if not replica.leaves)
+        addresses = (replica.http_address if http else replica.address for replica in staying)
+        return list(dict.fromkeys(filter(None, addresses)))
 
 
 class Replica:
@@ -135,7 +140,7 @@ class Replica:
         self.name = member.name
         self.role, _ = role_and_age(member.name)
         self.ranks: Sequence[Actor] = ()
-        self.found = Engagement()
+        self.engagement = Engagement()
         """Empty while the replica does not serve."""
         self.leaves = False
         self.is_killed = False
@@ -151,12 +156,12 @@ class Replica:
 
     @property
     def address(self) -> str:
-        return self.found.address
+        return self.engagement.address
 
     @property
     def ports(self) -> dict[str, int]:
         """The ports of a coordinator that serves, by the key of the port's setting."""
-        addresses = {"grpc_port": self.address, "port": self.found.http_address}
+        addresses = {"grpc_port": self.address, "port": self.engagement.http_address}
         return {
             key: int(address.rpartition(":")[2]) for key, address in addresses.items() if address
         }
@@ -170,9 +175,9 @@ class Replica:
             leaves=self.leaves,
             stale=self.member.plan != plan and not self.on_trial,
             places=places,
-            http_address=self.found.http_address,
+            http_address=self.engagement.http_address,
             on_trial=self.on_trial,
-            drained=any(one.place.ray_node in draining for one in self.ranks),
+            drained=any(rank.place.ray_node in draining for rank in self.ranks),
         )
 
     async def begin(self, config: object) -> None:
@@ -189,7 +194,7 @@ class Replica:
                 start = actor.call("start", config, *seat, log_directory, timeout_s=timeout_s)
                 starts.append(start)
         await _all_or_error(*starts)
-        self.found = await leader.call("engagement", timeout_s=timeout_s)
+        self.engagement = await leader.call("engagement", timeout_s=timeout_s)
 
     async def ended(self) -> BaseException | None:
         """Waits until a rank ends, and then `END_GRACE_S` for errors of other ranks. The first
@@ -225,17 +230,18 @@ class Replica:
         return asking.result()
 
     async def _find(self) -> bool:
-        found: Engagement
+        engagement: Engagement
         try:
-            found, *placed = await asyncio.gather(
+            engagement, *placed = await asyncio.gather(
                 self.ranks[0].call("engagement", timeout_s=SILENCE_S),
                 *(actor.find_place(SILENCE_S) for actor in self.ranks),
             )
         except Unavailable:
             return False
-        if found.member is None or not all(placed) or len(self.ranks) != found.num_ranks:
+        if engagement.member is None or not all(placed) or len(self.ranks) != engagement.num_ranks:
             return False
-        self.member, self.found, self.leaves = found.member, found, found.leaving
+        self.member, self.leaves = engagement.member, engagement.leaving
+        self.engagement = engagement
         return True
 
     def note_hang(self, error: OutriderError) -> None:
@@ -281,7 +287,7 @@ async def _all_or_error(*work: Awaitable[Any]) -> None:
     """Waits until all `work` has succeeded or a part has failed. After a failure, waits
     `ERROR_GRACE_S` for further errors, because the first error may only say that the connection to
     another rank was lost. Then raises like `raise_first`."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
@@ -323,28 +329,36 @@ def next_steps(
     because nothing can be started in the room that they leave."""
     starts: list[Role] = []
     leaves: list[str] = []
-    stale = {one.role for one in fleet if one.stale and not (one.leaves or one.drained)}
+    stale = {
+        replica.role
+        for replica in fleet
+        if replica.stale and not (replica.leaves or replica.drained)
+    }
     rolled = next((role for role in reversed(ROLES) if role in stale), None)
     for role in ROLES:
-        there = [one for one in reversed(fleet) if one.role == role and not one.leaves]
-        stay = [one for one in there if not one.drained]
-        stay.sort(key=lambda one: (bool(one.address), not one.stale))
+        there = [
+            replica for replica in reversed(fleet) if replica.role == role and not replica.leaves
+        ]
+        stay = [replica for replica in there if not replica.drained]
+        stay.sort(key=lambda replica: (bool(replica.address), not replica.stale))
         num_more = wanted.get(role, 0) - len(stay)
-        if role == rolled and all(one.address for one in stay):
+        if role == rolled and all(replica.address for replica in stay):
             if num_more == 0:
                 num_more = -1 if role in in_place else 1
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
             num_more += 1  # Keep one surplus replica, which will replace a stale replica.
-        makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
+        makes_room = any(
+            replica.role == role and replica.stale and replica.leaves for replica in fleet
+        )
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
             starts += [role] * num_more
         if num_more < 0:
-            leaves += [one.name for one in stay[:-num_more]]
-        if sum(bool(one.address) for one in stay) >= wanted.get(role, 0):
-            leaves += [one.name for one in there if one.drained]
+            leaves += [replica.name for replica in stay[:-num_more]]
+        if sum(bool(replica.address) for replica in stay) >= wanted.get(role, 0):
+            leaves += [replica.name for replica in there if replica.drained]
     return starts, leaves
 
 
@@ -391,21 +405,23 @@ class Fleet:
         return list(self._replicas.values())
 
     def _serving(self) -> list[Replica]:
-        return [one for one in self.replicas if one.address and not one.leaves]
+        return [replica for replica in self.replicas if replica.address and not replica.leaves]
 
     def _views(self) -> tuple[ReplicaView, ...]:
-        return tuple(one.view(self.spec.plans[one.role], self._draining) for one in self.replicas)
+        return tuple(
+            replica.view(self.spec.plans[replica.role], self._draining) for replica in self.replicas
+        )
 
     def overview(self, upgrades: bool, trial: TrialReport | None) -> Overview:
         views = self._views()
         return Overview({**self.wanted}, views, self.hopeless, upgrades, self.failures, trial)
 
     def of(self, role: Role) -> list[Replica]:
-        return [one for one in self.replicas if one.role == role]
+        return [replica for replica in self.replicas if replica.role == role]
 
     @property
     def failures(self) -> tuple[str, ...]:
-        return tuple(one.reason for one in self._troubles.values() if one.reason)
+        return tuple(trouble.reason for trouble in self._troubles.values() if trouble.reason)
 
     @property
     def hopeless(self) -> Role | None:
@@ -416,9 +432,11 @@ class Fleet:
 
     def starts(self, role: Role) -> Starts:
         """The replicas of a role that are being started or will be."""
-        staying = [one for one in self.of(role) if not (one.leaves or one.is_killed)]
-        names = tuple(one.name for one in staying if not one.address)
-        num_there = sum(not one.on_trial for one in staying)
+        staying = [
+            replica for replica in self.of(role) if not (replica.leaves or replica.is_killed)
+        ]
+        names = tuple(replica.name for replica in staying if not replica.address)
+        num_there = sum(not replica.on_trial for replica in staying)
         trouble, is_missing = self._troubles[role], num_there < self.wanted[role]
         return Starts(
             role,
@@ -436,15 +454,17 @@ class Fleet:
         replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
         await self._place(*replicas)
         for roles in (("target", "draft"), ("coordinator",)):
-            starting = [self._begin(one) for one in replicas if one.role in roles]
+            starting = [self._begin(replica) for replica in replicas if replica.role in roles]
             raise_first(await asyncio.gather(*starting, return_exceptions=True))
 
     async def _place(self, *replicas: Replica) -> None:
-        demands = [replace(one.spec.demands[one.role], name=one.name) for one in replicas]
+        demands = [
+            replace(replica.spec.demands[replica.role], name=replica.name) for replica in replicas
+        ]
         room_s = self.spec.config.startup_timeout_s
         placed = await self._cluster.place(demands, room_s, PROCESS_START_S)
-        for one, ranks in zip(replicas, placed, strict=True):
-            one.ranks = ranks
+        for replica, ranks in zip(replicas, placed, strict=True):
+            replica.ranks = ranks
         self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
@@ -454,24 +474,24 @@ class Fleet:
         candidates = [self._candidate(there[name]) for name in names]
         watching = asyncio.create_task(HangWatch(self._registry, lambda: candidates).run())
         try:
-            adopted = await asyncio.gather(*(one.adopt() for one in candidates))
+            adopted = await asyncio.gather(*(candidate.adopt() for candidate in candidates))
         finally:
             watching.cancel()
-        for one, is_adopted in zip(candidates, adopted, strict=True):
+        for candidate, is_adopted in zip(candidates, adopted, strict=True):
             if is_adopted:
-                self._replicas[one.name] = one
-                self._ports[one.role, one.member.slot] = one.ports
+                self._replicas[candidate.name] = candidate
+                self._ports[candidate.role, candidate.member.slot] = candidate.ports
             else:
-                _log.warning("%s does not serve, and is ended", one.name)
-                await self._cluster.remove(one.ranks)
+                _log.warning("%s does not serve, and is ended", candidate.name)
+                await self._cluster.remove(candidate.ranks)
         await self._cluster.free_groups(self._replicas)
         num_started = await retried("Redis cannot be read", self._registry.started)
         self._num_started = max([num_started, *(role_and_age(name)[1] + 1 for name in names)])
         starts = await retried("Redis cannot be read", self._registry.starts)
         self._last_start_s = {
-            role: one.last_s for role, one in starts.items() if one.last_s is not None
+            role: start.last_s for role, start in starts.items() if start.last_s is not None
         }
-        self.wanted |= Counter(one.role for one in self.replicas if not one.on_trial)
+        self.wanted |= Counter(replica.role for replica in self.replicas if not replica.on_trial)
         await retried("the wanted numbers of replicas cannot be read", self._agree)
         try:
             self.spec = self.settled(self.spec)
@@ -482,13 +502,17 @@ class Fleet:
     def _candidate(self, ranks: Sequence[Actor]) -> Replica:
         name = ranks[0].replica
         role, _ = role_and_age(name)
-        one = Replica(self.spec, self.spec.member(role, name, 0))
-        one.ranks = ranks
-        return one
+        replica = Replica(self.spec, self.spec.member(role, name, 0))
+        replica.ranks = ranks
+        return replica
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
         return spec.settled(
-            [(one.role, actor.place.node) for one in self.replicas for actor in one.ranks]
+            [
+                (replica.role, actor.place.node)
+                for replica in self.replicas
+                for actor in replica.ranks
+            ]
         )
 
     def use(self, spec: FleetSpec) -> None:
@@ -506,18 +530,21 @@ class Fleet:
     @property
     def on_trial(self) -> Replica | None:
         spec = None if self.trial is None else self.trial.spec
-        return next((one for one in self.replicas if one.spec is spec and not one.leaves), None)
+        return next(
+            (replica for replica in self.replicas if replica.spec is spec and not replica.leaves),
+            None,
+        )
 
-    def _is_tried(self, one: Replica) -> bool:
+    def _is_tried(self, replica: Replica) -> bool:
         """Whether a replica on trial stays. It stays while its trial runs. After a successful
         trial, it stays until another replica with the trial's settings serves."""
-        plan = self.spec.plans[one.role]
+        plan = self.spec.plans[replica.role]
         serves = any(
             other.address and other.member.plan == plan and not other.on_trial
-            for other in self.of(one.role)
+            for other in self.of(replica.role)
         )
-        is_taken = one.member.plan == plan and self.wanted[one.role] > 0
-        return one is self.on_trial or (is_taken and not serves)
+        is_taken = replica.member.plan == plan and self.wanted[replica.role] > 0
+        return replica is self.on_trial or (is_taken and not serves)
 
     def _forget_troubles(self) -> None:
         self._troubles = {role: Trouble() for role in ROLES}
@@ -531,8 +558,8 @@ class Fleet:
             parts.create_task(self._watch_drains())
 
     async def _run(self) -> None:
-        for one in self.replicas:
-            self._follow(one)
+        for replica in self.replicas:
+            self._follow(replica)
         while True:
             try:
                 await self._agree()
@@ -557,12 +584,12 @@ class Fleet:
     def _step(self) -> None:
         now = asyncio.get_running_loop().time()
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
-        if not any(one.address for one in self.of("target")):
+        if not any(replica.address for replica in self.of("target")):
             held_back.add("coordinator")  # A coordinator does not start without a target.
-        crowded = {role for role, one in self._troubles.items() if one.crowded}
+        crowded = {role for role, trouble in self._troubles.items() if trouble.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
-        there = [one for one in self._views() if not one.on_trial]
+        there = [replica for replica in self._views() if not replica.on_trial]
         starts, leaves = next_steps(self.wanted, there, held_back, in_place, crowded)
         for role in starts:
             self._follow(self._new(role))
@@ -570,29 +597,29 @@ class Fleet:
         if trial is not None and trial.role not in held_back:
             self._follow(self._new(trial.role, trial))
         leaves += [
-            one.name
-            for one in self.replicas
-            if one.on_trial and not one.leaves and not self._is_tried(one)
+            replica.name
+            for replica in self.replicas
+            if replica.on_trial and not replica.leaves and not self._is_tried(replica)
         ]
         for name in leaves:
-            one = self._replicas[name]
-            one.leaves = True
-            self._troubles[one.role].made_way = self._troubles[one.role].crowded
-            self._follow(one)
+            replica = self._replicas[name]
+            replica.leaves = True
+            self._troubles[replica.role].made_way = self._troubles[replica.role].crowded
+            self._follow(replica)
 
-    def _follow(self, one: Replica) -> None:
-        work = self._leave(one, one.task) if one.leaves else self._live(one)
-        one.task = asyncio.create_task(work)
+    def _follow(self, replica: Replica) -> None:
+        work = self._leave(replica, replica.task) if replica.leaves else self._live(replica)
+        replica.task = asyncio.create_task(work)
 
     async def close(self) -> None:
-        tasks = [one.task for one in self.replicas if one.task is not None]
+        tasks = [replica.task for replica in self.replicas if replica.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         grace_s = self.spec.config.stop_timeout_s
         for roles in (("coordinator",), ("target", "draft")):
-            going = [one for one in self.replicas if one.role in roles]
-            await asyncio.gather(*(one.stop(grace_s) for one in going))
+            going = [replica for replica in self.replicas if replica.role in roles]
+            await asyncio.gather(*(replica.stop(grace_s) for replica in going))
         self._replicas.clear()
         try:
             await self._registry.withdraw_starts()
@@ -602,100 +629,104 @@ class Fleet:
     def _new(self, role: Role, trial: Trial | None = None) -> Replica:
         spec, share = (self.spec, 0.0) if trial is None else (trial.spec, trial.share)
         name = f"{role}-{self._num_started}"
-        one = Replica(spec, spec.member(role, name, self._free_slot(role), share))
+        replica = Replica(spec, spec.member(role, name, self._free_slot(role), share))
         self._num_started += 1
-        self._replicas[one.name] = one
-        return one
+        self._replicas[replica.name] = replica
+        return replica
 
     def _free_slot(self, role: Role) -> int:
         """Returns the lowest free `Membership.slot`. If the role keeps its ports and has stale
         replicas, returns the slot of the youngest stale replica, which leaves next."""
         taken, stale = set(), []
-        for one in self.of(role):
-            if self.spec.keeps_ports(role) and one.member.plan != self.spec.plans[role]:
-                stale.append(one.member.slot)
+        for replica in self.of(role):
+            if self.spec.keeps_ports(role) and replica.member.plan != self.spec.plans[role]:
+                stale.append(replica.member.slot)
             else:
-                taken.add(one.member.slot)
+                taken.add(replica.member.slot)
         left = [slot for slot in reversed(stale) if slot not in taken]
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
-    async def _begin(self, one: Replica) -> None:
-        spec, slot = self.settled(one.spec), one.member.slot
-        takes_over = sum(other.member.slot == slot for other in self.of(one.role)) > 1
+    async def _begin(self, replica: Replica) -> None:
+        spec, slot = self.settled(replica.spec), replica.member.slot
+        takes_over = sum(other.member.slot == slot for other in self.of(replica.role)) > 1
         # Without an old replica to hold the known ports, another process may have taken them. Then
         # this start fails, and the next start chooses other ports, because `pop` forgets these.
         known = self._ports.get if takes_over else self._ports.pop
-        ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
-        config = spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)
+        ports = known((replica.role, slot), {}) if spec.keeps_ports(replica.role) else {}
+        config = spec.replica_config(
+            replica.role, replica.member, takes_over=takes_over, ports=ports
+        )
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await one.begin(config)
-        if one.spec.model(one.role) == self.spec.model(one.role):
-            self._last_start_s[one.role] = loop.time() - began
-        self._ports[one.role, slot] = one.ports
+        await replica.begin(config)
+        if replica.spec.model(replica.role) == self.spec.model(replica.role):
+            self._last_start_s[replica.role] = loop.time() - began
+        self._ports[replica.role, slot] = replica.ports
 
-    async def _live(self, one: Replica) -> None:
+    async def _live(self, replica: Replica) -> None:
         """Starts a replica unless it already serves, waits until it ends, and removes it."""
         loop = asyncio.get_running_loop()
         began, what = math.inf, "did not start"
         error: BaseException | None
         try:
-            if not one.address:
-                await self._start(one)
+            if not replica.address:
+                await self._start(replica)
             began, what = loop.time(), "is gone"
-            error = await one.ended()
+            error = await replica.ended()
         except Exception as caught:  # noqa: BLE001 (one replica must not stop the fleet)
             error = caught
-        reason = f"{one.name} {what}: {error or 'it has stopped'}"
+        reason = f"{replica.name} {what}: {error or 'it has stopped'}"
         _log.error(reason, exc_info=None if isinstance(error, OutriderError) else error)
         is_its_own = not isinstance(error, StoreUnavailable | TargetUnavailable)
-        if one.on_trial and is_its_own:
-            if one is self.on_trial:
+        if replica.on_trial and is_its_own:
+            if replica is self.on_trial:
                 self.trial_failure = reason
         else:
-            trouble = self._troubles[one.role]
+            trouble = self._troubles[replica.role]
             trouble.reason = reason
             if loop.time() - began > STABLE_S:
                 trouble.num_failures = 0
             rest_s = backoff(FIRST_REST_S, REST_S_MAX, trouble.num_failures, random)
             trouble.not_before = loop.time() + rest_s
             trouble.num_failures += is_its_own
-        await self._remove(one)
+        await self._remove(replica)
 
-    async def _start(self, one: Replica) -> None:
+    async def _start(self, replica: Replica) -> None:
         try:
-            await self._place(one)
+            await self._place(replica)
         except ConfigError:
-            self._troubles[one.role].crowded |= not (one.ranks or one.on_trial)
+            self._troubles[replica.role].crowded |= not (replica.ranks or replica.on_trial)
             raise
-        await self._begin(one)
-        trouble = self._troubles[one.role]
+        await self._begin(replica)
+        trouble = self._troubles[replica.role]
         trouble.made_way, trouble.reason = False, ""
-        _log.info("%s serves at %s", one.name, one.address)
+        _log.info("%s serves at %s", replica.name, replica.address)
         self._changed.set()
 
-    async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
+    async def _leave(self, replica: Replica, life: asyncio.Task[None] | None) -> None:
         """Drains and ends a replica. `life` is the task that has started or watched the replica."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
             await asyncio.wait([life])
         try:
-            if one.address:
-                await one.drain(grace_s)
-                await one.stop(grace_s)
+            if replica.address:
+                await replica.drain(grace_s)
+                await replica.stop(grace_s)
         except Exception:  # noqa: BLE001 (one replica must not stop the fleet)
-            _log.exception("%s did not leave by itself", one.name)
-        _log.info("%s has left", one.name)
-        await self._remove(one)
+            _log.exception("%s did not leave by itself", replica.name)
+        _log.info("%s has left", replica.name)
+        await self._remove(replica)
 
-    async def _remove(self, one: Replica) -> None:
+    async def _remove(self, replica: Replica) -> None:
         """Kills the actors. Retries while Ray's head does not answer, so no actor is forgotten."""
-        one.found, one.is_killed = Engagement(), True
+        replica.engagement, replica.is_killed = Engagement(), True
         try:
-            await retried(f"{one.name} cannot be killed", partial(self._cluster.remove, one.ranks))
+            await retried(
+                f"{replica.name} cannot be killed", partial(self._cluster.remove, replica.ranks)
+            )
         finally:
-            self._replicas.pop(one.name, None)
+            self._replicas.pop(replica.name, None)
             self._changed.set()
 
     async def _agree(self) -> None:
@@ -705,8 +736,8 @@ class Fleet:
         if wanted.keys() != self.wanted.keys():
             await self._registry.want(self.wanted | wanted)
         await self._registry.note_started(self._num_started)
-        found = self.spec.bounded(self.wanted | wanted)
-        if found != self.wanted:
-            _log.info("wanted replicas: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
-            self.wanted = found
+        bounded = self.spec.bounded(self.wanted | wanted)
+        if bounded != self.wanted:
+            _log.info("wanted replicas: %s", ", ".join(f"{role}={bounded[role]}" for role in ROLES))
+            self.wanted = bounded
             self._forget_troubles()

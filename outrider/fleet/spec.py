@@ -154,18 +154,19 @@ class FleetSpec:
 
 def plan_fleet(
     given: DeploymentConfig,
-    found: DeploymentConfig,
+    resolved: DeploymentConfig,
     cluster_gpus: float,
     deployment: str = "",
     log_directory: str = "",
     *,
     local: bool,
 ) -> FleetSpec:
-    """Plans a deployment. `found` is `given` with the models' directories and the address of Redis.
-    By default, each rank of a model gets one GPU. If there are too few GPUs, each rank gets an
-    equal fraction of a GPU. Several targets on one machine divide its cores. Raises `SettingError`
-    if a replica on a CUDA device gets no GPU, or if there are several ranks but no real model."""
-    target, draft, coordinator = found.target, found.draft, found.coordinator
+    """Plans a deployment. `resolved` is `given` with the models' directories and the address of
+    Redis. By default, each rank of a model gets one GPU. If there are too few GPUs, each rank gets
+    an equal fraction of a GPU. Several targets on one machine divide its cores. Raises
+    `SettingError` if a replica on a CUDA device gets no GPU, or if there are several ranks but no
+    real model."""
+    target, draft, coordinator = resolved.target, resolved.draft, resolved.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.runs_on == "draft"
     for key, num_ranks, is_shared in (
@@ -174,14 +175,14 @@ def plan_fleet(
     ):
         if num_ranks > 1 and not is_shared:
             raise SettingError(key, f"{num_ranks} given, but there is no model to divide")
-    num_ranks = target.tensor_parallel_size * found.num_targets
-    if local and found.num_targets > 1 and runs_model and not target.num_threads:
+    num_ranks = target.tensor_parallel_size * resolved.num_targets
+    if local and resolved.num_targets > 1 and runs_model and not target.num_threads:
         # Without a limit, each target would use all cores.
         target = replace(target, num_threads=max(1, available_cores() // num_ranks))
     default_gpus = 0.0
     if cluster_gpus > 0 and runs_model:
         if drafts:
-            num_ranks += draft.tensor_parallel_size * found.num_drafts
+            num_ranks += draft.tensor_parallel_size * resolved.num_drafts
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(cluster_gpus)))
     unused = replace(draft, num_gpus=0.0, device="cpu")
     parts: dict[Role, Any] = {
@@ -192,17 +193,17 @@ def plan_fleet(
     demands = {
         role: Demand(
             role,
-            one.num_cpus,
-            getattr(one, "num_gpus", 0.0),
-            getattr(one, "tensor_parallel_size", 1),
-            _resources(role, found),
+            part.num_cpus,
+            getattr(part, "num_gpus", 0.0),
+            getattr(part, "tensor_parallel_size", 1),
+            _resources(role, resolved),
             classes=(ACTORS[role], RankHost),
-            preload=_preload(one),
+            preload=_preload(part),
         )
-        for role, one in parts.items()
+        for role, part in parts.items()
         if drafts or role != "draft"
     }
-    config = replace(found, **parts)
+    config = replace(resolved, **parts)
     # Coordinators read only at their start which role drafts, so their hash includes this role.
     beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans: dict[Role, str] = {}
@@ -250,20 +251,20 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
 
 def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
     text: str = getattr(config, f"{role}_resources")
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     try:
         for part in filter(None, map(str.strip, text.split(","))):
             name, amount = part.split("=")
-            if name in ("", "CPU", "GPU", *found) or not 0 < float(amount) < math.inf:
+            if name in ("", "CPU", "GPU", *amounts) or not 0 < float(amount) < math.inf:
                 raise ValueError(part)
-            found[name] = float(amount)
+            amounts[name] = float(amount)
     except ValueError:
         raise SettingError(
             f"{role}_resources",
             f"{text!r} is wrong; it must be NAME=AMOUNT,... with names of Ray's custom resources "
             "(not CPU or GPU)",
         ) from None
-    return found
+    return amounts
 
 
 def _on_device(role: Role, config: ReplicaConfig, default_gpus: float) -> Any:

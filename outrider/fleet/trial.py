@@ -72,9 +72,9 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     if before.plans[role] == tried.plans[role]:
         raise ConfigError(f"--trial-share: nothing to try; {role} replicas would not change")
     roles = [
-        one
-        for one in ROLES
-        if one != role and one in tried.demands and before.plans[one] != tried.plans[one]
+        other
+        for other in ROLES
+        if other != role and other in tried.demands and before.plans[other] != tried.plans[other]
     ]
     if roles:
         raise SettingError(
@@ -99,8 +99,8 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
     """Why sessions cannot move from or to the target on trial; empty if they can."""
     tried, kept = set[str](), set[str]()
-    for one in records:
-        (tried if one.trial_share else kept).add(one.weights)
+    for record in records:
+        (tried if record.trial_share else kept).add(record.weights)
     if not kept or tried <= kept:
         return ""
     return (
@@ -110,12 +110,12 @@ def check_weights(records: Iterable[ReplicaRecord]) -> str:
     )
 
 
-def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
+def added(reports: Iterable[TrialSums | None], replica: str) -> TrialSums:
     """The total of the sums that coordinators report for the trial of `replica`."""
     sums = TrialSums(replica)
-    for one in found:
-        if one is not None and one.replica == replica:
-            sums = TrialSums(replica, sums.old + one.old, sums.new + one.new)
+    for report in reports:
+        if report is not None and report.replica == replica:
+            sums = TrialSums(replica, sums.old + report.old, sums.new + report.new)
     return sums
 
 
@@ -123,10 +123,10 @@ def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
     """Returns whether the new drafter is better, and the reason. None = not known yet. If the
     trial's time `is_over`, the result is never None."""
     old, new = sums.old, sums.new
-    for which, one in (("old", old), ("new", new)):
-        if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:
+    for which, drafter in (("old", old), ("new", new)):
+        if drafter.num_sessions < SESSIONS_MIN or drafter.num_rounds < ROUNDS_MIN:
             return (False if is_over else None), (
-                f"{one.num_sessions} sessions and {one.num_rounds} rounds with the {which} "
+                f"{drafter.num_sessions} sessions and {drafter.num_rounds} rounds with the {which} "
                 f"drafter; {SESSIONS_MIN} and {ROUNDS_MIN} are needed"
             )
     before = old.tokens_per_second
@@ -139,8 +139,8 @@ def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
     return None, reason
 
 
-def _rates(one: DrafterSums) -> str:
+def _rates(drafter: DrafterSums) -> str:
     return (
-        f"{one.tokens_per_second:.1f} tokens/s a session and {one.accepted_per_round:.2f} "
-        f"accepted draft tokens a round in {one.num_rounds} rounds"
+        f"{drafter.tokens_per_second:.1f} tokens/s a session and {drafter.accepted_per_round:.2f} "
+        f"accepted draft tokens a round in {drafter.num_rounds} rounds"
     )

@@ -201,7 +201,7 @@ async def test_no_secret_stands_in_rays_head(shared: Deployment) -> None:
 
 
 async def test_ray_answers_no_call_without_its_token(shared: Deployment) -> None:
-    check_asks_for_token(shared.ray.found)
+    check_asks_for_token(shared.ray.gcs_address)
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
