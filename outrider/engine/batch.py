@@ -217,7 +217,7 @@ def _alike(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     as many slots as the group's longest segment."""
     groups: list[list[_Segment]] = []
     room = 0
-    for segment in sorted(segments, key=lambda one: (one.size, one.width), reverse=True):
+    for segment in sorted(segments, key=lambda member: (member.size, member.width), reverse=True):
         longest = groups[-1][0] if groups else segment
         if (
             segment.size == longest.size
@@ -251,7 +251,7 @@ def _group(
         row[num_slots:] = row[0]
         sees_all = sees_all and num_slots == width and segment.sees_begin
     firsts, sizes, positions, begins = np.array(
-        [(one.first_row, one.num_tokens, one.position, one.begin) for one in members]
+        [(member.first_row, member.num_tokens, member.position, member.begin) for member in members]
     ).T[..., None]
     tokens = np.arange(num_tokens)
     places = np.minimum(tokens, sizes - 1)  # [N, T]: the index of each token in its segment

@@ -95,12 +95,12 @@ class DraftLayer:
         if self.pairs is not None:
             arrays += [rows.token_ids, _places(rows.positions), _slots_before(step)]
         slots, *others = shipped(arrays, self._features.device)
-        found = self._head.fuse(torch.cat([read[: len(slots)] for read in tapped], -1))
-        self._features.index_copy_(0, slots, found)
+        fused = self._head.fuse(torch.cat([read[: len(slots)] for read in tapped], -1))
+        self._features.index_copy_(0, slots, fused)
         if self.pairs is not None:
             token_ids, places, before = others
             self.pairs.put(token_ids, places, slots, self.features_at(before))
-        return found
+        return fused
 
     def features_at(self, slots: Tensor) -> Tensor:
         """Returns g [n, D] of slots [n]."""
@@ -114,8 +114,8 @@ def _places(positions: _Ints) -> _Ints:
 def _slots_before(step: HeldStep) -> _Ints:
     """Returns [T]: the slot of the token before each new token. For a sequence's first token,
     whose pair is never read, this is the token's own slot."""
-    found = []
+    slots = []
     for held in step.sequences:
         positions = np.arange(held.length, held.length + len(held.step.token_ids))
-        found.append(slots_at(held.pages, _places(positions), step.page_size))
-    return np.concatenate(found)
+        slots.append(slots_at(held.pages, _places(positions), step.page_size))
+    return np.concatenate(slots)

@@ -74,8 +74,8 @@ class EmulatedEngine:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps)
         self._pool.written(steps)
-        found = [context for step in steps for context in self._contexts(step)]
-        contexts = np.array(found, dtype=np.uint64).reshape(-1, self._spec.order)
+        flat = [context for step in steps for context in self._contexts(step)]
+        contexts = np.array(flat, dtype=np.uint64).reshape(-1, self._spec.order)
         self.stated_seconds += self._step_time(steps)
         rows = self._logits(contexts)
         if self._spec.acceptance_rates and self._role == "target":

@@ -31,8 +31,8 @@ def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
             output[rows] = _attend_group(queries[:, rows], layer, group)
         else:
             attend_them = _attend_group if group.targets is None else _attend_group_in_splits
-            found = attend_them(queries.index_select(1, rows), layer, group)
-            output.index_copy_(0, rows if group.targets is None else group.targets, found)
+            attended = attend_them(queries.index_select(1, rows), layer, group)
+            output.index_copy_(0, rows if group.targets is None else group.targets, attended)
     return output[None, :num_rows]
 
 

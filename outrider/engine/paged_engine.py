@@ -178,18 +178,19 @@ class PagedEngine(PagedSequences):
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None
-        found = find_span_tokens(decoder, info.max_model_len, self._thread_counts)
-        self.rows_are_equal = found is not None
-        self._span_tokens = found or SPAN_TOKENS_MAX
+        span_tokens = find_span_tokens(decoder, info.max_model_len, self._thread_counts)
+        self.rows_are_equal = span_tokens is not None
+        self._span_tokens = span_tokens or SPAN_TOKENS_MAX
         _log.info(
             "model %s: its steps run on %s; %s",
             info.name,
             kernels.name,
-            f"logits do not depend on a step's other tokens; attention takes {found} tokens at once"
-            if found
+            "logits do not depend on a step's other tokens; "
+            f"attention takes {span_tokens} tokens at once"
+            if span_tokens
             else "a token's logits depend on the other tokens of its step",
         )
-        return None if self._deterministic and found is None else decoder
+        return None if self._deterministic and span_tokens is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
         num_pages = min(num_pages, -(-compatibility.CROWD_SLOTS // PAGE_SIZE))

@@ -105,15 +105,15 @@ class PagedSequences:
             is_copied = True
             yield HeldStep(held, self._page_size)
         except BaseException:
-            for one in held:
-                self._pool.keep(one.step.sequence_id, one.length)
+            for sequence in held:
+                self._pool.keep(sequence.step.sequence_id, sequence.length)
                 if not is_copied:
-                    self._pool.release(one.step.sequence_id)
+                    self._pool.release(sequence.step.sequence_id)
             raise
 
 
 def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
     """Selects the last `num_logits` rows of each sequence from the rows [T, ..] of a step."""
     steps = [held.step for held in step.sequences]
-    parts = torch.split(rows, [len(one.token_ids) for one in steps])
-    return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]
+    parts = torch.split(rows, [len(own.token_ids) for own in steps])
+    return [part[len(part) - own.num_logits :] for part, own in zip(parts, steps, strict=True)]

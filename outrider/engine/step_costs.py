@@ -76,13 +76,13 @@ class _Bench:
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
         """Returns the time of a step of one session without a context, for each number of tokens in
         `counts`. If time or pages run out, the result is shorter than `counts`."""
-        found: list[float] = []
+        times: list[float] = []
         for num in counts:
             step = [_step(0, num)]
             if self.clock() >= until or not self._engine.can_hold(step):
                 break
-            found.append(self.least(step))
-        return found
+            times.append(self.least(step))
+        return times
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
         """Returns `known` with the costs of a session and of a slot of context. Measures `num`

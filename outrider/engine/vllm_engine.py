@@ -235,8 +235,10 @@ class VllmEngine(PagedSequences):
         if self._ranks is not None:
             num_pages = least(self._ranks, num_pages, self._device)
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-        layouts = get_supported_kv_cache_layouts({layers[one].get_attn_backend() for one in specs})
-        layout = next(one for one in layouts if not one.is_block_outermost)
+        layouts = get_supported_kv_cache_layouts(
+            {layers[layer_name].get_attn_backend() for layer_name in specs}
+        )
+        layout = next(supported for supported in layouts if not supported.is_block_outermost)
         record_kv_cache_layout(config.cache_config, layout.name)
         # The last page belongs to no sequence. `_hidden_of` writes a spare token to this page.
         num_blocks, offset, tensors = num_pages + 1, 0, []
@@ -266,7 +268,7 @@ class VllmEngine(PagedSequences):
             self._device,
             kernel_sizes,
             config,
-            attn_groups=[one for group in self._groups for one in group],
+            attn_groups=[group for groups in self._groups for group in groups],
         )
         self._draft_cache = KVCache(kept, num_pages, self._page_size)
         stores: list[PageStore] = [_Blocks(tensors_by_layer, num_blocks), self._draft_cache]
@@ -289,8 +291,8 @@ class VllmEngine(PagedSequences):
         for own in () if draft_layer is None else draft_layer.module.parameters():
             own.data = own.data.to(self._config.model_config.dtype)
             # vLLM pads some weights of the model to more rows.
-            rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]
-            own.data = next((one for one in rows if torch.equal(one, own)), own.data)
+            rows = [weight[: len(own)] for weight in theirs if weight.dtype == own.dtype]
+            own.data = next((row for row in rows if torch.equal(row, own)), own.data)
 
     def _use_draft_layer(
         self, draft_check: DraftCheck, max_num_seqs: int, reads_output: bool
@@ -397,7 +399,7 @@ class VllmEngine(PagedSequences):
             self._page_size,
             torch.get_num_threads(),
             1 if self._ranks is None else self._ranks.size,
-            sorted({one.backend.get_name() for group in self._groups for one in group}),
+            sorted({group.backend.get_name() for groups in self._groups for group in groups}),
         )
         self.info = replace(self.info, numerics=numerics_fingerprint(self._device, *kinds))
 
@@ -416,8 +418,8 @@ class VllmEngine(PagedSequences):
     def _run_whole(self, step: HeldStep) -> Tensor:
         hidden, tapped = self._hidden_of(step)
         if self._draft is not None:
-            found = self._draft.write(step, [tapped[at] for at in self._taps])
-            self._features = newest_rows(found, step)
+            features = self._draft.write(step, [tapped[at] for at in self._taps])
+            self._features = newest_rows(features, step)
         return self._rows_of_logits(hidden)
 
     def _rows_of_logits(self, hidden: Tensor) -> Tensor:
@@ -485,8 +487,8 @@ class VllmEngine(PagedSequences):
             skip_compiled=self._skips_compiled,
         )
         with context:
-            found: Any = self._model(input_ids=self._ids[:size], positions=self._positions[:size])
-        return found if isinstance(found, tuple) else (found, [found])
+            output: Any = self._model(input_ids=self._ids[:size], positions=self._positions[:size])
+        return output if isinstance(output, tuple) else (output, [output])
 
 
 class _Blocks:

@@ -231,7 +231,7 @@ class PaceKernels:
         splits a context: with a split, the order in which a row's terms are added would depend on
         the other rows of the step."""
         torch.get_num_threads()  # In a new thread, this call tells OpenMP the number of threads.
-        found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
+        schedule: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends),
             sizes.query_heads,
             sizes.key_heads,
@@ -244,7 +244,7 @@ class PaceKernels:
             _ISA,
             False,
         )
-        return found
+        return schedule
 
 
 @cache

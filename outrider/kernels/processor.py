@@ -10,8 +10,8 @@ def has_bfloat16() -> bool:
         return False
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    found = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     # On x86-64, oneDNN supports bfloat16 on every processor with AVX-512, but emulates it there if
     # the processor has neither of these instructions. On other processors, it emulates nothing.
-    is_x86 = found["architecture"] == "x86_64"
-    return not is_x86 or bool(found["avx512_bf16"] or found["amx_bf16"])
+    is_x86 = capabilities["architecture"] == "x86_64"
+    return not is_x86 or bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])

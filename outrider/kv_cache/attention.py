@@ -89,12 +89,12 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     cannot be replaced, or if the model has attention sinks, a mask that is neither causal nor a
     sliding window, or a layer that runs twice."""
     set_attention(module, _FINDING)
-    found: list[AttentionLayer] = []
+    layers: list[AttentionLayer] = []
 
     def note(
         block: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
     ) -> Tensor:
-        if any(layer.block is block for layer in found):
+        if any(layer.block is block for layer in layers):
             raise ConfigError("one of its layers runs twice for each token")
         for name in _UNKNOWN_ARGUMENTS:
             if named.get(name) is not None:
@@ -107,16 +107,16 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
         window = _window(mask.allows, max_model_len)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         softcap = named.get("softcap")
-        found.append(AttentionLayer(block, shape, num_heads, window, scaling, softcap))
+        layers.append(AttentionLayer(block, shape, num_heads, window, scaling, softcap))
         return query.new_zeros((1, query.shape[2], num_heads, value.shape[3]))
 
     with torch.inference_mode(), _attention(note):
         ids = torch.zeros((1, 1), dtype=torch.int64, device=next(module.parameters()).device)
         module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
-    if not found:
+    if not layers:
         raise ConfigError("its attention does not use the attention interface of transformers")
     set_attention(module, PAGED)
-    return found
+    return layers
 
 
 def set_attention(module: Any, name: str) -> None:

@@ -123,10 +123,10 @@ def check_features(engine: DraftingEngine, expected: Tensor) -> None:
     _check_close(engine.features()[-1], expected, "features")
 
 
-def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
+def _check_close(actual: Tensor, expected: Tensor, what: str) -> None:
     """Compares the norms of whole tensors, because in 16 bits a single row may differ much."""
     exact = expected.double()
-    difference = (found.double() - exact).norm() / exact.norm()
+    difference = (actual.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
     if not difference <= tolerance:  # Also true if the difference is NaN.
         raise ConfigError(

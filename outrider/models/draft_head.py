@@ -65,14 +65,14 @@ class DraftHead(nn.Module):
     def keys_and_values(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Returns the rotated keys [.., kv heads, key width] and the values [.., kv heads, value
         width]."""
-        found: list[Tensor] = []
+        keys_and_values: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            found.extend((keys, values))
+            keys_and_values.extend((keys, values))
             return queries.new_zeros(*queries.shape[:-1], values.shape[-1])
 
         self._attended(pairs, note)
-        keys, values = found
+        keys, values = keys_and_values
         return keys, values
 
     def step(self, pairs: Pairs, attend: Attend) -> Tensor:
@@ -91,13 +91,13 @@ class DraftHead(nn.Module):
             return attend(*(each.view(*positions.shape, *each.shape[-2:]) for each in heads))
 
         flat = rows.view(-1, *rows.shape[-2:])
-        found = block(
+        returned = block(
             hidden_states=flat,
             attention_mask=None,
             attend=attend_rows,
             position_embeddings=self.rotary_emb(flat, positions.view(-1, positions.shape[-1])),
         )
-        output: Tensor = found[0] if isinstance(found, tuple) else found
+        output: Tensor = returned[0] if isinstance(returned, tuple) else returned
         return output.view(*positions.shape, -1)
 
     def carry(self, hidden: Tensor) -> Tensor:

@@ -108,26 +108,26 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
 
     best = stated = next(iter(ways))
     try:
-        found = {way: agreement(way) for way in ways}
-        shares = found | {"pairs one off": agreement(stated, 1)}
-        highest = max(ways, key=lambda way: found[way])
-        if found[highest] >= found[stated] + _GAIN_MIN:
+        agreements = {way: agreement(way) for way in ways}
+        shares = agreements | {"pairs one off": agreement(stated, 1)}
+        highest = max(ways, key=lambda way: agreements[way])
+        if agreements[highest] >= agreements[stated] + _GAIN_MIN:
             best = highest
     finally:
         head.read_as(ways[best])
     tried = "; ".join(f"{way}: {share:.0%}" for way, share in shares.items())
     summary = f"of {_DEPTHS * TOKENS_WRITTEN} predictions ({tried})"
     _log.info("the head agrees with its target in these shares %s", summary)
-    if found[best] < AGREEMENT_MIN:
+    if agreements[best] < AGREEMENT_MIN:
         return (
-            f"agrees with its target in only {found[best]:.0%} {summary}; heads that fit a target "
-            f"agree in {AGREEMENT_MIN:.0%} or more. This head was made for another target, or "
-            "reads the target in an unknown way"
+            f"agrees with its target in only {agreements[best]:.0%} {summary}; heads that fit a "
+            f"target agree in {AGREEMENT_MIN:.0%} or more. This head was made for another target, "
+            "or reads the target in an unknown way"
         )
     if best != stated:
         return (
             f"reads the {best} in place of the {stated}, because with the {best} it agrees with "
-            f"its target in {found[best]:.0%} {summary}"
+            f"its target in {agreements[best]:.0%} {summary}"
         )
     return ""
 

@@ -131,10 +131,10 @@ class Eagle3Head(DraftHead):
         self.rotary_emb = llama.LlamaRotaryEmbedding(layer)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
+        shifted = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
         return {
             f"layers {', '.join(map(str, layer_ids))}": layer_ids
-            for layer_ids in found
+            for layer_ids in shifted
             if min(layer_ids) >= 0 and max(layer_ids) < num_layers
         }
 
@@ -240,8 +240,8 @@ def _head_config(
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:
-        found = (place.get(key) for key in keys for place in places)
-        return next((value for value in found if value not in (None, [])), None)
+        values = (place.get(key) for key in keys for place in places)
+        return next((value for value in values if value not in (None, [])), None)
 
     sizes = target.config.get_text_config()
     stated_layer = stated.get(_LAYER, stated)

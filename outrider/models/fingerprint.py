@@ -39,8 +39,8 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
     if device.type == "cuda":
         machine: object = torch.cuda.get_device_name(device)
     else:
-        found = torch.cpu.get_capabilities()
-        machine = sorted((name, found[name]) for name in found.keys() - _COUNTS)
+        capabilities = torch.cpu.get_capabilities()
+        machine = sorted((name, capabilities[name]) for name in capabilities.keys() - _COUNTS)
     versions = (torch.__version__, version("transformers"), version("outrider"))
     text = repr((versions, machine, details))
     return _digest(text.encode()).hexdigest()

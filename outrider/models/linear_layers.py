@@ -137,8 +137,8 @@ class BlockedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
-        found = torch.cat([self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)])
-        return found.view(*rows.shape[:-1], found.shape[-1])
+        output = torch.cat([self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)])
+        return output.view(*rows.shape[:-1], output.shape[-1])
 
 
 def block_rows(module: nn.Module) -> None:

@@ -35,11 +35,11 @@ def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
     else:
         files = set(path.glob("*.safetensors"))
     with ExitStack() as stack:
-        found = {}
+        handles = {}
         for file in sorted(files):
             handle = stack.enter_context(safe_open(str(file), framework="pt"))
-            found.update(dict.fromkeys(handle.keys(), handle))
-        yield found
+            handles.update(dict.fromkeys(handle.keys(), handle))
+        yield handles
 
 
 def read_weights(path: Path) -> dict[str, Any]:
@@ -55,7 +55,9 @@ def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) 
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     renamings = [
-        found for found in get_model_conversion_mapping(module) if isinstance(found, WeightRenaming)
+        conversion
+        for conversion in get_model_conversion_mapping(module)
+        if isinstance(conversion, WeightRenaming)
     ]
     prefix = module.base_model_prefix
     return {rename_source_key(name, renamings, [], prefix, wanted)[0]: name for name in stored}
@@ -217,12 +219,12 @@ def stated_eos_token_ids(path: Path, *sources: Any) -> tuple[int, ...]:
     for kind in (transformers.AutoConfig, transformers.GenerationConfig):
         with suppress(*_LOADING_ERRORS):
             sources += (kind.from_pretrained(str(path), local_files_only=True),)
-    found: set[int] = set()
+    token_ids: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
         if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    return tuple(sorted(i for i in found if i >= 0))
+            token_ids.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(i for i in token_ids if i >= 0))
 
 
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
@@ -352,8 +354,8 @@ def _stored_dtype(path: Path, config: Any) -> torch.dtype:
         return stated
     with open_weights(path) as files:
         first = next(iter(files))
-        found: torch.dtype = files[first].get_tensor(first).dtype
-        return found
+        dtype: torch.dtype = files[first].get_tensor(first).dtype
+        return dtype
 
 
 @contextmanager
@@ -384,13 +386,13 @@ def put_weights(
     each parameter keeps its own dtype. Buffers may be missing, and then keep their values. Raises
     `ValueError` or `RuntimeError` if weights are missing, unknown, of wrong shape or not finite."""
     state, parameters = module.state_dict(), dict(module.named_parameters())
-    found = {name: values for name, values in state.items() if name not in parameters}
+    new_state = {name: values for name, values in state.items() if name not in parameters}
     for name, values in tensors.items():
         if name in parameters and not values.is_floating_point():
             raise ValueError(f"{name} is stored as {values.dtype}")
-        found[name] = values.to(device, dtype or (state[name].dtype if name in state else None))
-    module.load_state_dict(found, assign=True)
-    check_finite(found)
+        new_state[name] = values.to(device, dtype or (state[name].dtype if name in state else None))
+    module.load_state_dict(new_state, assign=True)
+    check_finite(new_state)
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

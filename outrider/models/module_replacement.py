@@ -229,19 +229,19 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
         ):
             _swap(module, replacement)
     replaced = [part for part in module.modules() if type(part).__module__.startswith(_PACKAGE)]
-    found = Counter(type(part).__name__ for part in replaced)
-    _log.info("replaced modules: %s", dict(found) or "none")
+    counts = Counter(type(part).__name__ for part in replaced)
+    _log.info("replaced modules: %s", dict(counts) or "none")
 
 
 def _swap(parent: nn.Module, replacement: Callable[[Any], nn.Module | None]) -> None:
     for name, child in list(parent.named_children()):
         if _is_hooked(child):
             continue
-        found = replacement(child)
-        if found is None:
+        new = replacement(child)
+        if new is None:
             _swap(child, replacement)
         else:
-            setattr(parent, name, found.eval())
+            setattr(parent, name, new.eval())
 
 
 def _native_norm(block: Any) -> nn.Module | None:
@@ -304,9 +304,9 @@ def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
     if not is_conv and not _is_plain(layer):
         return None
     weight = layer.weight.t() if is_conv else layer.weight
-    found = quick(weight, layer.bias, kernels)
-    if kernels is None or found is None or _same_rows(layer, found, weight.shape[1], weight):
-        return found
+    new = quick(weight, layer.bias, kernels)
+    if kernels is None or new is None or _same_rows(layer, new, weight.shape[1], weight):
+        return new
     return quick(weight, layer.bias)
 
 
@@ -331,7 +331,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _tensors(block: nn.Module) -> list[str]:
     return [
-        name for name, found in (block._parameters | block._buffers).items() if found is not None
+        name for name, tensor in (block._parameters | block._buffers).items() if tensor is not None
     ]
 
 
@@ -353,15 +353,15 @@ def _probe_rows(width: int, like: Tensor) -> Tensor:
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
+def _agree(first: Tensor, other: Tensor) -> bool:
     """Whether two results [..., D] of one probe are equal up to rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != other.shape or first.dtype != other.dtype:
         return False
-    info = torch.finfo(one.dtype)
+    info = torch.finfo(first.dtype)
     roundings = _ROUNDINGS_SHORT if info.bits < 32 else _ROUNDINGS
-    one, other = one.double(), other.double()
-    largest = one.abs().amax(-1, keepdim=True)
-    return bool(((one - other).abs() <= roundings * info.eps * largest).all())
+    first, other = first.double(), other.double()
+    largest = first.abs().amax(-1, keepdim=True)
+    return bool(((first - other).abs() <= roundings * info.eps * largest).all())
 
 
 def _same_rows(

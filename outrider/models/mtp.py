@@ -165,7 +165,7 @@ def _dequantized(
 ) -> dict[str, Tensor]:
     quantization = stated.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _BLOCK
-    found = {}
+    dequantized = {}
     for key, values in tensors.items():
         if key.endswith(_SCALE):
             continue
@@ -178,8 +178,8 @@ def _dequantized(
                 f"{key} is stored as {values.dtype}; it must be floating point of 16 bits or "
                 f"more, or float8 with a {_SCALE.removeprefix('_')} for each block"
             )
-        found[key] = values
-    return found
+        dequantized[key] = values
+    return dequantized
 
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
@@ -200,7 +200,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         *get_model_conversion_mapping(model, add_legacy=False),
         *get_model_conversion_mapping(like),
     ]
-    found, _ = convert_and_load_state_dict_in_model(
+    report, _ = convert_and_load_state_dict_in_model(
         model=model,
         state_dict=tensors,
         load_config=LoadStateDictConfig(
@@ -211,15 +211,15 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         ),
     )
     # Embeddings and head may be missing, because they are the target's.
-    if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
+    if missing := [key for key in report.missing_keys if key.startswith("layers.")]:
         raise ValueError(f"its files lack the weights {min(missing)}")
-    if found.unexpected_keys:
-        unknown = min(found.unexpected_keys)
+    if report.unexpected_keys:
+        unknown = min(report.unexpected_keys)
         raise ValueError(f"its files have the weights {unknown}, which an MTP layer does not have")
-    if found.mismatched_keys:
-        name, given, needed = min(found.mismatched_keys)
+    if report.mismatched_keys:
+        name, given, needed = min(report.mismatched_keys)
         raise ValueError(f"{name} has shape {[*given]}; {[*needed]} is needed")
-    if found.conversion_errors:
-        raise ValueError("; ".join(found.conversion_errors.values()))
+    if report.conversion_errors:
+        raise ValueError("; ".join(report.conversion_errors.values()))
     check_finite(model.layers.state_dict(prefix="layers."))
     return model

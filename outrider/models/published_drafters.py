@@ -63,8 +63,8 @@ def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
     if declared is not None and declared not in (EAGLE3, MTP):
         return str(declared)
     marks = (*(stated.get("architectures") or ()), str(stated.get("spd_type")), *stated, *names)
-    if found := next(filter(None, map(_UNSERVED.search, marks)), None):
-        return _KIND_NAMES.get(found[0].lower(), found[0])
+    if match := next(filter(None, map(_UNSERVED.search, marks)), None):
+        return _KIND_NAMES.get(match[0].lower(), match[0])
     return "EAGLE" if "fc.weight" in names and not _has_eagle3_layer(names) else ""
 
 
@@ -88,9 +88,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:
-        found = load_state_dict(pickled)
+        tensors = load_state_dict(pickled)
     except Exception as error:  # If the file contains code, the unpickler raises its own errors.
         raise ValueError(f"{pickled} cannot be read as plain tensors: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(v, Tensor) for v in tensors.values()):
         raise ValueError(f"{pickled} holds no table of tensors")
-    return found
+    return tensors

@@ -50,8 +50,8 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
     head = module.get_output_embeddings()
     plan = {
         path: style
-        for path, found in module.named_modules()
-        if isinstance(found, nn.Linear) and found is not head
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, nn.Linear) and submodule is not head
         if (style := styles.get(_LAYER_NUMBER.sub(".*", path), "")) in _SHARED
     }
     widths = dict(_widths(module, plan))
@@ -75,9 +75,9 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
             ("num_attention_heads", "attention heads"),
             ("num_key_value_heads", "key-value heads"),
         ):
-            found = getattr(config, attribute, None)
+            counts = getattr(config, attribute, None)
             # In some models the number of heads varies by layer.
-            for heads in {found} if isinstance(found, int) else sorted(set(found or ())):
+            for heads in {counts} if isinstance(counts, int) else sorted(set(counts or ())):
                 yield what, heads
     for path, style in plan.items():
         linear, columns = module.get_submodule(path), style in _BY_COLUMNS
@@ -181,7 +181,7 @@ def _shares(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Sha
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
     columns = {f"{path}.weight" for path, style in plan.items() if style in _BY_COLUMNS}
     whole = {f"{path}.bias" for path, style in plan.items() if style in _BY_COLUMNS}
-    owners = {found for path, found in module.named_modules() if path in plan} | {embedding, head}
+    owners = {layer for path, layer in module.named_modules() if path in plan} | {embedding, head}
     shares = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if _owner(module, name)[0] in owners and name not in whole:
@@ -194,7 +194,7 @@ def _join_ranks(
     module: Any, plan: Mapping[str, str], shares: Mapping[str, Share], ranks: Ranks
 ) -> None:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    paths = {found: path for path, found in module.named_modules()}
+    paths = {submodule: path for path, submodule in module.named_modules()}
     vocab_size = head.out_features
     for path, style in plan.items():
         linear = module.get_submodule(path)

@@ -55,13 +55,13 @@ def check_target(directory: Path, *, name: str, target_directory: Path, target_n
     with refusing(f"drafter {name}: {path}"):
         text = path.read_text(encoding="utf-8")
         description = TypeAdapter(StudentDescription).validate_json(text, strict=True)
-    found = tensors_fingerprint(target_directory)
-    if description.target_fingerprint != found:
+    fingerprint = tensors_fingerprint(target_directory)
+    if description.target_fingerprint != fingerprint:
         raise ConfigError(
             f"drafter {name} was trained for the target {description.target} (fingerprint "
             f"{description.target_fingerprint}), and uses embeddings and head of that target. "
-            f"{target_name} has the fingerprint {found}. To train a drafter for {target_name}, "
-            f"run: outrider distill {target_name} --out DIR"
+            f"{target_name} has the fingerprint {fingerprint}. To train a drafter for "
+            f"{target_name}, run: outrider distill {target_name} --out DIR"
         )
 
 
@@ -163,7 +163,7 @@ def _target_weights(module: Any, target_directory: Path) -> tuple[Tensor, Tensor
     with loading.open_weights(target_directory) as files:
         names = loading.stored_names(module, dict(module.named_parameters()), files)
         has_head = any(key.startswith(head.removesuffix("weight")) for key in names)
-        found = []
+        weights = []
         # If the files hold no head, the target uses its embeddings as the head.
         for key in (embeddings, head if has_head else embeddings):
             if key not in names:
@@ -174,12 +174,12 @@ def _target_weights(module: Any, target_directory: Path) -> tuple[Tensor, Tensor
                     f"the target's files have {key} as {values.dtype}; a drafter needs floating "
                     "point of 16 bits or more"
                 )
-            found.append(values)
-    return found[0], found[1]
+            weights.append(values)
+    return weights[0], weights[1]
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
     wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
-    names = {id(found): name for name, found in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     embeddings, head = (names[id(parameter)] for parameter in wanted)
     return embeddings, head

@@ -43,9 +43,9 @@ class Watched(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        found = self.inner(*arguments, **options)
+        output = self.inner(*arguments, **options)
         self.read = arguments[0] if arguments else None
-        return found
+        return output
 
     def rows_read(self) -> Tensor:
         """Returns the input [T, D] of the last call, which must have run one sequence [1, T, D].
@@ -84,5 +84,5 @@ def watched_layers(module: Any, indices: Sequence[int]) -> Iterator[list[Watched
     try:
         yield watched
     finally:
-        for index, one in zip(indices, watched, strict=True):
-            setattr(*_place_of(module, index), one.inner)
+        for index, layer in zip(indices, watched, strict=True):
+            setattr(*_place_of(module, index), layer.inner)

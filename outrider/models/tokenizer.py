@@ -78,10 +78,10 @@ class TokenizerText:
     @property
     def chat_template(self) -> str:
         """The chat template; empty if there is none. A template for tools takes precedence."""
-        found = getattr(self._tokenizer, "chat_template", None)
-        if isinstance(found, dict):
-            found = found.get("tool_use") or found.get("default")
-        return found or ""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return template or ""
 
     def check_tools(self, field: str) -> None:
         """Raises `BadRequest` for `field` if the chat template does not support tools."""

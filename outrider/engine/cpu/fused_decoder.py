@@ -126,13 +126,13 @@ class FusedDecoder:
 
 
 def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) -> LayerSizes:
-    for found, kind, what in (
+    for module, kind, what in (
         (block, DirectLayer, "a layer"),
         (layer.block, FusedAttention, "attention"),
         (getattr(block, "mlp", None), FusedMLP, "an MLP"),
     ):
-        if not isinstance(found, kind):
-            raise CannotFuse(f"it has {what} of the class {type(found).__name__}")
+        if not isinstance(module, kind):
+            raise CannotFuse(f"it has {what} of the class {type(module).__name__}")
     attention, mlp, shape = block.self_attn, block.mlp, layer.shape
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     wrong = [linear for linear in linears if not isinstance(linear, FusedLinear)]
@@ -201,18 +201,18 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
     noting = [_NotingLayer(block).eval() for block in blocks]
     layers = layers_of(module)
     try:
-        for index, one in enumerate(noting):
-            layers[index] = one
+        for index, layer in enumerate(noting):
+            layers[index] = layer
         for start in range(0, num_positions, _POSITIONS_AT_ONCE):
             positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, num_positions))[None]
             base(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
-        rotations = [_rotation(one.rotations) for one in noting]
+        rotations = [_rotation(layer.rotations) for layer in noting]
         ids = torch.arange(_OBSERVED_TOKENS)[None] % len(base.embed_tokens.weight)
-        found = module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
+        output = module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
         rows = base.embed_tokens(ids)
         if not torch.equal(noting[0].read, rows):
             raise CannotFuse("the input of its first layer is not the output of its embedding")
-        if not torch.equal(found.logits, module.get_output_embeddings()(base.norm(rows))):
+        if not torch.equal(output.logits, module.get_output_embeddings()(base.norm(rows))):
             raise CannotFuse("its logits are not computed by its last norm and its LM head alone")
     finally:
         for index, block in enumerate(blocks):
@@ -276,7 +276,7 @@ class FusedSteps(Steps):
         )
         # Optimized execution would compile in the first steps of each shape, and is no faster.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            found, residual, tapped = self._layers(
+            hidden, residual, tapped = self._layers(
                 decoder.embed(ids[None]),
                 cos,
                 sin,
@@ -286,9 +286,9 @@ class FusedSteps(Steps):
                 self._attention(step.sequences),
                 self._taps,
             )
-            found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
+            hidden, residual = hidden.index_select(1, wanted), residual.index_select(1, wanted)
             output: Tensor = (
-                decoder.logits(found, residual) if self._has_logits else found + residual
+                decoder.logits(hidden, residual) if self._has_logits else hidden + residual
             )
             self.tapped = {layer: rows[0] for layer, rows in zip(self._taps, tapped, strict=True)}
             return output[0]
@@ -360,8 +360,8 @@ def find_span_tokens(
         with on_threads(num_threads):
             for count in counts:
                 start = (7 * count) % (num - count + 1)
-                found = rows(span, first + start, count, length)
-                if not torch.equal(found, expected[start : start + count]):
+                actual = rows(span, first + start, count, length)
+                if not torch.equal(actual, expected[start : start + count]):
                     return False
         return True
 

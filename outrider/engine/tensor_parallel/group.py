@@ -82,13 +82,13 @@ class RankGroup(Ranks):
         try:
             self._store.set(names[self.rank], loaded)
             self._store.wait(names, timedelta(seconds=self._timeout_s))
-            found: list[bytes] = self._store.multi_get(names)
+            fingerprints: list[bytes] = self._store.multi_get(names)
         except RuntimeError as error:
             raise Unavailable(
                 f"a rank of the model has not loaded within {self._timeout_s:g} s: {error}"
             ) from error
-        for rank, value in enumerate(found):
-            if value != found[LEADER]:
+        for rank, value in enumerate(fingerprints):
+            if value != fingerprints[LEADER]:
                 raise ConfigError(
                     f"rank {rank} has loaded another model than rank 0: their model files differ"
                 )
@@ -159,12 +159,12 @@ def _connected(
     listening, port = rank_rpc.listen(rendezvous.host)
     with listening:
         store.set(f"port/{rank}", str(port))
-        found = {
+        connections = {
             other: rank_rpc.connect(rendezvous, int(store.get(f"port/{other}")), rank, timeout_s)
             for other in range(rank)
         }
         later = range(rank + 1, rendezvous.num_ranks)
-        return found | rank_rpc.accept(listening, rendezvous.token, later, timeout_s)
+        return connections | rank_rpc.accept(listening, rendezvous.token, later, timeout_s)
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:

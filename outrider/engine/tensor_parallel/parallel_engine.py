@@ -83,13 +83,13 @@ class ParallelEngine:
         the draft step fails."""
         lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
         try:
-            found: torch.Tensor = self._changed("forward_draft", steps, features)
+            hidden: torch.Tensor = self._changed("forward_draft", steps, features)
         except StepUndone:
             undone = (pack_call("keep", *each) for each in lengths.items())
             self._note(pack_call("take_slots", *steps) + b"".join(undone))
             raise
         self._note(pack_call("take_slots", *steps))
-        return found
+        return hidden
 
     def _on_all(self, name: str, *arguments: Any) -> Any:
         result = self._changed(name, *arguments)

@@ -67,7 +67,7 @@ def accept(
     """Waits until all `ranks` have connected, and returns their connections by rank. Closes any
     other connection. Raises `Unavailable` if a rank does not connect within `timeout_s`."""
     end = time.monotonic() + timeout_s
-    missing, found = set(ranks), dict[int, socket.socket]()
+    missing, connections = set(ranks), dict[int, socket.socket]()
     silent: list[Any] = []  # connections that have sent nothing yet
     with selectors.DefaultSelector() as selector:
         selector.register(listening, selectors.EVENT_READ)
@@ -87,14 +87,14 @@ def accept(
                 rank = _named_rank(connection, token)
                 if rank in missing:
                     missing.discard(rank)
-                    found[rank] = connection
+                    connections[rank] = connection
                 else:
                     connection.close()
-    for connection in [*silent, *(found.values() if missing else ())]:
+    for connection in [*silent, *(connections.values() if missing else ())]:
         connection.close()
     if missing:
         raise Unavailable(f"rank {min(missing)} has not joined within {timeout_s:g} s")
-    return found
+    return connections
 
 
 def _named_rank(connection: socket.socket, token: bytes) -> int | None:
