@@ -166,7 +166,7 @@ def check(condition: bool, message: str) -> None:
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns the hint `; did you mean X?`, to append to an error about an unknown word. Returns an
     empty text if no `known` word is similar. Ignores case. For `cutoff`, see `difflib`."""
-    by_lower = {one.lower(): one for one in known}
+    by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""
 

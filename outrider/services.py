@@ -22,17 +22,17 @@ def secure() -> None:
     sys.path.insert(0, str(ROOT))
     importlib.invalidate_caches()
     for name in SERVICES:
-        if (found := _folder_of(name)) != ROOT / name:
+        if (folder := _folder_of(name)) != ROOT / name:
             raise ConfigError(
-                f"Outrider's package {name!r} is {ROOT / name}, but {found} was imported in its "
+                f"Outrider's package {name!r} is {ROOT / name}, but {folder} was imported in its "
                 "place; rename that folder, or start from a directory without it"
             )
 
 
 def _folder_of(name: str) -> Path | None:
     """The folder from which `import name` takes, or has taken, the package."""
-    found = importlib.util.find_spec(name)
-    if found is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
         return None
-    folders = found.submodule_search_locations
-    return Path(next(iter(folders))) if folders else Path(found.origin or "")
+    folders = spec.submodule_search_locations
+    return Path(next(iter(folders))) if folders else Path(spec.origin or "")

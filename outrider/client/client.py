@@ -169,10 +169,10 @@ def _blocking(
     def call(self: "SyncClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
         return run(method(self._client, *args, **kwargs))
 
-    found = signature(method)
-    if found.return_annotation == AsyncGenerator[Event]:
-        found = found.replace(return_annotation=Generator[Event])
-    call.__signature__ = found  # type: ignore[attr-defined]
+    described = signature(method)
+    if described.return_annotation == AsyncGenerator[Event]:
+        described = described.replace(return_annotation=Generator[Event])
+    call.__signature__ = described  # type: ignore[attr-defined]
     return call
 
 

@@ -46,7 +46,7 @@ _WAIT_S = (0.05, 1.0)
 
 def addresses_of(server: object) -> list[str]:
     """Splits a comma-separated text into addresses. Raises `BadRequest` for other values."""
-    each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
+    each = [address.strip() for address in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
             "server", f"{server!r} is wrong; it must be HOST:PORT, or several separated by commas"
@@ -107,9 +107,11 @@ class EndpointPool(Generic[Endpoint]):
             raise StreamBroken("no coordinator is known yet")
         start = self._next % len(each)
         order = each[start:] + each[:start]
-        found = next((one for one in order if self._avoided.get(one, now) <= now), order[0])
-        self._next = each.index(found) + 1
-        return found
+        chosen = next(
+            (endpoint for endpoint in order if self._avoided.get(endpoint, now) <= now), order[0]
+        )
+        self._next = each.index(chosen) + 1
+        return chosen
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
         """Returns the endpoint after `tried`, or None if `tried` is no longer named. For
@@ -117,7 +119,7 @@ class EndpointPool(Generic[Endpoint]):
         each, now = self.each, self.clock()
         if tried not in each:
             return None
-        known = {one: end for one, end in self._avoided.items() if end > now}
+        known = {endpoint: end for endpoint, end in self._avoided.items() if end > now}
         self._avoided = {**known, tried: max(now + avoided_s, known.get(tried, now))}
         return each[(each.index(tried) + 1) % len(each)]
 

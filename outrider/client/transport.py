@@ -124,7 +124,7 @@ class CompletionBuilder:
                     token_ids=self._joined("token_ids"),
                     origins=self._joined("origins"),
                     logprobs=self._joined("logprobs"),
-                    rounds=tuple(one for one in self._events if isinstance(one, RoundReport)),
+                    rounds=tuple(event for event in self._events if isinstance(event, RoundReport)),
                     finish_reason=finished.finish_reason,
                     usage=finished.usage,
                     metrics=finished.metrics,
@@ -133,7 +133,7 @@ class CompletionBuilder:
 
     def _joined(self, name: str) -> tuple[Any, ...]:
         tokens = (event for event in self._events if isinstance(event, Tokens))
-        return tuple(one for event in tokens for one in getattr(event, name))
+        return tuple(value for event in tokens for value in getattr(event, name))
 
 
 Method = Literal["cancel", "get_session", "describe", "healthy"]
@@ -201,13 +201,13 @@ class GrpcTransport(Transport):
                 return await self._call(stub.Cancel, asked, timeout_s)
             case "get_session":
                 asked = pb.GetSessionRequest(session_id=session_id_from_wire(session_id))
-                found = await self._call(stub.GetSession, asked, timeout_s)
-                return codec.from_coordinator(found, SessionView)
+                answer = await self._call(stub.GetSession, asked, timeout_s)
+                return codec.from_coordinator(answer, SessionView)
             case "describe":
-                found = await self._call(stub.Describe, types_pb2.DescribeRequest(), timeout_s)
-                return codec.from_coordinator(found, CoordinatorDescription)
-        found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
-        return found.status == health_pb2.HealthCheckResponse.SERVING
+                answer = await self._call(stub.Describe, types_pb2.DescribeRequest(), timeout_s)
+                return codec.from_coordinator(answer, CoordinatorDescription)
+        answer = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def close(self) -> None:
         self._closed = True
@@ -343,10 +343,10 @@ class InProcessTransport(Transport):
                         session_id_from_wire(session_id), self._tenant
                     )
                 case "get_session":
-                    found = await service.streams.session(
+                    session = await service.streams.session(
                         session_id_from_wire(session_id), self._tenant
                     )
-                    return from_proto(codec.session_to_proto(found), SessionView)
+                    return from_proto(codec.session_to_proto(session), SessionView)
                 case "describe":
                     served, num_running = service.served, service.num_running
                     return CoordinatorDescription(

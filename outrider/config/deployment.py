@@ -61,7 +61,7 @@ def is_loopback(host: str) -> bool:
 
 def without_security(config: Server) -> Server:
     """A copy for measurements: on loopback, without keys and TLS."""
-    cleared = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
+    cleared = {field.name: "" for field in fields(config) if field.name in (*PATHS, "api_key")}
     changes: dict[str, Any] = {"host": LOOPBACK, **cleared}
     return replace(config, **changes)
 
@@ -474,7 +474,7 @@ class AutoscaleConfig:
     @property
     def bounds(self) -> dict[Role, tuple[int, int]]:
         """The bounds of each role that is scaled by load. Raises `SettingError`."""
-        found: dict[Role, tuple[int, int]] = {}
+        bounds_by_role: dict[Role, tuple[int, int]] = {}
         for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
             if not (text := getattr(self, key)):
                 continue
@@ -482,8 +482,8 @@ class AutoscaleConfig:
             if not LEAST[role] <= least <= most <= limits.REPLICAS_MAX:
                 bounds = f"{LEAST[role]} <= LEAST <= MOST <= {limits.REPLICAS_MAX}"
                 raise SettingError(key, f"{text!r} is wrong; it must be LEAST:MOST with {bounds}")
-            found[role] = least, most
-        return found
+            bounds_by_role[role] = least, most
+        return bounds_by_role
 
 
 @checked()
@@ -550,10 +550,10 @@ class DeploymentConfig:
         """All settings by key, with or without secrets."""
         front = self.coordinator
         return {
-            found.key: getattr(part, name)
+            setting.key: getattr(part, name)
             for part in (self.target, self.draft, front, front.redis, self.autoscale, self)
-            for name, found in settings_of(type(part)).items()
-            if secrets or not found.secret
+            for name, setting in settings_of(type(part)).items()
+            if secrets or not setting.secret
         }
 
     @property
@@ -569,7 +569,7 @@ class DeploymentConfig:
 @cache
 def deployment_settings() -> dict[str, Setting]:
     """Every setting of a deployment by key, in the order of the documentation."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for config in (
         TargetConfig,
         DraftConfig,
@@ -579,8 +579,12 @@ def deployment_settings() -> dict[str, Setting]:
         AutoscaleConfig,
         SpeculativeConfig,
     ):
-        found |= {one.key: one for one in settings_of(config).values() if one.key not in found}
-    return found
+        settings |= {
+            setting.key: setting
+            for setting in settings_of(config).values()
+            if setting.key not in settings
+        }
+    return settings
 
 
 def merge(
@@ -590,7 +594,7 @@ def merge(
     from `flags` (texts or values). Flags override the environment, which overrides the file. A
     bad value raises a `ConfigError` that names its source, even if the value is overridden."""
     given = translated_layers(flags, environment, file)
-    values = {found.key: found.parse(raw, source) for found, raw, source in given}
+    values = {setting.key: setting.parse(raw, source) for setting, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, ""):
         engine = str(values.get("engine", AUTO_ENGINE))
         if not engine.startswith(EMULATED):
@@ -610,18 +614,19 @@ def translated_layers(
     a `speculative_config` is replaced by the settings that it stands for. Raises `ConfigError` if
     the layer also sets one of these settings directly."""
     settings = deployment_settings()
-    found: list[tuple[Setting, object, str]] = []
+    translated: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
-            # In `found`, this key has an earlier layer's acceptance rates, which no longer apply.
-            found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
+            # In `translated`, this key has an earlier layer's acceptance rates, which this layer
+            # replaces.
+            translated = [entry for entry in translated if entry[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):
                 if key in layer:
                     raise ConfigError(f"{name}: is the same as {layer[key][2]}; give one only")
                 layer[key] = settings[key], raw, name
-        found += layer.values()
-    return found
+        translated += layer.values()
+    return translated
 
 
 def load_config(

@@ -134,13 +134,13 @@ def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]
 def _values(raw: object, source: str) -> dict[str, Any]:
     """Returns the values of a `speculative_config` by key. Omits null and false."""
     try:
-        found = json.loads(raw) if isinstance(raw, str) else raw
+        config = json.loads(raw) if isinstance(raw, str) else raw
     except ValueError as error:
         raise ConfigError(f"{source}: {raw!r} is not JSON: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{source}: {found!r} is wrong; it must be a JSON object")
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{source}: {config!r} is wrong; it must be a JSON object")
     values = {}
-    for name, value in found.items():
+    for name, value in config.items():
         key = str(name).replace("-", "_")
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"; known keys are {', '.join(_KEYS)}"
@@ -150,7 +150,9 @@ def _values(raw: object, source: str) -> dict[str, Any]:
         allowed = _ALLOWED.get(key, (value,))
         if value not in allowed:
             hint = did_you_mean(str(value), map(str, allowed))
-            one = ", ".join(map(json.dumps, allowed))
-            raise ConfigError(f"{source}: {key}: {value!r} is wrong; it must be one of {one}{hint}")
+            choices = ", ".join(map(json.dumps, allowed))
+            raise ConfigError(
+                f"{source}: {key}: {value!r} is wrong; it must be one of {choices}{hint}"
+            )
         values[key] = value
     return values

@@ -27,11 +27,11 @@ class Destination:
     def parse(cls, text: str) -> Self:
         """Parses `otlp=URL`, `prometheus=PORT`, both with a comma, or "". Raises `SettingError`."""
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        found = dict(part.split("=", 1) for part in parts if _PART.fullmatch(part))
-        port = int(found["prometheus"]) if "prometheus" in found else None
-        if len(found) < len(parts) or (port or 0) > _LAST:
+        destinations = dict(part.split("=", 1) for part in parts if _PART.fullmatch(part))
+        port = int(destinations["prometheus"]) if "prometheus" in destinations else None
+        if len(destinations) < len(parts) or (port or 0) > _LAST:
             raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
-        return cls(found.get("otlp", ""), port)
+        return cls(destinations.get("otlp", ""), port)
 
     def port(self, role: Role, slot: int = 0) -> int | None:
         """Returns the port for a process's metrics. `slot` is the process's index among the

@@ -83,10 +83,10 @@ def eagle3_name(draft_model: str, name: str) -> str:
     return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
 
 
-def same_drafter(one: str, other: str) -> bool:
+def same_drafter(name: str, other: str) -> bool:
     """Whether two values of `draft_model` may mean the same drafter. A published head may be named
     without `eagle3:`, because its files say that it is an EAGLE-3 head."""
-    return bool({*_meanings(one)} & {*_meanings(other)})
+    return bool({*_meanings(name)} & {*_meanings(other)})
 
 
 def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:

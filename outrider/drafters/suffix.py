@@ -93,17 +93,17 @@ class SuffixDrafter(LookupDrafter):
             forgotten, _ = self._first_of_seed.popitem(last=False)
             self._history.forget(*forgotten)
         tail = text.slice(text.end - self._config.depth, text.end)
-        found = self._occurrences(text, tail, 1)  # The first match is `tail` itself.
+        occurrences = self._occurrences(text, tail, 1)  # The first match is `tail` itself.
         if is_first or request.rule.absolute_noise:
             history = self._history.of(request.tenant)
             if history is not None:
-                found += self._occurrences(history, tail)
+                occurrences += self._occurrences(history, tail)
         best = NO_GUESS
-        for length in sorted({occurrence.length for occurrence in found}, reverse=True):
+        for length in sorted({occurrence.length for occurrence in occurrences}, reverse=True):
             limit = min(request.num_draft_tokens, self._config.tokens_per_match * length)
             if best.score >= limit:
                 break
-            matching = [occurrence for occurrence in found if occurrence.length >= length]
+            matching = [occurrence for occurrence in occurrences if occurrence.length >= length]
             guess = _most_frequent(matching, length, limit, self._config.min_score)
             if guess.score > best.score:
                 best = guess

@@ -80,7 +80,7 @@ def given_keys(text: str) -> dict[str, Caller]:
     """Parses the setting `api_key`: keys or hashes, separated by commas. Maps the hash of each key
     to a caller without limits, with a tenant of its own. If a key is wrong, raises a `ConfigError`
     with the key's number, but not its text."""
-    found = {}
+    callers = {}
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
         if not re.fullmatch(_HASH, word):
@@ -95,8 +95,8 @@ def given_keys(text: str) -> dict[str, Caller]:
             word = key_hash(word)
         # Names are shown, and must not reveal `word`. So a name has a hash of `word`.
         name = f"key-{hashlib.sha256(word.encode()).hexdigest()[:12]}"
-        found[word] = Caller(name, name)
-    return found
+        callers[word] = Caller(name, name)
+    return callers
 
 
 _KeyName = Annotated[str, AfterValidator(check_key_name)]

@@ -102,7 +102,7 @@ class FileWatch(Generic[Found]):
 
 def _state(path: Path) -> _State:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -82,13 +82,13 @@ def make_room(directory: Path) -> None:
     more replica fills all its log files. Removes rotated files first, then files of ended
     processes. Within each kind, begins with the oldest file. Never removes the current file of a
     running process."""
-    found = []
+    files = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
             status = path.stat()
-            found.append((path.suffix == ".log", status.st_mtime, status.st_size, path))
-    num_bytes = LOG_BYTES_MAX * (1 + LOG_FILES_KEPT) + sum(size for _, _, size, _ in found)
-    for is_current, _, size, path in sorted(found):
+            files.append((path.suffix == ".log", status.st_mtime, status.st_size, path))
+    num_bytes = LOG_BYTES_MAX * (1 + LOG_FILES_KEPT) + sum(size for _, _, size, _ in files)
+    for is_current, _, size, path in sorted(files):
         if num_bytes <= LOG_DIRECTORY_BYTES_MAX:
             return
         if not (is_current and _is_open(path)):

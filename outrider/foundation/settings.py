@@ -86,9 +86,9 @@ class Setting:
     @cached_property
     def schema(self) -> Any:
         """JSON schema of a value other than None. For a list, the schema of an entry."""
-        found = self.adapter.json_schema()
-        found = found.get("items", found)
-        return found.get("anyOf", [found])[0]
+        schema = self.adapter.json_schema()
+        schema = schema.get("items", schema)
+        return schema.get("anyOf", [schema])[0]
 
     @property
     def is_list(self) -> bool:
@@ -142,23 +142,23 @@ class Setting:
 
 def settings_of(config: type[Any]) -> Mapping[str, Setting]:
     """The settings of a configuration by field name."""
-    found = {}
-    for name, one in config.__pydantic_fields__.items():
-        if one.exclude:
+    settings = {}
+    for name, field in config.__pydantic_fields__.items():
+        if field.exclude:
             continue
         bases: list[Any] = [
             base for base in type.mro(config) if name in getattr(base, "__pydantic_fields__", {})
         ]
         docs = filter(None, (base.__pydantic_fields__[name].description for base in bases))
-        found[name] = Setting(
-            key=one.alias or name,
+        settings[name] = Setting(
+            key=field.alias or name,
             doc=" ".join(next(docs, "").split()),
             group=(bases[-1].__doc__ or "").rstrip("."),
-            default=one.default,
-            secret=not one.repr,
-            annotation=Annotated[one.annotation, Field(title=one.title), *one.metadata],
+            default=field.default,
+            secret=not field.repr,
+            annotation=Annotated[field.annotation, Field(title=field.title), *field.metadata],
         )
-    return found
+    return settings
 
 
 @contextmanager
@@ -178,17 +178,17 @@ def with_setting_keys(config: type) -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        if (found := settings_of(config).get(error.key)) is None:
+        if (setting := settings_of(config).get(error.key)) is None:
             raise
-        raise SettingError(found.key, error.reason) from error
+        raise SettingError(setting.key, error.reason) from error
 
 
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
     """Builds a configuration with these values, by key. Other settings keep their defaults."""
     named = {
-        name: values[found.key]
-        for name, found in settings_of(config).items()
-        if found.key in values
+        name: values[setting.key]
+        for name, setting in settings_of(config).items()
+        if setting.key in values
     }
     return config(**named, **internal)
 

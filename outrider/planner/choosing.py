@@ -115,7 +115,9 @@ def speedup_interval(
     speedups = []
     for _ in range(RESAMPLES):
         drawn = generator.integers(num, size=num).tolist()
-        plain_rounds, rounds = (total([one[i] for i in drawn]) for one in (plain, chosen[1]))
+        plain_rounds, rounds = (
+            total([measured[i] for i in drawn]) for measured in (plain, chosen[1])
+        )
         tokens = [prompt_tokens[i] for i in drawn]
         chooser = Chooser(times, sessions, tokens, plain_rounds, chosen[0].rule)
         speedups.append(chooser.timed(chosen[0], rounds).speedup)
@@ -188,7 +190,7 @@ def _accepted(
     sample: Sample, measured: Mapping[Rule, Sequence[Rounds]]
 ) -> dict[str, dict[str, Any]]:
     """`TemperaturePlan.acceptance`, from the rounds of each text with K = `NUM_DEPTHS`."""
-    texts, found = sample.texts, {}
+    texts, acceptance = sample.texts, {}
     for name in dict.fromkeys([*(text.category for text in texts), "all"]):
         places = [i for i, text in enumerate(texts) if name in (text.category, "all")]
         by_position = {
@@ -196,8 +198,8 @@ def _accepted(
             for rule, parts in measured.items()
         }
         num_tokens = sum(len(texts[i].token_ids) for i in places)
-        found[name] = {"num_tokens": num_tokens, "by_position": by_position}
-    return found
+        acceptance[name] = {"num_tokens": num_tokens, "by_position": by_position}
+    return acceptance
 
 
 COLUMNS = {
@@ -235,10 +237,10 @@ class PlanReport:
 
     def values(self) -> dict[str, Any]:
         """The JSON object."""
-        found = asdict(self)
-        plans = found.pop("plans")
+        values = asdict(self)
+        plans = values.pop("plans")
         by_temperature = {f"{plan['temperature']:g}": plan for plan in plans}
-        return found | {"temperatures": by_temperature, "pair": asdict(self.pair)}
+        return values | {"temperatures": by_temperature, "pair": asdict(self.pair)}
 
     def tables(self) -> Iterator[RenderableType]:
         """The tables and sentences that are printed."""
@@ -249,7 +251,10 @@ class PlanReport:
             options = (plan.plain, *plan.options)
             yield table(
                 f"{title}{link}",
-                [{COLUMNS[key]: value for key, value in asdict(one).items()} for one in options],
+                [
+                    {COLUMNS[key]: value for key, value in asdict(option).items()}
+                    for option in options
+                ],
                 num_keys=2,
                 joined="rule",
                 bold=options.index(plan.chosen),
@@ -265,8 +270,8 @@ class PlanReport:
             [
                 {"prompts": name, "rule": rule}
                 | {str(depth): chance for depth, chance in enumerate(chances, start=1)}
-                for name, found in plan.acceptance.items()
-                for rule, chances in found["by_position"].items()
+                for name, figures in plan.acceptance.items()
+                for rule, chances in figures["by_position"].items()
             ],
             num_keys=2,
             joined="rule",
@@ -313,8 +318,8 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
             "nothing else uses this machine."
         )
     plain = plan.plain.tokens_per_second
-    drafted = (one for one in plan.options if one.draft_replicas)
-    rates = (one.tokens_per_second / (1 + one.draft_replicas) for one in drafted)
+    drafted = (option for option in plan.options if option.draft_replicas)
+    rates = (option.tokens_per_second / (1 + option.draft_replicas) for option in drafted)
     rate = max(rates, default=plain)
     if rate < plain and not plan.times.shares_device:
         yield (

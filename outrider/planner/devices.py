@@ -146,20 +146,20 @@ def compare(text: str, round_trip_s: float) -> Report:
     if name not in PRESETS:
         presets = " or ".join(PRESETS)
         raise SettingError("devices", f"must begin with {presets}, not {name!r}")
-    found = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
-    if found.seats(found.target) < 1:
+    devices = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
+    if devices.seats(devices.target) < 1:
         raise SettingError(
-            "devices", f"memory_gb is too small for the target and {found.context} tokens"
+            "devices", f"memory_gb is too small for the target and {devices.context} tokens"
         )
     ways = [
-        ("decoding without drafts", found.target, 0.0, 0.0),
-        (HEAD, found.head, found.head_acceptance, 0.0),
-        *((DRAFT, found.draft, found.acceptance, share) for share in SHARES),
+        ("decoding without drafts", devices.target, 0.0, 0.0),
+        (HEAD, devices.head, devices.head_acceptance, 0.0),
+        *((DRAFT, devices.draft, devices.acceptance, share) for share in SHARES),
     ]
-    if found.target.devices == 1:  # A target on several ranks sends no hidden states.
-        head = found.head, found.head_acceptance
+    if devices.target.devices == 1:  # A target on several ranks sends no hidden states.
+        head = devices.head, devices.head_acceptance
         ways += [(HEAD_APART, *head, share) for share in SHARES[1:]]
-    rows = [row for way in ways if (row := found.row(*way, round_trip_s)) is not None]
+    rows = [row for way in ways if (row := devices.row(*way, round_trip_s)) is not None]
     advice = f"{_most(rows)} {_where_heads_pay(rows)}".strip()
     return Report({"devices": rows, "advice": advice}, [table(text, rows), advice])
 

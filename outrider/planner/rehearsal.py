@@ -86,11 +86,11 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
     if replicas.draft_address:
         links.append(GrpcLink("draft", replicas.draft_address))
     try:
-        found = [(await link.describe(DESCRIBE_TIMEOUT_S)).step_costs for link in links]
+        costs = [(await link.describe(DESCRIBE_TIMEOUT_S)).step_costs for link in links]
     finally:
         for link in links:
             await link.close()
-    return found[0], found[1] if len(found) > 1 else None
+    return costs[0], costs[1] if len(costs) > 1 else None
 
 
 async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list[PlayedSession]:
@@ -147,10 +147,10 @@ def fit(
             # Only the mean time of these rounds is known, because the target runs ahead and sends
             # the verdicts of several rounds together.
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
-            plain.append((table_s, mean(one.seconds for one in rounds[1:])))
-    for found in drafted.values():
-        longest_s = OUTLIER * median([seconds for *_, seconds in found] or [0.0])
-        for steps, context, report, seconds in found:
+            plain.append((table_s, mean(timed.seconds for timed in rounds[1:])))
+    for drafted_rounds in drafted.values():
+        longest_s = OUTLIER * median([seconds for *_, seconds in drafted_rounds] or [0.0])
+        for steps, context, report, seconds in drafted_rounds:
             if seconds <= longest_s:
                 step_s = 0.0 if known.draft is None else known.draft.step_seconds(1, 1, context)
                 wait_s, target_s = report.draft_ms / 1e3, (report.queue_ms + report.verify_ms) / 1e3
@@ -180,6 +180,6 @@ def _drafted_rounds(
         wanted = min(session.num_draft_tokens, text.max_tokens - start - 1)
         if wanted < 1:
             continue
-        found = script.attempt(text, start, wanted, rules_at(temperature)[-1])
-        if index > 0 and found.num_proposed == len(now.report.proposed_token_ids):
-            yield found.num_steps, len(text.prompt_ids) + start, now.report, now.seconds
+        attempt = script.attempt(text, start, wanted, rules_at(temperature)[-1])
+        if index > 0 and attempt.num_proposed == len(now.report.proposed_token_ids):
+            yield attempt.num_steps, len(text.prompt_ids) + start, now.report, now.seconds

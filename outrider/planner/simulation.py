@@ -246,8 +246,8 @@ class _Store:
         self._lengths[session.session_id] = len(session.token_ids)
 
     async def append(self, appends: Sequence[Append]) -> list[int]:
-        self._lengths.update({one.session_id: len(one.token_ids) for one in appends})
-        return [self._lengths[one.session_id] for one in appends]
+        self._lengths.update({append.session_id: len(append.token_ids) for append in appends})
+        return [self._lengths[append.session_id] for append in appends]
 
     async def finish(self, finish: Finish) -> int:
         return self._lengths.pop(finish.session_id, finish.length or 0)
@@ -279,7 +279,7 @@ class _Coordinator:
         }
         links: dict[str, dict[str, Any]] = {}
         for role, group in replicas.items():
-            made = (MemoryLink(one.service, carriers[role]) for one in group)
+            made = (MemoryLink(replica.service, carriers[role]) for replica in group)
             links[role] = {f"{role}-{number}": link for number, link in enumerate(made)}
         config = replace(
             scenario.config.coordinator,
@@ -359,13 +359,13 @@ class _Simulation:
         self._ends.clear()
         for request in self._requests:
             del request.events[:-1]
-        for one in itertools.chain(*groups):
-            one.busy_s = 0.0
+        for replica in itertools.chain(*groups):
+            replica.busy_s = 0.0
         await asyncio.sleep(scenario.seconds)
         for task in self._tasks:
             if task.done():
                 task.result()  # Raises the exception of the task.
-        busy_s = (sum(one.busy_s for one in group) / max(1, len(group)) for group in groups)
+        busy_s = (sum(replica.busy_s for replica in group) / max(1, len(group)) for group in groups)
         return self._measured(tuple(mean_s / scenario.seconds for mean_s in busy_s))
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -418,9 +418,11 @@ class _Simulation:
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         requests, num_rounds = self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
-        total = sum(n for one in requests for at, n in one.events if at >= begin)
-        pace = [one.pace for one in requests if one.pace is not None]
-        firsts = [(one.events[0][0], one.began_at) for one in requests if one.events]
+        total = sum(n for request in requests for at, n in request.events if at >= begin)
+        pace = [request.pace for request in requests if request.pace is not None]
+        firsts = [
+            (request.events[0][0], request.began_at) for request in requests if request.events
+        ]
         return FleetFigures(
             tokens_per_second=total / seconds,
             rounds_per_second=num_rounds / seconds,
@@ -429,8 +431,8 @@ class _Simulation:
             num_refused=self._ends.count(False),
             tpot_ms=_percentiles_ms(pace),
             ttft_ms=_percentiles_ms([(at - began, 1) for at, began in firsts if at >= begin]),
-            draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
-            hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
+            draft_ms=sum(report.draft_ms for report in drafted) / max(1, len(drafted)),
+            hit_rate=sum(report.look_ahead_hit for report in drafted) / max(1, len(drafted)),
             busy=busy,
         )
 
@@ -446,8 +448,8 @@ def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float
 def read_report(path: Path) -> Pair:
     """The target and draft in an output of `outrider plan --json`."""
     try:
-        found = json.loads(path.read_bytes())
-        return TypeAdapter(Pair).validate_python(found["pair"])
+        plan = json.loads(path.read_bytes())
+        return TypeAdapter(Pair).validate_python(plan["pair"])
     except OSError as error:
         raise SettingError("from_report", f"cannot read {path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:

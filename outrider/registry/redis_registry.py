@@ -76,8 +76,8 @@ class RedisRegistry:
         members = await self._run(*(("SMEMBERS", self._names(role)) for role in roles))
         keys = [
             (role, name)
-            for role, found in zip(roles, members, strict=True)
-            for name in sorted(member.decode(errors="replace") for member in found)
+            for role, names in zip(roles, members, strict=True)
+            for name in sorted(member.decode(errors="replace") for member in names)
         ]
         records: dict[Role, list[ReplicaRecord]] = {role: [] for role in roles}
         if not keys:
@@ -99,8 +99,8 @@ class RedisRegistry:
         """Returns the records of a role, each with the remaining seconds of its lease."""
         if not (records := await self.records(role)):
             return []
-        left = await self._run(*(("PTTL", self._key(role, one.name)) for one in records))
-        return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
+        left = await self._run(*(("PTTL", self._key(role, record.name)) for record in records))
+        return [(record, max(0, ms) / 1e3) for record, ms in zip(records, left, strict=True)]
 
     async def want(self, counts: Mapping[Role, int]) -> None:
         """Stores the wanted number of replicas of each role in `counts`."""

@@ -148,7 +148,7 @@ class Starts:
     @staticmethod
     def from_json(text: str | bytes) -> "dict[Role, Starts]":
         """Ignores unknown keys. Raises `ValueError` for invalid text."""
-        return {one.role: one for one in _STARTS.validate_json(text)}
+        return {start.role: start for start in _STARTS.validate_json(text)}
 
 
 _STARTS = TypeAdapter(Annotated[list[Starts], Field(max_length=len(ROLES))])

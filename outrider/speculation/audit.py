@@ -40,10 +40,10 @@ def audit(
     chosen = torch.tensor([token_ids[index] for index in inside])
     if params.greedy:
         rows = adjusted_logits(logits, params, history).double()[inside]
-        found, largest = rows.gather(1, chosen[:, None])[:, 0], rows.amax(dim=1)
+        chosen_logits, largest = rows.gather(1, chosen[:, None])[:, 0], rows.amax(dim=1)
         is_other = chosen != rows.argmax(dim=1)
-        is_tie = largest - found <= NEAR_TIE * largest.abs().clamp(min=1.0)
-        is_impossible = found == -torch.inf
+        is_tie = largest - chosen_logits <= NEAR_TIE * largest.abs().clamp(min=1.0)
+        is_impossible = chosen_logits == -torch.inf
         return AuditSums(
             num,
             num - len(inside) + int((is_other & is_impossible).sum()),

@@ -50,13 +50,13 @@ def judge_by_kernels(
 ) -> JudgedRows:
     """Computes `JudgedRows`. `logits` [R, V] are those of `rows`, in float32 or a narrower type."""
     num_rows, device = len(logits), logits.device
-    found = torch.empty((len(RESULTS), num_rows), dtype=torch.float64, device=device)
+    results = torch.empty((len(RESULTS), num_rows), dtype=torch.float64, device=device)
     nothing = np.empty((num_rows, 0), dtype=np.int64)
     with on_device(device):
         words, _, changed = send_rows(logits, transforms, rows.sizes, rows.drafted, nothing)
         is_same = changed is logits
         weights = torch.empty_like(logits, dtype=torch.float32) if is_same else changed
-        weigh(weights, found, changed, words)
+        weigh(weights, results, changed, words)
         # The host prepares the last kernel's arguments while the device runs the first kernels.
         packed = [b"" if each is None else each.packed for each in rows.q]
         num_bytes = np.array([*map(len, packed)], dtype=np.int64)
@@ -68,8 +68,8 @@ def judge_by_kernels(
         judged["q_at"][is_judged] = judged.nbytes + num_bytes.cumsum() - num_bytes
         judged["q_size"][is_judged] = num_bytes // ENTRY_BYTES
         sent = send([judged, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
-        settle(weights, found, words, sent)
-    maxima, _, _, behind, left, drawn = found.cpu().numpy()
+        settle(weights, results, words, sent)
+    maxima, _, _, behind, left, drawn = results.cpu().numpy()
     return JudgedRows(behind, left, drawn.astype(np.int64), np.isfinite(maxima))
 
 
@@ -141,13 +141,13 @@ def send_rows(
     return words.view(num_rows, -1), others.view(extra.shape), logits
 
 
-def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:
+def weigh(weights: Tensor, results: Tensor, logits: Tensor, words: Tensor) -> None:
     from outrider.speculation.triton_kernels import weigh_rows
 
     num_rows, width = logits.shape
     weigh_rows[(num_rows,)](
         weights,
-        found,
+        results,
         logits,
         logits.stride(0),
         words,
@@ -157,7 +157,7 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
     )
 
 
-def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
+def settle(weights: Tensor, results: Tensor, words: Tensor, sent: Tensor) -> None:
     from outrider.speculation.triton_kernels import settle_rows
 
     num_rows, width = weights.shape
@@ -165,7 +165,7 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor) -> None:
     races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=weights.device)
     settle_rows[(num_rows,)](
         weights,
-        found,
+        results,
         words,
         sent.view(torch.uint8),
         races,

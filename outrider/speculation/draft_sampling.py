@@ -100,11 +100,11 @@ def draw_from_logits(
     rules = [noise.rule for noise in noises]
     transforms = [*zip(params, histories or [NO_HISTORY] * len(rules), strict=True)]
     keys = draft_keys(noises, indices)
-    found = _read(_Asked(logits, transforms, rules, keys, vocabulary))
-    tokens: list[DraftedToken] = [(token_id, None) for token_id in found.tokens.tolist()]
+    read_rows = _read(_Asked(logits, transforms, rules, keys, vocabulary))
+    tokens: list[DraftedToken] = [(token_id, None) for token_id in read_rows.tokens.tolist()]
     if set(rules) == {Rule.GREEDY}:
         return tokens, [None] * len(rules)
-    likely = found.likely(params)
+    likely = read_rows.likely(params)
     quantised = [index for index, rule in enumerate(rules) if rule.needs_q]
     if quantised:
         levels, ids = count_levels(likely.mass[quantised]), likely.ids[quantised]
@@ -164,9 +164,9 @@ class _Rows(NamedTuple):
 def _read(asked: _Asked) -> _Rows:
     logits = asked.logits
     by_kernels = has_kernels(logits.device) and logits.dtype != torch.float64
-    found = _read_by_kernels(asked) if by_kernels else _read_on_host(asked)
-    check_maxima(found.maxima.tolist())
-    return found
+    rows = _read_by_kernels(asked) if by_kernels else _read_on_host(asked)
+    check_maxima(rows.maxima.tolist())
+    return rows
 
 
 def _read_on_host(asked: _Asked) -> _Rows:
@@ -194,18 +194,19 @@ def _read_on_host(asked: _Asked) -> _Rows:
             write_weights(part, params, source)
         if rule is Rule.COUPLED:
             tokens[indices] = race(_spread(source, vocabulary), keys[indices])
-        found, columns = largest(source, ids.shape[1])
-        maxima[indices] = (found[:, 0] if source is part else part.amax(dim=1)).numpy()
+        top, columns = largest(source, ids.shape[1])
+        maxima[indices] = (top[:, 0] if source is part else part.amax(dim=1)).numpy()
         columns.clamp_(max=width - 1)  # Changes only columns that pad a row. Their weight is 0.
         if source is not part:
-            found = part.gather(1, columns).masked_fill_(found == 0, -torch.inf)
-        ids[indices], values[indices] = _token_ids(columns.numpy(), vocabulary), found.numpy()
+            top = part.gather(1, columns).masked_fill_(top == 0, -torch.inf)
+        ids[indices], values[indices] = _token_ids(columns.numpy(), vocabulary), top.numpy()
     return _Rows(tokens, maxima, ids.astype(np.int64), values)
 
 
 def _read_by_kernels(asked: _Asked) -> _Rows:
     logits, transforms, rules, keys, vocabulary = asked
-    any_coupled, any_filtered = Rule.COUPLED in rules, any(one.filtered for one, _ in transforms)
+    any_coupled = Rule.COUPLED in rules
+    any_filtered = any(params.filtered for params, _ in transforms)
     with on_device(logits.device):
         if any_coupled or any_filtered or asked.any_changed:
             judged = np.zeros(len(rules), dtype=JUDGED)
@@ -218,15 +219,15 @@ def _read_by_kernels(asked: _Asked) -> _Rows:
         results = [likeliest, maxima.double(), likeliest]
         if any_coupled or any_filtered:
             weights = torch.empty_like(logits, dtype=torch.float32)
-            found = torch.empty(
+            kernel_results = torch.empty(
                 (len(RESULTS), len(rules)), dtype=torch.float64, device=logits.device
             )
-            weigh(weights, found, logits, words)
+            weigh(weights, kernel_results, logits, words)
         if any_filtered:
             logits = logits.masked_fill(weights == 0, float("-inf"))
         if any_coupled:
-            settle(_spread(weights, vocabulary), found, words, judged_words)
-            results[2] = found[-1, :, None]
+            settle(_spread(weights, vocabulary), kernel_results, words, judged_words)
+            results[2] = kernel_results[-1, :, None]
         if set(rules) != {Rule.GREEDY}:
             values, columns = largest(logits, DRAFT_SUPPORT_ENTRIES)
             results += [columns, values]
@@ -255,12 +256,12 @@ def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArra
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
     """Runs a race among the tokens of each row. A token's score is log mass + Gumbel noise. Returns
     tokens and scores, both [R, M], highest first. Tokens without mass come last, as -1 and -inf."""
-    found = scores(rows.mass, rows.ids, keys)
-    order = np.argsort(-found, axis=1)
-    found = np.take_along_axis(found, order, 1)
-    ids = np.where(found > 0, np.take_along_axis(rows.ids, order, 1), -1)
+    raced = scores(rows.mass, rows.ids, keys)
+    order = np.argsort(-raced, axis=1)
+    raced = np.take_along_axis(raced, order, 1)
+    ids = np.where(raced > 0, np.take_along_axis(rows.ids, order, 1), -1)
     with np.errstate(divide="ignore"):
-        return ids, np.log(found)
+        return ids, np.log(raced)
 
 
 def quantise(

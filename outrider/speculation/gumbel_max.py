@@ -94,8 +94,8 @@ def scores(weights: RealArray, token_ids: IntArray, keys: RowKeys) -> RealArray:
     blocks = numbers(row_keys, (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
     later = _exponentials(numbers(row_keys, token_ids))
     later[(blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))] = 0.0
-    found: RealArray = weights / (_exponentials(blocks) / BLOCK + later)
-    return found
+    race_scores: RealArray = weights / (_exponentials(blocks) / BLOCK + later)
+    return race_scores
 
 
 def _pruned_race(
@@ -145,5 +145,5 @@ def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
 
 
 def _exponentials(bits: IntArray) -> RealArray:
-    found: RealArray = -np.log(uniforms(bits))
-    return found
+    exponentials: RealArray = -np.log(uniforms(bits))
+    return exponentials

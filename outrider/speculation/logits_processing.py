@@ -100,8 +100,8 @@ def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
     """The lowest index of each row's largest value, and this value. NaN counts as the largest."""
     # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
-    return found[:, 0].tolist(), logits.gather(1, found)[:, 0].tolist()
+    argmax = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
+    return argmax[:, 0].tolist(), logits.gather(1, argmax)[:, 0].tolist()
 
 
 def adjusted_logits(
@@ -207,12 +207,12 @@ def raw_logprobs(
         ids = (exact[row] >= least).nonzero()[:, 0].tolist()
         ranked = zip(ids, (exact[row, ids] - normalisers[row]).tolist(), strict=True)
         tops[row] = tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0]))[:num_top])
-    found = []
+    logprobs = []
     for row, token_id in zip(rows, chosen, strict=True):
         is_known = row in usable and token_id < logits.shape[1]
         logprob = float(exact[row, token_id]) - normalisers[row] if is_known else float("-inf")
-        found.append((logprob, tops[row]))
-    return tuple(found)
+        logprobs.append((logprob, tops[row]))
+    return tuple(logprobs)
 
 
 def check_maxima(maxima: Sequence[float]) -> None:
@@ -273,17 +273,17 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     num_rows, width = weights.shape
     count = min(count, width)
     if weights.device.type != "cpu" or width < 4 * _BLOCK * count:
-        found = weights.topk(count, dim=1)
-        return found.values, found.indices
+        top = weights.topk(count, dim=1)
+        return top.values, top.indices
     if width % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -width % _BLOCK), value=float("-inf"))
     blocks = weights.view(num_rows, -1, _BLOCK)
     # The `count` blocks with the largest maxima contain the `count` largest weights.
     chosen = blocks.amax(dim=2).topk(count, dim=1, sorted=False).indices
     inside = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK)).view(num_rows, -1)
-    found = inside.topk(count, dim=1)
-    block = chosen.gather(1, found.indices // _BLOCK)
-    return found.values, block * _BLOCK + found.indices % _BLOCK
+    top = inside.topk(count, dim=1)
+    block = chosen.gather(1, top.indices // _BLOCK)
+    return top.values, block * _BLOCK + top.indices % _BLOCK
 
 
 def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:

@@ -179,8 +179,8 @@ class OutcomeModel:
         flat = chances.ravel()
         chosen = np.argsort(-flat, kind="stable")[: min(num_guesses, LOOK_AHEAD_MAX)]
         num_accepted, rank = np.divmod(chosen, chances.shape[1])
-        found = zip(num_accepted.tolist(), rank.tolist(), flat[chosen].tolist(), strict=True)
-        return [LikelyOutcome(*outcome) for outcome in found if outcome[2] > 0.0]
+        outcomes = zip(num_accepted.tolist(), rank.tolist(), flat[chosen].tolist(), strict=True)
+        return [LikelyOutcome(*outcome) for outcome in outcomes if outcome[2] > 0.0]
 
 
 class OutcomeModels:
@@ -205,7 +205,9 @@ class OutcomeModels:
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()
-                self._shared = {at: one for at, one in self._shared.items() if at[0].absolute_noise}
+                self._shared = {
+                    at: model for at, model in self._shared.items() if at[0].absolute_noise
+                }
             if self._first.setdefault(seed, (session_id, epoch)) != (session_id, epoch):
                 known, model = self._alone.get(session_id, (epoch, OutcomeModel()))
                 if known != epoch:

@@ -58,19 +58,19 @@ class ProposalRows:
     def keys(self) -> RowKeys:
         return verdict_keys(self._noises, self.sizes.tolist())
 
-    def verdicts(self, found: JudgedRows) -> list[Verdict]:
+    def verdicts(self, judged: JudgedRows) -> list[Verdict]:
         """The verdicts on the proposals. An outcome that reaches an unusable row ends with the
         draft token before the row. Raises `InvariantError` for a draft token outside q, and if the
         first row of a proposal is unusable."""
-        accepted, drawn = self.accept_probability(found).tolist(), found.drawn.tolist()
+        accepted, drawn = self.accept_probability(judged).tolist(), judged.drawn.tolist()
         starts = (self.ends - self.sizes).tolist()
         verdicts = [
             Verdict(tuple(accepted[start : end - 1]), tuple(drawn[start:end]))
             for start, end in zip(starts, self.ends.tolist(), strict=True)
         ]
-        if found.is_usable.all():
+        if judged.is_usable.all():
             return verdicts
-        parts = [np.split(each, self.ends[:-1]) for each in (self.drafted, found.is_usable)]
+        parts = [np.split(each, self.ends[:-1]) for each in (self.drafted, judged.is_usable)]
         return [
             usable_verdict(verdict, is_usable.tolist(), drafted[:-1].tolist(), noise)
             for verdict, drafted, is_usable, noise in zip(
@@ -78,15 +78,15 @@ class ProposalRows:
             )
         ]
 
-    def accept_probability(self, found: JudgedRows) -> RealArray:
+    def accept_probability(self, judged: JudgedRows) -> RealArray:
         """[R]: `Verdict.accept_probability` of the draft token after each row."""
-        is_known = not np.isnan(found.behind).any()
+        is_known = not np.isnan(judged.behind).any()
         check(is_known, "a draft token lies outside the distribution it was drawn from")
-        is_judged = (self.num_before >= 0) & found.is_usable
-        accept: RealArray = np.where(is_judged, found.behind, found.drawn == self.drafted)
+        is_judged = (self.num_before >= 0) & judged.is_usable
+        accept: RealArray = np.where(is_judged, judged.behind, judged.drawn == self.drafted)
         # Under block, h_i = Z_i / (Z_i + 1 - pi_i) if a usable row judges the next draft token.
         is_inner = self.is_block[:-1] & is_judged[:-1] & is_judged[1:]
-        z, pi = found.left[1:][is_inner], found.behind[:-1][is_inner]
+        z, pi = judged.left[1:][is_inner], judged.behind[:-1][is_inner]
         room = z + (1.0 - pi)
         accept[:-1][is_inner] = np.divide(z, room, out=np.ones(len(z)), where=room > 0)
         return accept

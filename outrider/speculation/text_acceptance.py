@@ -27,7 +27,7 @@ def acceptance_of_windows(
     """Like `conditional_acceptance`, but a token's ratio may differ between windows.
     `texts[t][k][w]` is the ratio of draft token k + 1 in window w of text t. Windows that the end
     of the text cuts short come last. `texts[t]` may have fewer than `num_depths` elements."""
-    found: list[float | None] = []
+    acceptance: list[float | None] = []
     for depth in range(num_depths):
         reached = accepted = 0.0
         for ratios in texts:
@@ -38,5 +38,5 @@ def acceptance_of_windows(
                     before *= part[: len(last)]
                 reached += float(before.sum())
                 accepted += float((before * last).sum())
-        found.append(accepted / reached if reached > 0 else None)
-    return tuple(found)
+        acceptance.append(accepted / reached if reached > 0 else None)
+    return tuple(acceptance)

@@ -172,7 +172,7 @@ def change_rows(
 @triton.jit
 def weigh_rows(
     weights,  # [R, width], float32
-    found,  # [6, R], float64
+    results,  # [6, R], float64
     logits,  # [R, width]; the tensor `weights` itself if `change_rows` has written to it
     logits_stride,
     words,  # [R, ROW_WORDS]
@@ -222,9 +222,9 @@ def weigh_rows(
     is_known = (token >= 0) & (token < width)
     drafted = tl.load(row + token, mask=is_known, other=0.0).to(tl.float64) / total
     top = tl.where(tl.min(is_number) > 0, top, float("nan"))
-    tl.store(found + MAXIMUM * num_rows + at, top.to(tl.float64))
-    tl.store(found + TOTAL * num_rows + at, total)
-    tl.store(found + P_OF_DRAFTED * num_rows + at, drafted)
+    tl.store(results + MAXIMUM * num_rows + at, top.to(tl.float64))
+    tl.store(results + TOTAL * num_rows + at, total)
+    tl.store(results + P_OF_DRAFTED * num_rows + at, drafted)
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def _exponential(bits):
 @triton.jit
 def settle_rows(
     weights,  # [R, width]; rows that judge a draft token become the weights of corrections
-    found,  # as in `weigh_rows`
+    results,  # as in `weigh_rows`
     words,  # as in `weigh_rows`
     sent,  # bytes: words [R, JUDGED_WORDS], then each q
     races,  # [2, R, ROW_WAITS], float64, for intermediate results
@@ -286,14 +286,14 @@ def settle_rows(
     row = weights + at * width
     wait = tl.arange(0, WAITS).to(tl.int64)
     token = tl.arange(0, WAIT_TOKENS).to(tl.int64)
-    total = tl.load(found + TOTAL * num_rows + at)
+    total = tl.load(results + TOTAL * num_rows + at)
     judged = sent.to(tl.pointer_type(tl.int64)) + at * JUDGED_WORDS
     num_before = tl.load(judged + NUM_BEFORE)
     behind = tl.full((), 0.0, tl.float64)
     remains = tl.full((), 0.0, tl.float64)
     if num_before >= 0:
         own = words + at * ROW_WORDS + DRAFTED
-        p = found + P_OF_DRAFTED * num_rows + at
+        p = results + P_OF_DRAFTED * num_rows + at
         log_pi = tl.full((), 0.0, tl.float64)
         if tl.load(judged + IS_BLOCK) > 0:
             for back in range(num_before, 0, -1):
@@ -324,8 +324,8 @@ def settle_rows(
                 left = tl.zeros_like(left)
             tl.debug_barrier()
         remains = pi * left / total
-    tl.store(found + ACCEPTED * num_rows + at, behind)
-    tl.store(found + LEFT * num_rows + at, remains)
+    tl.store(results + ACCEPTED * num_rows + at, behind)
+    tl.store(results + LEFT * num_rows + at, remains)
     zero = tl.full((), 0, tl.uint32)
     keys = judged + KEYS
     a = tl.load(keys).to(tl.uint32)
@@ -373,4 +373,4 @@ def settle_rows(
         if tl.max(reached) > top:
             top = tl.max(reached)
             drawn = tl.min(tl.where(reached == top, every, width))
-    tl.store(found + DRAWN * num_rows + at, drawn.to(tl.float64))
+    tl.store(results + DRAWN * num_rows + at, drawn.to(tl.float64))

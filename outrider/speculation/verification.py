@@ -108,9 +108,9 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
     biased = replace(plain, params=replace(params, logit_bias=((1, 1.0),)))
     try:
         for question in (plain, biased):
-            [found] = _by_kernels([question])
+            [actual] = _by_kernels([question])
             [expected] = _by_weights([replace(question, logits=logits.double())])
-            check(found.correction == expected.correction, f"{found} instead of {expected}")
+            check(actual.correction == expected.correction, f"{actual} instead of {expected}")
         coupled = [replace(noise, rule=Rule.COUPLED)] * 2
         vocabulary = DraftVocabulary.of(token_ids)
         draw_from_logits(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)

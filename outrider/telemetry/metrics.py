@@ -241,14 +241,14 @@ class HttpTimes:
         """Records a finished request. `route` is the pattern of the request's route; empty if no
         route matches. If the caller disconnected before the answer, `status` is None."""
         # Unknown methods become `_OTHER`, because callers could send any number of them.
-        found: dict[str, str | int] = {
+        attributes: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,
         }
         if route:
-            found["http.route"] = route
+            attributes["http.route"] = route
         if status is not None:
-            found["http.response.status_code"] = status
+            attributes["http.response.status_code"] = status
             if status >= 500:
-                found["error.type"] = str(status)
-        self._times.record(seconds, found)
+                attributes["error.type"] = str(status)
+        self._times.record(seconds, attributes)

@@ -107,7 +107,7 @@ class ObservedRequest(RequestObserver):
             attributes=self._genai,
             start_time=self._arrived_ns,
         )
-        self._span.set_attributes({key: one for key, one in asked.items() if one is not None})
+        self._span.set_attributes({key: value for key, value in asked.items() if value is not None})
         self._quiet = write_traceparent(self._span, sampled=False)
         self.trace_id = self._quiet[3:35]
         sampled = write_traceparent(self._span)

@@ -68,13 +68,13 @@ class Scrape:
             sums: dict[str, float] = defaultdict(float)  # over the labels that vLLM lacks
             for sample in metric.samples:
                 sums[sample.labels.get("position", "")] += sample.value
-            found = copy.copy(metric)
-            found.name, found.samples = f"vllm:{name}", []
+            copied = copy.copy(metric)
+            copied.name, copied.samples = f"vllm:{name}", []
             for position, value in sums.items():
                 labels = {"position": position} if position else {}
                 labels["model_name"] = self._vllm_model
-                found.add_sample(f"vllm:{name}_total", labels, value)
-            yield found
+                copied.add_sample(f"vllm:{name}_total", labels, value)
+            yield copied
 
     def serve(self, host: str, port: int) -> None:
         """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""
