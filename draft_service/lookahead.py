@@ -130,8 +130,8 @@ class LookAhead:
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether the newest round of the item's session belongs to this item."""
-        round_ahead = self._rounds.get(item.head.session_id)
-        return round_ahead is not None and round_ahead.item is item
+        ahead = self._rounds.get(item.head.session_id)
+        return ahead is not None and ahead.item is item
 
     def progress(self, item: DraftItem) -> Answers:
         """Returns no answers, only whether any will follow. `works_on(item)` must be true."""
@@ -144,41 +144,41 @@ class LookAhead:
         known. `committed` has this `digest`, and ends with `unseen`, the tokens that the session's
         sequence lacks."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), (), EMPTY_DIGEST)
-        now = RoundAhead(item, committed, unseen, digest)
-        self._rounds[now.session_id] = now
-        outcome = self._come_true(before, committed)
+        ahead = RoundAhead(item, committed, unseen, digest)
+        self._rounds[ahead.session_id] = ahead
+        outcome = self._actual_outcome(before, committed)
         answers: list[DraftAnswer] = []
         if item.held is not None:
-            now.drafted = item.held
+            ahead.drafted = item.held
         elif outcome in before.finished:
-            answers.append(self._answer(now, before.finished[outcome]))
+            answers.append(self._answer(ahead, before.finished[outcome]))
         else:
             taken = before.outcomes.pop(outcome, None)
-            answers += self._begin_wanted(now, taken, before.num_drawn.get(outcome, 0))
+            answers += self._begin_wanted(ahead, taken, before.num_drawn.get(outcome, 0))
         branch = before.kept.get(outcome)
-        if branch is not None and now.drafted and now.basis is None:
-            is_its = tuple(branch.token_ids[: len(now.drafted)]) == now.drafted
+        if branch is not None and ahead.drafted and ahead.basis is None:
+            is_its = tuple(branch.token_ids[: len(ahead.drafted)]) == ahead.drafted
             if is_its and self._drafter.holds(branch):
-                now.basis = before.kept.pop(outcome)
+                ahead.basis = before.kept.pop(outcome)
         self._end(before)
-        return self._advanced(now, answers)
+        return self._advanced(ahead, answers)
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
         """Runs one pass for the rounds of these items. `works_on` must be true for all items.
         Raises the errors of the engine."""
         rounds = [self._rounds[item.head.session_id] for item in items]
-        for now in rounds:
-            self._drop_evicted(now)
+        for ahead in rounds:
+            self._drop_evicted(ahead)
         room = self._max_num_seqs
-        waiting = [now.wanted for now in rounds if now.wanted is not None]
+        waiting = [ahead.wanted for ahead in rounds if ahead.wanted is not None]
         wanted = [branch for branch in waiting if branch.goes_on()][:room]
         room -= len(wanted)
-        unread = [now for now in rounds if now.wanted is None and not now.is_read]
-        read = [now for now in unread if self._is_readable(now)][:room]
-        for now in read:
-            if now.basis is not None and now.guesses is None:
-                self._begin_outcomes(now, None)
-        readings = [now.reading for now in read]
+        unread = [ahead for ahead in rounds if ahead.wanted is None and not ahead.is_read]
+        read = [ahead for ahead in unread if self._is_readable(ahead)][:room]
+        for ahead in read:
+            if ahead.basis is not None and ahead.guesses is None:
+                self._begin_outcomes(ahead, None)
+        readings = [ahead.reading for ahead in read]
         chosen = self._likeliest(rounds, room - len(read), wanted, readings)
         try:
             logits = self._drafter.advance([*wanted, *chosen], readings)
@@ -187,15 +187,15 @@ class LookAhead:
                 raise
         else:
             likely = self._likely_rows(read, logits) if read else []
-            for now, rows in zip(read, likely, strict=True):
-                now.is_read = True
-                self._begin_outcomes(now, rows)
-                self._drop_basis(now)
+            for ahead, rows in zip(read, likely, strict=True):
+                ahead.is_read = True
+                self._begin_outcomes(ahead, rows)
+                self._drop_basis(ahead)
             if not read or len(self._stale) > self._max_num_seqs:
                 self._release(self._stale)
-        for now in unread:
-            now.is_read = now.is_read or now in read or not self._is_readable(now)
-        return [self._advanced(now, self._harvest(now)) for now in rounds]
+        for ahead in unread:
+            ahead.is_read = ahead.is_read or ahead in read or not self._is_readable(ahead)
+        return [self._advanced(ahead, self._collect_finished(ahead)) for ahead in rounds]
 
     def _likeliest(
         self,
@@ -206,40 +206,40 @@ class LookAhead:
     ) -> list[AutoregressiveDraft]:
         """Returns the drafts of the likeliest outcomes, at most `most`. If pages are too few for
         the pass, ends the drafts of the least likely outcomes."""
-        candidates = [(now, outcome) for now in rounds for outcome in now.outcomes]
+        candidates = [(ahead, outcome) for ahead in rounds for outcome in ahead.outcomes]
         candidates.sort(key=lambda pair: pair[0].chances[pair[1]], reverse=True)
         del candidates[most:]
-        chosen = [now.outcomes[outcome] for now, outcome in candidates]
+        chosen = [ahead.outcomes[outcome] for ahead, outcome in candidates]
         if not self._drafter.can_advance([*wanted, *chosen], readings):
             self._release(self._stale)
             for other in self._rounds.values():
                 self._release(other.kept)
             while chosen and not self._drafter.can_advance([*wanted, *chosen], readings):
-                now, outcome = candidates.pop()
-                self._release([now.abandon(outcome)])
+                ahead, outcome = candidates.pop()
+                self._release([ahead.abandon(outcome)])
                 chosen.pop()
         return chosen
 
     def forget(self, session_id: str) -> None:
         self._outcome_models.forget(session_id)
-        round_ahead = self._rounds.pop(session_id, None)
-        if round_ahead is not None:
-            self._end(round_ahead)
+        ahead = self._rounds.pop(session_id, None)
+        if ahead is not None:
+            self._end(ahead)
             self._release(self._stale)
 
-    def give_way(self) -> None:
+    def drop_drafts(self) -> None:
         self._release(self._stale)
-        for round_ahead in self._rounds.values():
-            self._drop(round_ahead)
+        for ahead in self._rounds.values():
+            self._drop(ahead)
 
-    def _advanced(self, now: RoundAhead, answers: Sequence[DraftAnswer]) -> Answers:
+    def _advanced(self, ahead: RoundAhead, answers: Sequence[DraftAnswer]) -> Answers:
         if any(isinstance(answer, Refused) for answer in answers):
-            self.forget(now.session_id)
+            self.forget(ahead.session_id)
             return Answers(tuple(answers), more=False)
-        is_over = now.is_read and not now.outcomes
-        return Answers(tuple(answers), not is_over, now.wanted is not None)
+        is_over = ahead.is_read and not ahead.outcomes
+        return Answers(tuple(answers), not is_over, ahead.wanted is not None)
 
-    def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
+    def _actual_outcome(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
         """Returns the actual outcome of the round `before`, and reports it to the outcome model.
         Returns () if nothing was guessed, or if later rounds have committed tokens."""
         length, guesses = len(before.committed), before.guesses
@@ -257,7 +257,7 @@ class LookAhead:
         return outcome
 
     def _begin_wanted(
-        self, now: RoundAhead, taken: AutoregressiveDraft | None, num_drawn: int
+        self, ahead: RoundAhead, taken: AutoregressiveDraft | None, num_drawn: int
     ) -> list[DraftAnswer]:
         """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
         at least half of the wanted tokens, proposes the tokens it has. Each further token would
@@ -267,40 +267,42 @@ class LookAhead:
         of the same outcome have drawn `num_drawn` tokens."""
         if taken is not None:
             num_held = len(taken.token_ids)
-            taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
-            is_timed = now.item.deadline is not NO_DEADLINE
+            taken.num_wanted = min(taken.num_wanted, ahead.item.num_draft_tokens)
+            is_timed = ahead.item.deadline is not NO_DEADLINE
             if is_timed and 2 * num_held >= taken.num_wanted and num_held >= num_drawn:
                 taken.num_wanted = min(taken.num_wanted, num_held)
-        branch = taken or self._drafter.begin(now.request(now.session_id, (), self._engine.info))
+        branch = taken or self._drafter.begin(
+            ahead.request(ahead.session_id, (), self._engine.info)
+        )
         branch.num_due = num_drawn
         if branch.num_wanted == 0:
             if taken is not None:
                 self._release([taken])
-            return [self._answer(now, NOTHING_SEALED)]
-        branch.deadline = now.item.deadline
-        now.wanted = branch
-        return [self._answer_wanted(now, branch)] if branch.is_whole else []
+            return [self._answer(ahead, NOTHING_SEALED)]
+        branch.deadline = ahead.item.deadline
+        ahead.wanted = branch
+        return [self._answer_wanted(ahead, branch)] if branch.is_whole else []
 
     def _answer(
-        self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
+        self, ahead: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
         # A proposal that was drafted before the item came may be too long.
-        proposal = proposal.cut(now.item.num_draft_tokens)
-        now.drafted = proposal.token_ids
-        held = self._engine.length(now.session_id)
-        key = now.item.head.key
-        return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
+        proposal = proposal.cut(ahead.item.num_draft_tokens)
+        ahead.drafted = proposal.token_ids
+        held = self._engine.length(ahead.session_id)
+        key = ahead.item.head.key
+        return ProposalReply(key, proposal, len(ahead.committed), held, out_of_time=out_of_time)
 
-    def _is_readable(self, now: RoundAhead) -> bool:
+    def _is_readable(self, ahead: RoundAhead) -> bool:
         info = self._engine.info
-        length = len(now.committed) + len(now.drafted)
+        length = len(ahead.committed) + len(ahead.drafted)
         return (
-            self._engine.length(now.session_id) == length - len(now.to_read)
-            and now.item.num_draft_tokens > 0
-            and now.item.look_ahead > 0
-            and not now.sampling.penalised
+            self._engine.length(ahead.session_id) == length - len(ahead.to_read)
+            and ahead.item.num_draft_tokens > 0
+            and ahead.item.look_ahead > 0
+            and not ahead.sampling.penalised
             and length < info.max_model_len
-            and max(now.to_read) < info.vocab_size
+            and max(ahead.to_read) < info.vocab_size
         )
 
     def _likely_rows(
@@ -308,7 +310,9 @@ class LookAhead:
     ) -> list[LikelyTokens | None]:
         """Returns the likely tokens of each round's rows; None if a row is not a distribution."""
         sizes = [*map(len, logits)]
-        params = [now.sampling for now, num in zip(rounds, sizes, strict=True) for _ in range(num)]
+        params = [
+            ahead.sampling for ahead, num in zip(rounds, sizes, strict=True) for _ in range(num)
+        ]
         try:
             rows = likely_tokens(joined_rows(logits), params, self._drafter.vocabulary)
         except OutriderError as error:
@@ -316,88 +320,90 @@ class LookAhead:
                 _log.debug("the outcomes of a round cannot be predicted: %s", error)
                 return [None]
             alone = zip(rounds, logits, strict=True)
-            return [self._likely_rows([now], [own])[0] for now, own in alone]
+            return [self._likely_rows([ahead], [own])[0] for ahead, own in alone]
         return [*rows.split(sizes)]
 
-    def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
+    def _begin_outcomes(self, ahead: RoundAhead, read: LikelyTokens | None) -> None:
         """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has
-        the likely tokens of the rows of `now.reading`; None = not read yet, or unusable."""
+        the likely tokens of the rows of `ahead.reading`; None = not read yet, or unusable."""
         # For each x_i, the likely tokens of its distribution.
-        parts = [] if now.basis is None else now.basis.rows[: len(now.drafted)]
+        parts = [] if ahead.basis is None else ahead.basis.rows[: len(ahead.drafted)]
         if read is not None:
             parts.append(read)
         if not parts:
             return
-        rows, noise = LikelyTokens.joined(parts), now.item.head.noise
+        rows, noise = LikelyTokens.joined(parts), ahead.item.head.noise
         try:
-            now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted)
+            ahead.guesses = guess_outcomes(rows, ahead.sampling, noise, ahead.drafted)
         except OutriderError as error:
             _log.debug("the outcomes of a round cannot be predicted: %s", error)
             return
-        corrections = now.guesses.corrections
-        now.chances = {
+        corrections = ahead.guesses.corrections
+        ahead.chances = {
             (
-                *now.drafted[: likely.num_accepted],
+                *ahead.drafted[: likely.num_accepted],
                 corrections[likely.num_accepted][likely.rank],
             ): likely.chance
-            for likely in self._outcome_model(now).plan(now.guesses, now.item.look_ahead)
+            for likely in self._outcome_model(ahead).plan(ahead.guesses, ahead.item.look_ahead)
         }
-        unlikely = [outcome for outcome in now.outcomes if outcome not in now.chances]
-        self._release([now.abandon(outcome) for outcome in unlikely])
-        for outcome in now.chances:
-            if outcome not in now.outcomes and outcome not in now.finished:
-                self._branch_off(now, outcome)
+        unlikely = [outcome for outcome in ahead.outcomes if outcome not in ahead.chances]
+        self._release([ahead.abandon(outcome) for outcome in unlikely])
+        for outcome in ahead.chances:
+            if outcome not in ahead.outcomes and outcome not in ahead.finished:
+                self._branch_off(ahead, outcome)
 
-    def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
-        name = f"{now.session_id}/{next(self._numbers)}"
-        source = now.session_id if now.basis is None or now.is_read else now.basis.sequence_id
+    def _branch_off(self, ahead: RoundAhead, outcome: Outcome) -> None:
+        name = f"{ahead.session_id}/{next(self._numbers)}"
+        source = (
+            ahead.session_id if ahead.basis is None or ahead.is_read else ahead.basis.sequence_id
+        )
         self._engine.fork(source, name)
-        self._engine.keep(name, len(now.committed) + len(outcome) - 1)
-        request = now.request(name, outcome, self._engine.info)
+        self._engine.keep(name, len(ahead.committed) + len(outcome) - 1)
+        request = ahead.request(name, outcome, self._engine.info)
         branch = self._drafter.begin(request)
         if branch.num_wanted == 0:
             self._engine.release(name)
         else:
-            now.outcomes[outcome] = branch
+            ahead.outcomes[outcome] = branch
 
-    def _harvest(self, now: RoundAhead) -> list[DraftAnswer]:
+    def _collect_finished(self, ahead: RoundAhead) -> list[DraftAnswer]:
         answers: list[DraftAnswer] = []
-        if now.wanted is not None and now.wanted.is_whole:
-            answers.append(self._answer_wanted(now, now.wanted))
-        for outcome, branch in [*now.outcomes.items()]:
+        if ahead.wanted is not None and ahead.wanted.is_whole:
+            answers.append(self._answer_wanted(ahead, ahead.wanted))
+        for outcome, branch in [*ahead.outcomes.items()]:
             if not branch.is_whole:
                 continue
-            del now.outcomes[outcome]
+            del ahead.outcomes[outcome]
             if branch.is_seen and self._drafter.holds(branch):
-                now.kept[outcome] = branch
+                ahead.kept[outcome] = branch
             else:
                 self._release([branch])
             if branch.token_ids:
-                answers += self._pushed(now, outcome, SealedProposal.of(branch.proposal))
+                answers += self._pushed(ahead, outcome, SealedProposal.of(branch.proposal))
         return answers
 
-    def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        now.wanted = None
-        is_own = branch.sequence_id == now.session_id
+    def _answer_wanted(self, ahead: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
+        ahead.wanted = None
+        is_own = branch.sequence_id == ahead.session_id
         if branch.error is not None:
             if not is_own:
                 self._release([branch])
-            return refusal(now.item.head.key, branch.error)
-        answer = self._answer(now, SealedProposal.of(branch.proposal), branch.deadline.has_cut)
+            return refusal(ahead.item.head.key, branch.error)
+        answer = self._answer(ahead, SealedProposal.of(branch.proposal), branch.deadline.has_cut)
         if branch.is_seen and self._drafter.holds(branch):
-            now.basis = branch
+            ahead.basis = branch
         elif not is_own:
             self._release([branch])
         elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise the draft never ran.
-            length = len(now.committed) - 1
-            is_held = self._engine.keep(now.session_id, length) == length
-            now.unseen = now.committed[-1:] if is_held else ()
+            length = len(ahead.committed) - 1
+            is_held = self._engine.keep(ahead.session_id, length) == length
+            ahead.unseen = ahead.committed[-1:] if is_held else ()
         return answer
 
     def _pushed(
-        self, now: RoundAhead, outcome: Outcome, proposal: SealedProposal
+        self, ahead: RoundAhead, outcome: Outcome, proposal: SealedProposal
     ) -> list[ProposalReply]:
-        key, length = now.item.head.key, len(now.committed)
+        key, length = ahead.item.head.key, len(ahead.committed)
         reply = ProposalReply(
             ReplyKey(key.session_id, key.epoch, key.round + 1),
             proposal,
@@ -405,10 +411,12 @@ class LookAhead:
             length + len(outcome) - 1,
             assumed=outcome,
         )
-        now.finished[outcome] = proposal
-        if reply.num_bytes > now.bytes_left:  # The session's next item may still use the proposal.
+        ahead.finished[outcome] = proposal
+        if (
+            reply.num_bytes > ahead.bytes_left
+        ):  # The session's next item may still use the proposal.
             return []
-        now.bytes_left -= reply.num_bytes
+        ahead.bytes_left -= reply.num_bytes
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
@@ -419,7 +427,7 @@ class LookAhead:
         without tokens runs again alone. After any other error, drafts without tokens fail. But if
         no draft has tokens, returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
-        self.give_way()
+        self.drop_drafts()
         is_draft_fault = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
         if not is_draft_fault and not any(branch.token_ids for branch in wanted):
             return False
@@ -437,13 +445,15 @@ class LookAhead:
                     self._drafter.end(branch, own_error)
         return True
 
-    def _drop_evicted(self, now: RoundAhead) -> None:
+    def _drop_evicted(self, ahead: RoundAhead) -> None:
         """Drops the outcomes whose drafts have lost their pages. A wanted draft that has lost its
         pages ends with the tokens that it has."""
-        if now.wanted is not None and not self._drafter.holds(now.wanted):
-            now.wanted.stop()
-        for outcome in [at for at, draft in now.outcomes.items() if not self._drafter.holds(draft)]:
-            now.abandon(outcome)
+        if ahead.wanted is not None and not self._drafter.holds(ahead.wanted):
+            ahead.wanted.stop()
+        for outcome in [
+            at for at, draft in ahead.outcomes.items() if not self._drafter.holds(draft)
+        ]:
+            ahead.abandon(outcome)
 
     def _release(
         self, branches: list[AutoregressiveDraft] | dict[Outcome, AutoregressiveDraft]
@@ -452,27 +462,27 @@ class LookAhead:
             self._engine.release(branch.sequence_id)
         branches.clear()
 
-    def _end(self, now: RoundAhead) -> None:
+    def _end(self, ahead: RoundAhead) -> None:
         """Ends a round. The sequences of finished drafts are released after a later pass. A
         release now would delay the next pass, for which a coordinator may wait."""
-        if now.wanted is not None and now.wanted.sequence_id != now.session_id:
-            self._release([now.wanted])
-        self._stale += now.kept.values()
-        now.kept.clear()
-        self._drop(now)
+        if ahead.wanted is not None and ahead.wanted.sequence_id != ahead.session_id:
+            self._release([ahead.wanted])
+        self._stale += ahead.kept.values()
+        ahead.kept.clear()
+        self._drop(ahead)
 
-    def _drop(self, now: RoundAhead) -> None:
-        self._release([now.abandon(outcome) for outcome in [*now.outcomes]])
-        self._release(now.kept)
-        self._drop_basis(now)
+    def _drop(self, ahead: RoundAhead) -> None:
+        self._release([ahead.abandon(outcome) for outcome in [*ahead.outcomes]])
+        self._release(ahead.kept)
+        self._drop_basis(ahead)
 
-    def _drop_basis(self, now: RoundAhead) -> None:
-        if now.basis is not None and now.basis.sequence_id != now.session_id:
-            self._release([now.basis])
-            now.basis = None
+    def _drop_basis(self, ahead: RoundAhead) -> None:
+        if ahead.basis is not None and ahead.basis.sequence_id != ahead.session_id:
+            self._release([ahead.basis])
+            ahead.basis = None
 
-    def _outcome_model(self, now: RoundAhead) -> OutcomeModel:
-        head = now.item.head
+    def _outcome_model(self, ahead: RoundAhead) -> OutcomeModel:
+        head = ahead.item.head
         return self._outcome_models.of(
-            now.session_id, head.epoch, head.seed, head.rule, now.sampling.temperature
+            ahead.session_id, head.epoch, head.seed, head.rule, ahead.sampling.temperature
         )

@@ -44,9 +44,9 @@ class DraftService(SteppedService):
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
         # With costs, coordinators expect a pass for each token. A one-pass drafter needs only one.
-        told = None if drafter.in_one_pass else costs
+        described_costs = None if drafter.in_one_pass else costs
         description = replace(
-            describe_model(drafter.engine.info, max_num_seqs, told),
+            describe_model(drafter.engine.info, max_num_seqs, described_costs),
             reads_features=drafter.reads_features,
         )
         super().__init__(self._proposer, executor, description)
@@ -63,10 +63,10 @@ class DraftService(SteppedService):
         work = super()._work(item, sender)
         work.follow = _next_item
         if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
-            work.timer = loop.call_at(deadline.ends_at, self._tell_undrawn, work, deadline)
+            work.timer = loop.call_at(deadline.ends_at, self._report_undrawn, work, deadline)
         return work
 
-    def _tell_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
+    def _report_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
         """If no token is drawn yet, reports this to the coordinator, and prevents draws. The item's
         prefix still runs. Then an empty proposal reports how many tokens the replica holds."""
         if deadline.close_undrawn():
@@ -176,8 +176,8 @@ class Proposer(StepWorker):
         self._unfinished.pop(session_id, None)
         self._look_ahead.forget(session_id)
 
-    def _give_way(self) -> None:
-        self._look_ahead.give_way()
+    def _free_unneeded_pages(self) -> None:
+        self._look_ahead.drop_drafts()
 
     def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole

@@ -30,7 +30,7 @@ from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpu
 from .learners import LEARNERS, use_plain_attention
 from .measuring import Measured, measure, render_card
 from .options import DRAFT_VOCAB, DistillOptions
-from .storage import alone_in, filled, folder_name
+from .storage import exclusive_use, filled, folder_name
 from .teacher import Dataset, Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
@@ -65,7 +65,7 @@ def distill(options: DistillOptions, target: Target, cache: Path, report: Report
     run for this target is in progress."""
     fingerprint = tensors_fingerprint(target.directory)
     place = cache / "distillation" / fingerprint[:16]
-    with alone_in(place):
+    with exclusive_use(place):
         return _Run(options, target, place, report).finish(fingerprint)
 
 

@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def exclusive_use(directory: Path) -> Iterator[None]:
     """Locks the directory. Raises `ConfigError` if another run is using it."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -81,7 +81,7 @@ def check_out(out: Path) -> Path:
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):
             raise SettingError("out", f"{out} exists; it must be a new or an empty directory")
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _beside(out):
+        with _sibling_directory(out):
             return out
     except (OSError, RuntimeError) as error:
         raise SettingError("out", f"{out}: no drafter can be written there: {error}") from error
@@ -92,7 +92,7 @@ def filled(out: Path) -> Iterator[Path]:
     """Yields an empty directory, which is renamed to `out` when the caller has filled it. Raises
     `SettingError` if a file cannot be written."""
     try:
-        with _beside(out) as work:
+        with _sibling_directory(out) as work:
             new = Path(work, "new")
             new.mkdir()
             yield new
@@ -101,5 +101,5 @@ def filled(out: Path) -> Iterator[Path]:
         raise SettingError("out", f"{out}: no drafter could be written there: {error}") from error
 
 
-def _beside(out: Path) -> tempfile.TemporaryDirectory[str]:
+def _sibling_directory(out: Path) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)

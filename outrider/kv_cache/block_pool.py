@@ -116,7 +116,7 @@ class BlockPool:
                 break
             sequence.keys.append(key)
             sequence.pages.append(page)
-            self._hold(page)
+            self._add_reference(page)
         sequence.num_written = len(sequence.pages) * size
         sequence.tokens.extend(token_ids[: sequence.num_written])
         sequence.num_queried = len(token_ids)
@@ -154,10 +154,10 @@ class BlockPool:
             sequence = self._sequences[step.sequence_id] = self._sequence(step.sequence_id)
             length, pages = len(sequence.tokens), sequence.pages
             if length % self.page_size:
-                copies += self._own(pages)
+                copies += self._make_writable(pages)
             for _ in range(-(-(length + len(step.token_ids)) // self.page_size) - len(pages)):
                 pages.append(self._free.pop())
-                self._hold(pages[-1])
+                self._add_reference(pages[-1])
             if sequence.num_queried:
                 self._prefix_queries += sequence.num_queried
                 self._prefix_hits += length
@@ -174,7 +174,7 @@ class BlockPool:
             keys = sequence.keys
             while (end := len(keys) * size) <= sequence.num_written:
                 keys.append(_next_key(keys[-1], sequence.tokens.since(end - size, end)))
-                self._know(keys[-1], sequence.pages[len(keys) - 2])
+                self._register(keys[-1], sequence.pages[len(keys) - 2])
 
     def keep(self, sequence_id: str, length: int) -> int:
         """See `Engine.keep`."""
@@ -184,7 +184,7 @@ class BlockPool:
             return len(sequence.tokens)
         num_pages = -(-length // self.page_size)
         for page in reversed(sequence.pages[num_pages:]):
-            self._let_go(page)
+            self._drop_reference(page)
         del sequence.pages[num_pages:]
         del sequence.keys[length // self.page_size + 1 :]
         sequence.tokens.truncate(length)
@@ -205,8 +205,8 @@ class BlockPool:
                 continue
             known = page
             if index + 1 < len(sequence.keys):
-                known = self._know(sequence.keys[index + 1], page)
-            self._let_go(page)
+                known = self._register(sequence.keys[index + 1], page)
+            self._drop_reference(page)
             if known in self._remembered:
                 self._remembered.move_to_end(known)
 
@@ -246,7 +246,7 @@ class BlockPool:
             self._forget(page)
             self._free.append(page)
 
-    def _know(self, key: bytes, page: int) -> int:
+    def _register(self, key: bytes, page: int) -> int:
         """Makes `page` the shared page for `key`, unless `key` already has a page. Returns the page
         of `key`. Until `_forget`, no sequence may write to this page."""
         known = self._page_of.setdefault(key, page)
@@ -256,7 +256,7 @@ class BlockPool:
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
 
-    def _own(self, pages: list[int]) -> list[Copy]:
+    def _make_writable(self, pages: list[int]) -> list[Copy]:
         """Makes the last page of a page table writable. Returns the copies to make: none or one."""
         page = pages[-1]
         if self._holders[page] == 1:
@@ -264,16 +264,16 @@ class BlockPool:
                 self._forget(page)
             return []
         pages[-1] = copy = self._free.pop()
-        self._let_go(page)
-        self._hold(copy)
+        self._drop_reference(page)
+        self._add_reference(copy)
         return [(page, copy)]
 
-    def _hold(self, page: int) -> None:
+    def _add_reference(self, page: int) -> None:
         if not self._holders[page]:
             self._remembered.pop(page, None)
         self._holders[page] += 1
 
-    def _let_go(self, page: int) -> None:
+    def _drop_reference(self, page: int) -> None:
         """A page without holders becomes remembered if its prefix is known, otherwise free."""
         self._holders[page] -= 1
         if self._holders[page]:

@@ -192,7 +192,7 @@ def _logits_in_parts(
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]
         own = SequenceStep("trial", chunk, len(chunk))
-        others = _crowd(engine.info, num_rows - len(chunk), max_num_seqs - 1)
+        others = _filler_steps(engine.info, num_rows - len(chunk), max_num_seqs - 1)
         if not engine.can_hold([*others, own]):
             others = []
         rows.append(engine.forward([*others, own])[-1])
@@ -202,7 +202,7 @@ def _logits_in_parts(
     return torch.cat(rows)
 
 
-def _crowd(info: ModelInfo, num_tokens: int, num_sequences: int) -> list[SequenceStep]:
+def _filler_steps(info: ModelInfo, num_tokens: int, num_sequences: int) -> list[SequenceStep]:
     steps: list[SequenceStep] = []
     while num_tokens > 0 and len(steps) < num_sequences:
         ids = _varied_tokens(min(num_tokens, info.max_model_len), info)

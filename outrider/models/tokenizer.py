@@ -96,10 +96,10 @@ class TokenizerText:
     def _knows_tools(self) -> bool:
         function = {"name": _SOME_TOOL, "description": "", "parameters": {"type": "object"}}
         try:
-            told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
+            listed = self.render([_SOME_TURN], [{"type": "function", "function": function}])
         except BadRequest:
             return True  # Rendering the real conversation then raises the template's error.
-        return _SOME_TOOL in told
+        return _SOME_TOOL in listed
 
     def render(
         self,

@@ -182,7 +182,7 @@ class Lease:
         await self._registry.announce(self._record())
         self._task = asyncio.create_task(self._run())
 
-    def say_again(self) -> None:
+    def announce_now(self) -> None:
         """Must be called when the replica's record has changed. Announces the replica at once."""
         self._soon.set()
 

@@ -204,7 +204,7 @@ class ReplicaHost(place.PlacedActor):
         """Announces that this replica will stop, so that its sessions move to other replicas."""
         self._engagement = replace(self._engagement, leaving=True)
         if self._announcer is not None:
-            self._announcer.say_again()
+            self._announcer.announce_now()
 
     async def _follow_health(self, service: SteppedService, server: RpcServer) -> None:
         while service.lost is None:

@@ -20,7 +20,7 @@ from outrider.replica.place import PlacedActor
 from outrider.replica.threads import (
     LOADING_NICENESS,
     cores_for,
-    give_way,
+    lower_priority,
     on_passing_thread,
     use_threads,
 )
@@ -90,7 +90,7 @@ def engine_of_a_replica(
     so that loading does not slow down other replicas on the same cores. With several ranks, the
     thread keeps its priority, because the threads that it starts for steps inherit it."""
     if leadership is None:
-        give_way(LOADING_NICENESS)
+        lower_priority(LOADING_NICENESS)
         return build_engine(config, num_threads)
     from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
 

@@ -119,7 +119,9 @@ class SteppedService(ReplicaService):
         self._late: Unavailable | None = None  # why items are refused; None unless a step is late
         self._running: Sequence[StepRequest] = ()
         """Requests of the running step; empty once the step is late."""
-        self._watch = StepWatch(worker.expected, executor.may_compile, self._be_late, self._be_hung)
+        self._watch = StepWatch(
+            worker.expected, executor.may_compile, self._on_late_step, self._on_hung_step
+        )
         self._crashes = 0
         self.health_changed = asyncio.Event()  # set when `healthy` or `lost` may change
         self._num_starved = 0  # value of the worker's `figures.num_starved` after the last step
@@ -239,11 +241,11 @@ class SteppedService(ReplicaService):
         self._leaving[session_id] = True
         self._start()
 
-    def hang_up(self, sender: AnswerSender) -> None:
-        """Calls `park` for the sessions whose last item came over this closed connection."""
-        self.park([name for name, (last, _) in self.sessions.items() if last is sender])
+    def disconnect(self, sender: AnswerSender) -> None:
+        """Calls `evict` for the sessions whose last item came over this closed connection."""
+        self.evict([name for name, (last, _) in self.sessions.items() if last is sender])
 
-    def park(self, session_ids: Sequence[str]) -> None:
+    def evict(self, session_ids: Sequence[str]) -> None:
         """Frees the pages of these sessions before the next step."""
         for session_id in session_ids:
             self.sessions.pop(session_id, None)
@@ -285,16 +287,16 @@ class SteppedService(ReplicaService):
     async def _run(self) -> None:
         try:
             while not self._over:
-                await self._news()
+                await self._wait_for_work()
                 while not self._over and (self._queue.waiting or self._leaving):
                     until = self._delay.hold(_now(), self._queue.rows)
                     while self._delay.awaited and not self._over and _now() < until:
-                        await self._news(until)
+                        await self._wait_for_work(until)
                     if await self._step(self._take()):
                         # Lets the loop send answers before the next step occupies the interpreter.
                         await asyncio.sleep(0)
                     else:
-                        await self._news(_now() + STARVED_REST_S)
+                        await self._wait_for_work(_now() + STARVED_REST_S)
                 self._idle.set()
         except Exception as error:
             logger.exception("the loop of steps has failed")
@@ -302,8 +304,8 @@ class SteppedService(ReplicaService):
         finally:
             self._idle.set()
 
-    async def _news(self, until: float | None = None) -> None:
-        """Waits until `submit`, `release`, `park` or `close` is called, but not beyond `until`."""
+    async def _wait_for_work(self, until: float | None = None) -> None:
+        """Waits until `submit`, `release`, `evict` or `close` is called, but not beyond `until`."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._wake.wait()
@@ -351,7 +353,7 @@ class SteppedService(ReplicaService):
             # A session may be silent because its coordinator died, or because its release was lost.
             since, waiting = _now() - limits.SILENT_SESSION_MS / 1e3, self._queue.sessions
             silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
-            self.park([name for name, _ in silent if name not in waiting])
+            self.evict([name for name, _ in silent if name not in waiting])
         return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
 
     def _finish(self, batch: list[StepRequest], steps: list[_Step], now: float) -> None:
@@ -372,11 +374,11 @@ class SteppedService(ReplicaService):
             self._queue.remove(works)
             self._answer(works, step._replace(answers=[answer for _, answer in pairs]), now)
 
-    def _put_back(self, works: Sequence[StepRequest]) -> None:
+    def _requeue(self, works: Sequence[StepRequest]) -> None:
         """Returns requests to the queue. Cancels requests whose session was released meanwhile."""
         released = [work for work in works if self._leaving.get(work.session_id)]
         self._cancel(released)
-        self._queue.put_back([work for work in works if work not in released])
+        self._queue.requeue([work for work in works if work not in released])
 
     def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
         """Handles a crash of a step. If the step had one request, refuses the request. If the step
@@ -393,7 +395,7 @@ class SteppedService(ReplicaService):
             return
         for work in batch:
             work.runs_alone = True
-        self._put_back(batch)
+        self._requeue(batch)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest] = ()) -> None:
         logger.critical("no further step can run: %s", lost)
@@ -403,7 +405,7 @@ class SteppedService(ReplicaService):
             self._refuse(work, lost)
         self._queue.waiting = []
 
-    def _be_late(self, seconds: float) -> None:
+    def _on_late_step(self, seconds: float) -> None:
         """Refuses the items of the running step and all that wait, so that their sessions move to
         other replicas. The step's answers are dropped."""
         self._late = Unavailable(f"a step has not ended in {seconds:.1f} s")
@@ -413,9 +415,9 @@ class SteppedService(ReplicaService):
         self._running, self._queue.waiting = (), []
         for work in works:
             self._refuse(work, self._late)
-        self.park([work.session_id for work in works])
+        self.evict([work.session_id for work in works])
 
-    def _be_hung(self, seconds: float) -> None:
+    def _on_hung_step(self, seconds: float) -> None:
         self._give_up(EngineLost(f"a step has not ended in {seconds:.1f} s"))
         if self._task is not None:
             self._task.cancel()
@@ -494,7 +496,7 @@ class SteppedService(ReplicaService):
         self._load_since(start).stepped(batch, start, end)
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)
-        self._put_back([work for work in batch if work.unfinished is not None])
+        self._requeue([work for work in batch if work.unfinished is not None])
 
     def _cancel(self, works: Sequence[StepRequest]) -> None:
         for work in works:
@@ -587,7 +589,7 @@ class _Connection(AnswerSender):
 
     def close(self) -> None:
         self.closed = True
-        self._service.hang_up(self)
+        self._service.disconnect(self)
 
 
 def describe_model(

@@ -63,7 +63,7 @@ class AnswerSender:
     def send(self, answers: Sequence[Any]) -> None:
         """Sends the held answers of the same sessions, and then these answers. If an answer is held
         and is also among `answers`, it is sent once. Sends nothing on a closed connection."""
-        self._take_along({answer.key.session_id for answer in answers}, answers)
+        self._send_with_held({answer.key.session_id for answer in answers}, answers)
 
     def hold(self, answers: Sequence[Any], seconds: float) -> None:
         """Holds answers. After at most `seconds`, sends all held answers in one message."""
@@ -73,12 +73,12 @@ class AnswerSender:
 
     def flush(self, session_id: str) -> None:
         """Sends the held answers of a session."""
-        self._take_along({session_id}, ())
+        self._send_with_held({session_id}, ())
 
     def _flush_all(self) -> None:
         self.send([*self._held])
 
-    def _take_along(self, session_ids: set[str], answers: Sequence[Any]) -> None:
+    def _send_with_held(self, session_ids: set[str], answers: Sequence[Any]) -> None:
         again = {id(answer) for answer in answers}
         leaving = [answer for answer in self._held if answer.key.session_id in session_ids]
         self._held = [answer for answer in self._held if answer.key.session_id not in session_ids]
@@ -220,5 +220,5 @@ class RequestQueue:
         taken = set(works)
         self.waiting = [work for work in self.waiting if work not in taken]
 
-    def put_back(self, works: Sequence[StepRequest]) -> None:
+    def requeue(self, works: Sequence[StepRequest]) -> None:
         self.waiting = sorted([*works, *self.waiting], key=attrgetter("arrived_at"))

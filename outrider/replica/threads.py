@@ -84,7 +84,7 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
         pool.shutdown(wait=False)
 
 
-def give_way(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Raises the niceness of the calling thread, and of threads that it starts later, to `niceness`
     above the niceness of the process."""
     try:

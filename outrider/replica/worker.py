@@ -118,7 +118,7 @@ class StepWorker:
         }
         steps = list(wholes.values())
         if not self._engine.can_hold(steps):
-            self._give_way()
+            self._free_unneeded_pages()
             if not self._engine.can_hold(steps):
                 self._place(demands, alignments, wholes)
         admissions = self._grant(demands, alignments, num_carried)
@@ -127,7 +127,7 @@ class StepWorker:
                 self._engine.release(name)  # The next step may find a longer cached prefix.
         return admissions
 
-    def _give_way(self) -> None:
+    def _free_unneeded_pages(self) -> None:
         """Frees pages that no waiting item needs."""
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:

@@ -340,7 +340,7 @@ class ReplicaNode(Node):
     async def leave(self) -> None:
         self._engagement = replace(self._engagement, leaving=True)
         if self._lease is not None:
-            self._lease.say_again()
+            self._lease.announce_now()
 
     async def stop(self, grace_s: float, world: Any) -> None:
         lease, self._lease = self._lease, None

@@ -98,7 +98,7 @@ async def test_a_step_has_two_passes_if_no_session_waits_and_no_item_has_come(
     class Counted(ToyEngine):
         def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
             if has_news:
-                draft.service.park([session_name(2)])
+                draft.service.evict([session_name(2)])
             return super().forward(steps)
 
     async def counted(step: Callable[[], Any]) -> Any:
@@ -165,7 +165,7 @@ async def test_what_an_abandoned_draft_has_drawn_is_drawn_again() -> None:
     async with draft_over() as draft:
         draft.link.send(item(PROMPT, count=6))
         drawn = await until_outcomes_have(draft, 3)
-        draft.service._proposer._look_ahead.give_way()
+        draft.service._proposer._look_ahead.drop_drafts()
         outcome = next(outcome for outcome, num in drawn.items() if num == 3)
         committed = (*PROMPT, *outcome)
         num_heard = len(draft.listener.answers)

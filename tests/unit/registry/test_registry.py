@@ -76,7 +76,7 @@ async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> 
     await asyncio.sleep(RENEWAL_S)
     assert await replica.heard() == [replica.record]
     replica.record = leaving
-    replica.announcer.say_again()
+    replica.announcer.announce_now()
     await asyncio.sleep(0.1)
     assert await replica.heard() == [leaving]
     await asyncio.sleep(RENEWAL_S)

@@ -30,9 +30,9 @@ def test_what_a_step_did_not_finish_keeps_its_place() -> None:
     queue = filled(work(1), work(2), work(3))
     first, second = queue.take(0.0)[0]
     queue.add(work(4))
-    queue.put_back([first])
+    queue.requeue([first])
     assert names(queue.take(0.0)[0]) == [(1, 0), (3, 0)]
-    queue.put_back([second])
+    queue.requeue([second])
     assert names(queue.take(0.0)[0]) == [(2, 0), (4, 0)]
 
 

@@ -92,7 +92,7 @@ class Worker:
         return ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0)  # type: ignore[arg-type]
 
     def leave(self, session_ids: Mapping[str, bool]) -> None:
-        words = {True: "release", False: "park"}
+        words = {True: "release", False: "evict"}
         self.heard += [(words[is_over], name) for name, is_over in session_ids.items()]
         if session_ids:
             self.starved.clear()
@@ -281,7 +281,7 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
     assert str(desk.service.lost) == "rank 1 is gone"
     desk.submit(5)
     assert desk.frames[-1][0].message == "rank 1 is gone"
-    desk.service.park([session_name(1)])
+    desk.service.evict([session_name(1)])
     desk.service.release(session_name(1), 1)
     async with asyncio.timeout(PATIENCE_S):
         await desk.service.drain()
@@ -345,7 +345,7 @@ async def test_a_late_step_that_ends_sends_nothing_and_the_replica_serves_again(
     assert desk.frames == []
     assert desk.service.healthy
     assert desk.service.describe() is desk.service.description
-    assert desk.worker.heard == [("park", session_name(1))]
+    assert desk.worker.heard == [("evict", session_name(1))]
     desk.submit(1)
     assert isinstance((await desk.finish())[-1], ProposalReply)
     assert len(told) == 1
@@ -378,11 +378,11 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     desk.submit(1)
     await asyncio.sleep(2.5 * STARVED_REST_S)
     assert 2 <= len(desk.worker.steps) <= 4
-    desk.service.park([session_name(9)])
+    desk.service.evict([session_name(9)])
     answer = (await desk.answered())[1]
     assert answer.queue_ms > 2000 * STARVED_REST_S
     assert answer.compute_ms < 100
-    assert desk.worker.heard == [("park", session_name(9))]
+    assert desk.worker.heard == [("evict", session_name(9))]
     assert set(told[:-1]) == {Unfinished.WAITS}
     await desk.service.close()
 
@@ -394,7 +394,7 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     desk.submit(1, deadline_ms=30)
     assert (await desk.answered())[1].code == 4
     assert len(desk.worker.steps) <= 3
-    assert desk.worker.heard == [("park", session_name(1))]
+    assert desk.worker.heard == [("evict", session_name(1))]
     await desk.service.close()
 
 
@@ -513,8 +513,8 @@ async def test_a_closed_connection_takes_along_those_heard_on_it_last(desk: Desk
     await desk.finish()
     assert desk.worker.heard == [
         ("release", session_name(3)),
-        ("park", session_name(1)),
-        ("park", session_name(2)),
+        ("evict", session_name(1)),
+        ("evict", session_name(2)),
     ]
 
 
