@@ -113,7 +113,7 @@ class HttpClient(BenchClient):
     async def generate(self, request: GenerateRequest) -> Completion:
         clock = asyncio.get_running_loop().time
         chunk_s: list[float] = []
-        usage, told = dict[str, Any](), dict[str, Any]()
+        usage, metrics = dict[str, Any](), dict[str, Any]()
         seconds = 0.0
         url, body = self._question(request)
         started_s = clock()
@@ -133,7 +133,7 @@ class HttpClient(BenchClient):
                         if any(new.get(name) for name in _CONTENT):
                             chunk_s.append(seconds)
                     usage = chunk.get("usage") or usage
-                    told = (chunk.get("metrics") or {}).get("speculative_decoding") or told
+                    metrics = (chunk.get("metrics") or {}).get("speculative_decoding") or metrics
             if not usage.get("completion_tokens") or not seconds:
                 raise Unavailable("the stream ended without tokens or without `usage`")
             return Completion(
@@ -141,9 +141,9 @@ class HttpClient(BenchClient):
                 started_s,
                 seconds,
                 0,
-                int(told.get("num_draft_tokens", 0)),
-                int(told.get("num_accepted_draft_tokens", 0)),
-                int(told.get("num_spec_steps", 0)),
+                int(metrics.get("num_draft_tokens", 0)),
+                int(metrics.get("num_accepted_draft_tokens", 0)),
+                int(metrics.get("num_spec_steps", 0)),
                 chunk_s,
                 int(usage.get("prompt_tokens") or 0),
                 int(usage["completion_tokens"]),

@@ -149,8 +149,8 @@ def certs(arguments: Arguments) -> int:
     left = {AUTHORITY: tls.days_left(directory / f"{AUTHORITY}.pem", now)}
     for role in ROLES:
         left[role] = tls.days_left(tls.RoleFiles.of(directory, role).checked().certificate, now)
-    said = [f"{directory / f'{name}.pem'}: {days} days" for name, days in left.items()]
-    return tell(Report({"directory": str(directory), "days_left": left}, said), arguments.json)
+    rows = [f"{directory / f'{name}.pem'}: {days} days" for name, days in left.items()]
+    return tell(Report({"directory": str(directory), "days_left": left}, rows), arguments.json)
 
 
 def _make_certificates(directory: Path, arguments: Arguments) -> None:

@@ -38,7 +38,7 @@ class Progress:
         self.quiet = False
         self._period_s = period_s
         self._changed = threading.Condition()
-        self._doing = ""
+        self._stage = ""
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
@@ -51,7 +51,7 @@ class Progress:
             with self._changed:
                 if at_once:
                     note(line)
-                self._doing, self._since = line, time.monotonic()
+                self._stage, self._since = line, time.monotonic()
                 self._changed.notify()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._repeat, daemon=True)
@@ -68,22 +68,22 @@ class Progress:
     def update(self, line: str, stage: str = "") -> None:
         """Replaces the line of the current work. The new line appears at the next repetition. If
         the current line does not begin with `stage`, first prints `stage` as new work."""
-        if not self._doing.startswith(stage):
+        if not self._stage.startswith(stage):
             self(stage)
         with self._changed:
-            if self._doing:
-                self._doing = line
+            if self._stage:
+                self._stage = line
 
     def rest(self) -> None:
         with self._changed:
-            self._doing = ""
+            self._stage = ""
             self._changed.notify()
 
     def _repeat(self) -> None:
         with self._changed:
             while True:
-                if not self._changed.wait(self._period_s) and self._doing:
-                    note(f"{self._doing} ({time.monotonic() - self._since:.0f} s)")
+                if not self._changed.wait(self._period_s) and self._stage:
+                    note(f"{self._stage} ({time.monotonic() - self._since:.0f} s)")
 
 
 progress = Progress()

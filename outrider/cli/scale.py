@@ -78,8 +78,8 @@ def scale(arguments: Arguments) -> int:
             )
             for role in counts
         }
-        said = ", ".join(f"{role}={number}" for role, number in serving.items())
-        return "" if serving == counts else f"serving now: {said}"
+        text = ", ".join(f"{role}={number}" for role, number in serving.items())
+        return "" if serving == counts else f"serving now: {text}"
 
     async def ask() -> tuple[AutoscaleConfig, Overview]:
         progress("asking the deployment", at_once=False)
@@ -96,8 +96,8 @@ def scale(arguments: Arguments) -> int:
     wanted = {**overview.wanted, **counts}
     is_late = bool(arguments.wait and left(overview))
     what, shown = ("serving", counts) if arguments.wait and not is_late else ("wanted", wanted)
-    said = ", ".join(f"{role}={shown[role]}" for role in ROLES if role in shown)
-    code = tell(Report({"wanted": wanted}, [f"{what}: {said}"]), arguments.json)
+    text = ", ".join(f"{role}={shown[role]}" for role in ROLES if role in shown)
+    code = tell(Report({"wanted": wanted}, [f"{what}: {text}"]), arguments.json)
     if is_late:
         raise overview.late("serving", arguments.wait)
     return code
@@ -159,15 +159,15 @@ def upgrade(arguments: Arguments) -> int:
     changes, overview = asyncio.run(_upgrade(where, values, arguments.wait, trial))
     num_stale = overview.num_stale
     tried = overview.trial if trial and (changes or not trial[0]) else None
-    said = "nothing changes"
+    text = "nothing changes"
     if changes or num_stale:
         what = ", ".join(sorted(changes)) or "the upgrade that is running"
-        said = f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}"
-    told: dict[str, Any] = {"changes": changes, "replicas_to_replace": num_stale}
+        text = f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}"
+    result: dict[str, Any] = {"changes": changes, "replicas_to_replace": num_stale}
     if tried is not None:
-        said = f"{tried}\n{said}" if tried.state == "taken" else str(tried)
-        told["trial"] = asdict(tried)
-    code = tell(Report(told, [said]), arguments.json)
+        text = f"{tried}\n{text}" if tried.state == "taken" else str(tried)
+        result["trial"] = asdict(tried)
+    code = tell(Report(result, [text]), arguments.json)
     if arguments.wait and (num_stale or (tried is not None and tried.state == "runs")):
         raise overview.late("done", arguments.wait)
     return code

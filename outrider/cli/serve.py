@@ -166,10 +166,10 @@ def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
     """Waits until the detached process serves or ends, and prints the progress lines of its log.
     Returns the deployment's record, or the process's exit code."""
     with (state / local_state.LOG_NAME).open("rb") as log:
-        said = b""
+        unfinished = b""
         while True:
             record, (gone, status) = running_deployment(state), os.waitpid(pid, os.WNOHANG)
-            *lines, said = (said + log.read()).split(b"\n")
+            *lines, unfinished = (unfinished + log.read()).split(b"\n")
             for line in lines:
                 progress.relay(line.decode("utf-8", "replace"))
             if record is not None and record.pid == pid:

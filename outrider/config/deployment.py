@@ -548,10 +548,17 @@ class DeploymentConfig:
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
         """All settings by key, with or without secrets."""
-        front = self.coordinator
+        coordinator = self.coordinator
         return {
             setting.key: getattr(part, name)
-            for part in (self.target, self.draft, front, front.redis, self.autoscale, self)
+            for part in (
+                self.target,
+                self.draft,
+                coordinator,
+                coordinator.redis,
+                self.autoscale,
+                self,
+            )
             for name, setting in settings_of(type(part)).items()
             if secrets or not setting.secret
         }

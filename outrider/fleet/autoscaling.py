@@ -121,7 +121,7 @@ class Autoscaler:
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float, float, str]:
     """Returns the load divided by its bound, the replicas' busy share, and a log text of both."""
-    replicas, front, sessions = records[role], records["coordinator"], _num_sessions(records)
+    replicas, coordinators, sessions = records[role], records["coordinator"], _num_sessions(records)
     if role == "target":
         queue = _mean([record.figures.queue_steps for record in replicas])
         used = _mean(
@@ -138,7 +138,7 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> tuple[float,
         return excess, max(each, busy), reason
     if not _num_staying(replicas):
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
-    waits = _mean([record.figures.draft_waits for record in front])
+    waits = _mean([record.figures.draft_waits for record in coordinators])
     busy = _mean([record.figures.busy for record in replicas])
     reason = f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
     return waits / config.autoscale_draft_waits, busy, reason

@@ -84,7 +84,7 @@ class Deployment:
     @property
     def record(self) -> DeploymentRecord:
         """The record by which other commands find the deployment, without secrets."""
-        config, front, overview = self.config, self.config.coordinator, self.overview
+        config, coordinator, overview = self.config, self.config.coordinator, self.overview
         return DeploymentRecord(
             pid=os.getpid(),
             started_at=self._started_at,
@@ -95,12 +95,12 @@ class Deployment:
             target_addresses=overview.addresses("target"),
             draft_addresses=overview.addresses("draft"),
             target_directory=config.target.directory,
-            tokenizer_directory=front.tokenizer_directory,
-            redis=asdict(front.redis),
+            tokenizer_directory=coordinator.tokenizer_directory,
+            redis=asdict(coordinator.redis),
             deployment=self.name,
             ray_address=self.ray.gcs_address,
             ray_token=str(self.ray.token or ""),
-            asks_for_keys=front.asks_for_keys,
+            asks_for_keys=coordinator.asks_for_keys,
             wanted={**overview.wanted},
             trial=str(overview.trial or ""),
             settings=config.values(secrets=False),
@@ -159,8 +159,10 @@ class Deployment:
         self._is_own = True
 
     async def _go_on(self) -> None:
-        await self._hear()
-        following = [repeated(self._hear, FOLLOW_PERIOD_S, "the reconciler does not answer")]
+        await self._follow_reconciler()
+        following = [
+            repeated(self._follow_reconciler, FOLLOW_PERIOD_S, "the reconciler does not answer")
+        ]
         if self.redis is not None:
             watch = partial(_watch, self.redis)
             following.append(
@@ -168,7 +170,7 @@ class Deployment:
             )
         self._following = [asyncio.create_task(work) for work in following]
 
-    async def _hear(self) -> None:
+    async def _follow_reconciler(self) -> None:
         overview: Overview = await self.reconciler.call("overview", self.overview)
         if overview != self.overview:
             spec: FleetSpec = await self.reconciler.call("spec")
@@ -176,15 +178,17 @@ class Deployment:
             self._changed.set()
 
     async def _prepare(self) -> DeploymentConfig:
-        front = self.config.coordinator
+        coordinator = self.config.coordinator
         if self.ray.local:
             await asyncio.to_thread(preflight.check_before_start, self.config)
-        if front.redis.url:  # A wrong URL is reported before models are loaded.
+        if coordinator.redis.url:  # A wrong URL is reported before models are loaded.
             with blaming("redis_url"):
-                reached = with_password(replace(front.redis, **self._passwords))
-                store = await RedisStore.connect(reached, wait_replicas=front.redis_wait_replicas)
+                reached = with_password(replace(coordinator.redis, **self._passwords))
+                store = await RedisStore.connect(
+                    reached, wait_replicas=coordinator.redis_wait_replicas
+                )
                 await store.close()
-        elif front.redis_wait_replicas:
+        elif coordinator.redis_wait_replicas:
             raise SettingError(
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )

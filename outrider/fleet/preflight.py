@@ -51,12 +51,12 @@ def check_before_start(config: DeploymentConfig) -> None:
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     """Setting, host and port of each server of a deployment on this machine; port 0 = any free
     port. Raises `SettingError` if two settings need the same port, or a port exceeds `PORT_MAX`."""
-    front = config.coordinator
+    coordinator = config.coordinator
     taken: dict[int, str] = {}
     servers = []
     for key, server, first, number in (
-        ("grpc_port", front, front.grpc_port, config.num_coordinators),
-        ("port", front, front.port, config.num_coordinators if front.http else 0),
+        ("grpc_port", coordinator, coordinator.grpc_port, config.num_coordinators),
+        ("port", coordinator, coordinator.port, config.num_coordinators if coordinator.http else 0),
         ("target_port", config.target, config.target.port, config.num_targets),
         ("draft_port", config.draft, config.draft.port, config.num_drafts),
     ):
@@ -286,13 +286,17 @@ def _check_size(
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:
     """Warnings about the settings that `resolve_models` returned."""
-    front = config.coordinator
-    if not front.tokenizer_directory:
+    coordinator = config.coordinator
+    if not coordinator.tokenizer_directory:
         yield (
             "warning: the target has no tokenizer, so text, chats and stop strings are refused; "
             "use token ids (outrider generate --token-ids)"
         )
-    if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
+    if (
+        coordinator.asks_for_keys
+        and not coordinator.ssl_certfile
+        and not is_loopback(coordinator.host)
+    ):
         yield (
             "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
             "--ssl-keyfile, unless a proxy in front of the coordinators terminates TLS"
@@ -304,12 +308,14 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, di
     the configuration, a new API key for commands on this machine (empty if callers need no key),
     and the passwords of Redis by field of `RedisAddress`. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
-    front, key = config.coordinator, ""
-    if front.asks_for_keys:
+    coordinator, key = config.coordinator, ""
+    if coordinator.asks_for_keys:
         key = new_key()
-        front = replace(front, api_key=",".join([*given_keys(front.api_key), key_hash(key)]))
-    redis, passwords = without_password(front.redis)
-    return replace(config, coordinator=front.reaching(redis)), key, passwords
+        coordinator = replace(
+            coordinator, api_key=",".join([*given_keys(coordinator.api_key), key_hash(key)])
+        )
+    redis, passwords = without_password(coordinator.redis)
+    return replace(config, coordinator=coordinator.reaching(redis)), key, passwords
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:

@@ -220,8 +220,8 @@ class Cluster:
 
     async def clear(self) -> None:
         with asking_head():
-            there = await self.replicas()
-            await self.remove([actor for ranks in there.values() for actor in ranks])
+            replicas = await self.replicas()
+            await self.remove([actor for ranks in replicas.values() for actor in ranks])
             await self.free_groups()
 
     async def saved(self) -> str:

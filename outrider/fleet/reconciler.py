@@ -56,7 +56,7 @@ from .ray_cluster import (
     retried,
     run_task,
 )
-from .replica_set import FIRST_REST_S, Fleet, Overview
+from .replica_set import FIRST_RETRY_DELAY_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
 from .trial import Trial, TrialReport, added, check_share, check_trial, check_weights, judged
 
@@ -250,7 +250,7 @@ class Reconciler(PlacedActor):
             tried = spec.given.draft.model, share
             await self._save(changes, tried)
             self._report, self._trial_over_at = TrialReport(*tried), math.inf
-            fleet.try_out(trial)
+            fleet.set_trial(trial)
             _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
@@ -287,8 +287,8 @@ class Reconciler(PlacedActor):
             ),
             return_exceptions=True,
         )
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
-        return judged(added(told, replica.name), now >= self._trial_over_at)
+        reports = [answer for answer in answers if not isinstance(answer, BaseException)]
+        return judged(added(reports, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
         """Updates the trial's report. Ends the trial unless `is_better` is None."""
@@ -309,7 +309,7 @@ class Reconciler(PlacedActor):
                 await self._save(changes, None)
             state: Any = "taken" if is_better else "not taken"
             self._report = replace(self._report, state=state, reason=reason)
-            self._fleet.try_out(None)
+            self._fleet.set_trial(None)
             _log.info("%s", self._report)
 
     async def _plan(self, changes: Mapping[str, Value]) -> FleetSpec:
@@ -403,7 +403,7 @@ class Reconciler(PlacedActor):
             )
         except Exception:  # noqa: BLE001 (a restart may help)
             _log.exception("the reconciler failed, and restarts")
-            await asyncio.sleep(FIRST_REST_S)
+            await asyncio.sleep(FIRST_RETRY_DELAY_S)
             os._exit(1)
 
 

@@ -55,9 +55,9 @@ QUIET_S = 1.0
 LOOK_PERIOD_S = 0.5
 DRAIN_LOOK_S = 1.0
 """Pause between two looks for nodes that Ray drains."""
-FIRST_REST_S = 1.0
+FIRST_RETRY_DELAY_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
-REST_S_MAX = 30.0
+RETRY_DELAY_S_MAX = 30.0
 STABLE_S = 30.0
 """Once a replica has served for this time, earlier failures of its role no longer count."""
 HOPELESS_AFTER = 4
@@ -113,13 +113,13 @@ class Overview:
         max(stale replicas, wanted replicas - new replicas that serve)."""
         total = 0
         for role in ROLES if self.upgrades else ():
-            there = self.of(role)
+            replicas = self.of(role)
             num_new = sum(
                 bool(replica.address and not (replica.stale or replica.on_trial))
-                for replica in there
+                for replica in replicas
             )
             total += max(
-                sum(replica.stale for replica in there), self.wanted.get(role, 0) - num_new
+                sum(replica.stale for replica in replicas), self.wanted.get(role, 0) - num_new
             )
         return total
 
@@ -310,7 +310,7 @@ def next_steps(
     fleet: Sequence[ReplicaView],
     held_back: Collection[Role] = (),
     in_place: Collection[Role] = (),
-    crowded: Collection[Role] = (),
+    without_room: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
     begins with the oldest replica. A *stale* replica has old settings.
@@ -322,8 +322,8 @@ def next_steps(
     new replica is started, and a stale replica leaves when the new replica serves. In the roles
     `in_place`, the stale replica ends before the new replica is started.
 
-    The cluster has no room for missing replicas of the `crowded` roles. If such a role has several
-    replicas, a stale replica leaves to make room.
+    The cluster has no room for missing replicas of the roles `without_room`. If such a role has
+    several replicas, a stale replica leaves to make room.
 
     Drained replicas do not count. They leave once enough other replicas serve, and not earlier,
     because nothing can be started in the room that they leave."""
@@ -336,16 +336,16 @@ def next_steps(
     }
     rolled = next((role for role in reversed(ROLES) if role in stale), None)
     for role in ROLES:
-        there = [
+        present = [
             replica for replica in reversed(fleet) if replica.role == role and not replica.leaves
         ]
-        stay = [replica for replica in there if not replica.drained]
-        stay.sort(key=lambda replica: (bool(replica.address), not replica.stale))
-        num_more = wanted.get(role, 0) - len(stay)
-        if role == rolled and all(replica.address for replica in stay):
+        staying = [replica for replica in present if not replica.drained]
+        staying.sort(key=lambda replica: (bool(replica.address), not replica.stale))
+        num_more = wanted.get(role, 0) - len(staying)
+        if role == rolled and all(replica.address for replica in staying):
             if num_more == 0:
                 num_more = -1 if role in in_place else 1
-            elif num_more > 0 and role in crowded and len(stay) > 1:
+            elif num_more > 0 and role in without_room and len(staying) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
             num_more += 1  # Keep one surplus replica, which will replace a stale replica.
@@ -356,22 +356,22 @@ def next_steps(
         if num_more > 0 and not is_held:
             starts += [role] * num_more
         if num_more < 0:
-            leaves += [replica.name for replica in stay[:-num_more]]
-        if sum(bool(replica.address) for replica in stay) >= wanted.get(role, 0):
-            leaves += [replica.name for replica in there if replica.drained]
+            leaves += [replica.name for replica in staying[:-num_more]]
+        if sum(bool(replica.address) for replica in staying) >= wanted.get(role, 0):
+            leaves += [replica.name for replica in present if replica.drained]
     return starts, leaves
 
 
-class Trouble:
+class RestartState:
     """The failures of a role since the last change of its wanted number or settings."""
 
     num_failures = 0
     not_before = 0.0
     reason = ""
     """Why the last replica died or failed to start; empty once a replica has started."""
-    crowded = False
+    lacks_room = False
     """Whether the cluster lacks room for a new replica until a stale replica leaves."""
-    made_way = False
+    has_made_room = False
     """Whether a stale replica has left to make room. Until a new replica serves, no other stale
     replica leaves. So if new replicas fail to start, the other stale replicas still serve."""
 
@@ -388,7 +388,7 @@ class Fleet:
         self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
         self._num_started = 0
-        self._troubles = {role: Trouble() for role in ROLES}
+        self._restarts = {role: RestartState() for role in ROLES}
         self.trial: Trial | None = None
         self.trial_failure = ""
         self._last_start_s: dict[Role, float] = {}
@@ -421,12 +421,12 @@ class Fleet:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        return tuple(trouble.reason for trouble in self._troubles.values() if trouble.reason)
+        return tuple(restart.reason for restart in self._restarts.values() if restart.reason)
 
     @property
     def hopeless(self) -> Role | None:
         for role in ("target", "coordinator"):
-            if self._troubles[role].is_hopeless and not self.of(role):
+            if self._restarts[role].is_hopeless and not self.of(role):
                 return role
         return None
 
@@ -437,12 +437,12 @@ class Fleet:
         ]
         names = tuple(replica.name for replica in staying if not replica.address)
         num_there = sum(not replica.on_trial for replica in staying)
-        trouble, is_missing = self._troubles[role], num_there < self.wanted[role]
+        restart, is_missing = self._restarts[role], num_there < self.wanted[role]
         return Starts(
             role,
             names,
-            bool(names or is_missing) and not trouble.is_hopeless,
-            trouble.num_failures,
+            bool(names or is_missing) and not restart.is_hopeless,
+            restart.num_failures,
             self._last_start_s.get(role),
         )
 
@@ -469,9 +469,9 @@ class Fleet:
 
     async def adopt(self) -> None:
         """Takes over existing replicas that serve, and ends existing replicas that do not."""
-        there = await self._cluster.replicas()
-        names = sorted(there, key=lambda name: role_and_age(name)[1])
-        candidates = [self._candidate(there[name]) for name in names]
+        existing = await self._cluster.replicas()
+        names = sorted(existing, key=lambda name: role_and_age(name)[1])
+        candidates = [self._candidate(existing[name]) for name in names]
         watching = asyncio.create_task(HangWatch(self._registry, lambda: candidates).run())
         try:
             adopted = await asyncio.gather(*(candidate.adopt() for candidate in candidates))
@@ -521,9 +521,9 @@ class Fleet:
         for role in ROLES:
             if before.model(role) != spec.model(role):
                 self._last_start_s.pop(role, None)
-        self._forget_troubles()
+        self._reset_restarts()
 
-    def try_out(self, trial: Trial | None) -> None:
+    def set_trial(self, trial: Trial | None) -> None:
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 
@@ -546,8 +546,8 @@ class Fleet:
         is_taken = replica.member.plan == plan and self.wanted[replica.role] > 0
         return replica is self.on_trial or (is_taken and not serves)
 
-    def _forget_troubles(self) -> None:
-        self._troubles = {role: Trouble() for role in ROLES}
+    def _reset_restarts(self) -> None:
+        self._restarts = {role: RestartState() for role in ROLES}
         self._changed.set()
 
     async def run(self) -> None:
@@ -583,14 +583,14 @@ class Fleet:
 
     def _step(self) -> None:
         now = asyncio.get_running_loop().time()
-        held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
+        held_back = {role for role, restart in self._restarts.items() if now < restart.not_before}
         if not any(replica.address for replica in self.of("target")):
             held_back.add("coordinator")  # A coordinator does not start without a target.
-        crowded = {role for role, trouble in self._troubles.items() if trouble.crowded}
-        in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
-        crowded = {role for role in crowded if not self._troubles[role].made_way}
-        there = [replica for replica in self._views() if not replica.on_trial]
-        starts, leaves = next_steps(self.wanted, there, held_back, in_place, crowded)
+        without_room = {role for role, restart in self._restarts.items() if restart.lacks_room}
+        in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | without_room
+        without_room = {role for role in without_room if not self._restarts[role].has_made_room}
+        views = [replica for replica in self._views() if not replica.on_trial]
+        starts, leaves = next_steps(self.wanted, views, held_back, in_place, without_room)
         for role in starts:
             self._follow(self._new(role))
         trial = None if self.on_trial or self.trial_failure else self.trial
@@ -604,7 +604,7 @@ class Fleet:
         for name in leaves:
             replica = self._replicas[name]
             replica.leaves = True
-            self._troubles[replica.role].made_way = self._troubles[replica.role].crowded
+            self._restarts[replica.role].has_made_room = self._restarts[replica.role].lacks_room
             self._follow(replica)
 
     def _follow(self, replica: Replica) -> None:
@@ -682,24 +682,24 @@ class Fleet:
             if replica is self.on_trial:
                 self.trial_failure = reason
         else:
-            trouble = self._troubles[replica.role]
-            trouble.reason = reason
+            restart = self._restarts[replica.role]
+            restart.reason = reason
             if loop.time() - began > STABLE_S:
-                trouble.num_failures = 0
-            rest_s = backoff(FIRST_REST_S, REST_S_MAX, trouble.num_failures, random)
-            trouble.not_before = loop.time() + rest_s
-            trouble.num_failures += is_its_own
+                restart.num_failures = 0
+            delay_s = backoff(FIRST_RETRY_DELAY_S, RETRY_DELAY_S_MAX, restart.num_failures, random)
+            restart.not_before = loop.time() + delay_s
+            restart.num_failures += is_its_own
         await self._remove(replica)
 
     async def _start(self, replica: Replica) -> None:
         try:
             await self._place(replica)
         except ConfigError:
-            self._troubles[replica.role].crowded |= not (replica.ranks or replica.on_trial)
+            self._restarts[replica.role].lacks_room |= not (replica.ranks or replica.on_trial)
             raise
         await self._begin(replica)
-        trouble = self._troubles[replica.role]
-        trouble.made_way, trouble.reason = False, ""
+        restart = self._restarts[replica.role]
+        restart.has_made_room, restart.reason = False, ""
         _log.info("%s serves at %s", replica.name, replica.address)
         self._changed.set()
 
@@ -740,4 +740,4 @@ class Fleet:
         if bounded != self.wanted:
             _log.info("wanted replicas: %s", ", ".join(f"{role}={bounded[role]}" for role in ROLES))
             self.wanted = bounded
-            self._forget_troubles()
+            self._reset_restarts()

@@ -51,7 +51,8 @@ class ObservedRequests(Observation):
     def __init__(self, tracer: Tracer, meter: Meter, config: CoordinatorConfig) -> None:
         self.tracer, self.config, self._meter = tracer, config, meter
         self.counters = {
-            name: ObservedCounter(meter, name, *told) for name, told in REQUEST_COUNTERS.items()
+            name: ObservedCounter(meter, name, *instrument)
+            for name, instrument in REQUEST_COUNTERS.items()
         }
         self.speculation = SpeculationCounters(meter)
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
@@ -66,8 +67,13 @@ class ObservedRequests(Observation):
 
     def watch(self, readings: Readings) -> None:
         """`readings` is called on any thread."""
-        for name, told in READINGS.items():
-            watch(self._meter, name, partial(lambda key: {**readings().get(key, {})}, name), *told)
+        for name, instrument in READINGS.items():
+            watch(
+                self._meter,
+                name,
+                partial(lambda key: {**readings().get(key, {})}, name),
+                *instrument,
+            )
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         for name, field in AUDIT_COUNTERS.items():

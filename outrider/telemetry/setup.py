@@ -175,9 +175,9 @@ def start_exports(
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        told: Any = {"insecure": endpoint.startswith("http://"), "timeout": EXPORT_TIMEOUT_S}
-        span_processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, **told))
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint, **told)))
+        options: Any = {"insecure": endpoint.startswith("http://"), "timeout": EXPORT_TIMEOUT_S}
+        span_processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, **options))
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint, **options)))
     scrape = None if port is None and not scraped else Scrape(vllm_model)
     if scrape is not None:
         readers.append(scrape.reader)

@@ -90,7 +90,7 @@ async def test_a_machine_without_the_password_of_redis_is_told(
         await found.start()
     ended = asyncio.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(module, "FIRST_REST_S", 0.0)
+    monkeypatch.setattr(module, "FIRST_RETRY_DELAY_S", 0.0)
     host.context.was_current_actor_reconstructed = True
     returned = Reconciler(found._original, "outrider-d")
     async with asyncio.timeout(5):

@@ -20,10 +20,10 @@ from outrider.errors import (
 from outrider.fleet.hang_watch import ANSWER_S, CALLS
 from outrider.fleet.replica_set import (
     END_GRACE_S,
-    FIRST_REST_S,
+    FIRST_RETRY_DELAY_S,
     HOPELESS_AFTER,
     LOOK_PERIOD_S,
-    REST_S_MAX,
+    RETRY_DELAY_S_MAX,
     ReplicaView,
     next_steps,
     role_and_age,
@@ -137,11 +137,11 @@ async def test_a_process_that_never_starts_is_given_up_soon() -> None:
         world.machines.placing.clear()
         world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
         room_s = world.spec.config.startup_timeout_s
-        await asyncio.sleep(room_s + PROCESS_START_S + 2 * FIRST_REST_S)
+        await asyncio.sleep(room_s + PROCESS_START_S + 2 * FIRST_RETRY_DELAY_S)
         [reason] = world.fleet.failures
         assert "did not start" in reason
         world.machines.placing.set()
-        await asyncio.sleep(REST_S_MAX)
+        await asyncio.sleep(RETRY_DELAY_S_MAX)
         assert len(world.names("target")) == 1
 
 
@@ -231,7 +231,7 @@ async def test_what_is_being_started_is_announced() -> None:
         await asyncio.sleep(END_GRACE_S)
         waits = await announced()
         assert (waits.names, waits.expected) == ((), True), "a pause before it is started"
-        await asyncio.sleep(2 * FIRST_REST_S)
+        await asyncio.sleep(2 * FIRST_RETRY_DELAY_S)
         began = loop.time()
         [name] = (await announced()).names
         await asyncio.sleep(30)
@@ -288,7 +288,7 @@ async def test_a_target_that_fails_again_and_again_is_not_expected() -> None:
                 expected = found.expected or not found.num_failures
         assert found.num_failures == HOPELESS_AFTER
         del world.machines.failures["target"]
-        await asyncio.sleep(2 * REST_S_MAX)
+        await asyncio.sleep(2 * RETRY_DELAY_S_MAX)
         assert (await world.registry.starts())["draft"] == Starts("draft", last_s=0.0)
         assert len(world.names("target")) == 1
 
